@@ -1,0 +1,55 @@
+"""The first run: an agent learns, on a laptop's CPU, to click the button that it is told to.
+
+    bash launch/local.sh
+
+Starts from the 2.5 M parameter base model that ships with the package: it sees, but it was trained on
+demonstrations of which most are wrong. See docs/quickstart.md for what was measured.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    cfg = ConfigDict()
+    cfg.seed = 0
+
+    cfg.model = ConfigDict()
+    cfg.model.path = "uirl_jax/assets/tiny-ui-base"
+    cfg.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "targets": ("attention", "mlp")})
+
+    cfg.chat = ConfigDict()
+    cfg.chat.system_prompt = ""  # as in the base model's demonstrations
+    cfg.chat.prompt_template = "{instruction}"
+    cfg.chat.max_screenshots = 6
+    cfg.chat.drop_screenshots = 3
+
+    cfg.tasks = (ConfigDict({"name": "desktop/click_button", "variant": "", "max_turns": 1}),)
+
+    cfg.actor = ConfigDict()
+    cfg.actor.group_size = 8
+    cfg.actor.concurrency = 64
+    cfg.actor.rollout = ConfigDict({"temperature": 1.0, "max_new_tokens": 16})
+
+    cfg.engine = ConfigDict()
+    cfg.engine.batch_sizes = (8, 64)
+    cfg.engine.context_lengths = (80,)
+    cfg.engine.image_rows = (8, 64)
+    cfg.engine.image_row_patches = 192
+    cfg.engine.max_new_tokens = 16
+    cfg.engine.wait_s = 0.05
+
+    cfg.learner = ConfigDict()
+    cfg.learner.steps = 120
+    cfg.learner.groups_per_step = 8
+    cfg.learner.max_staleness = 0
+    cfg.learner.batching = ConfigDict()
+    cfg.learner.batching.rows = 64
+    cfg.learner.batching.row_lengths = (96,)
+    cfg.learner.batching.image_rows = (8,)
+    cfg.learner.batching.patch_lengths = (192,)
+    cfg.learner.batching.pack = False
+    cfg.learner.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "clip_norm": 1.0})
+    cfg.learner.loss = ConfigDict({"kl_coefficient": 0.01})
+
+    cfg.evaluation = ConfigDict({"episodes": 200, "temperature": 0.0})
+    return cfg

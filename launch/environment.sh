@@ -1,0 +1,39 @@
+# Sourced by the scripts that a person starts: makes a virtual environment once, and again only when
+# what it should hold has changed.
+
+# make_environment DIR [test]
+make_environment() {
+  local dir=$1 extra=${2:-} python stamp wanted
+  python=${PYTHON:-python3}
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "uirl_jax needs Python 3.11 or newer, $python is $("$python" --version 2>&1). Set PYTHON=/path/to/python3.11." >&2
+    return 1
+  }
+  stamp="$dir/.installed${extra:+-$extra}"
+  wanted=$(cat requirements.txt pyproject.toml | cksum)
+  if [ -x "$dir/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    return 0
+  fi
+  echo "installing into $dir (once; a few minutes)"
+  if [ ! -x "$dir/bin/python" ]; then
+    "$python" -m venv "$dir" || {
+      echo "could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
+      return 1
+    }
+  fi
+  "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  if [ "$extra" = test ]; then
+    # torch first and by exact version, so that no other package draws in a CUDA build of it.
+    "$dir/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0
+    "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[test]'
+  fi
+  printf '%s\n' "$wanted" >"$stamp"
+}
+
+# install_chromium: Debian's own, for the tests marked `browser`.
+install_chromium() {
+  command -v chromium >/dev/null && return 0
+  (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium) >/dev/null || {
+    echo "could not install chromium with apt-get; tests marked browser will be skipped" >&2
+  }
+}

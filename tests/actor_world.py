@@ -1,0 +1,207 @@
+"""The world of the actor's tests: the real verifier, a tiny random policy that only clicks, faults.
+
+The tokenizer has whole actions as single tokens, and the engine may sample nothing else, so that a
+random model gives episodes with turns in them; everything between is the real thing.
+"""
+
+import asyncio
+import contextlib
+import functools
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import jax.numpy as jnp
+import numpy as np
+from aiohttp import web
+from flax import nnx
+from tokenizers import AddedToken
+
+from tools import base_tokenizer
+from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
+from uirl_jax.models import qwen2_vl
+from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.shards.record import TokenLayout
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.server import serve
+from uirl_jax.vision_inputs import ImageConfig
+
+CLICKS = ("click(60,40)", "click(160,40)", "click(60,120)", "click(160,120)")
+IMAGE_CFG = ImageConfig(min_pixels=56 * 56, max_pixels=28 * 28 * 12)  # 224x168 is 12 visual tokens
+TASK = TaskSpec("desktop/click_button", seed=5, variant="misses=9", max_turns=2)
+CONTEXT_TOKENS = 256
+
+
+@functools.cache
+def chat() -> Chat:
+    directory = Path(_temporary_directory().name)
+    texts = ["Click the red button.", "click(100, 200)", "You are a helpful assistant."] * 10
+    tokenizer = base_tokenizer.train_tokenizer(texts, 300)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CLICKS])
+    base_tokenizer.save(tokenizer, directory)
+    return Chat(directory, ChatConfig(system_prompt=""), IMAGE_CFG.merge_size)
+
+
+@functools.cache
+def _temporary_directory():
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def model_cfg() -> qwen2_vl.Qwen2VLConfig:
+    return qwen2_vl.Qwen2VLConfig.from_dict(
+        {
+            "model_type": "qwen2_vl",
+            "vocab_size": chat().vocab_size,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+            "tie_word_embeddings": True,
+            "image_token_id": chat().image_token_id,
+            "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2},
+        }
+    )
+
+
+@functools.cache
+def policy() -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """graphdef, lora, frozen."""
+    model = qwen2_vl.Qwen2VL(
+        model_cfg(), lora=LoraConfig(rank=2, alpha=4.0), rngs=nnx.Rngs(0), param_dtype=jnp.float32
+    )
+    return nnx.split(model, LoRAParam, ...)
+
+
+def layout() -> TokenLayout:
+    return TokenLayout(model_cfg().vocab_size, chat().image_token_id, IMAGE_CFG.merge_size)
+
+
+@functools.cache
+def engine() -> Engine:
+    """Samples one of CLICKS. Shared by all tests of a module: its one shape compiles once."""
+    graphdef, lora, frozen = policy()
+    allowed = {int(i) for text in CLICKS for i in chat_token_ids(text)}
+    return Engine(
+        graphdef,
+        frozen,
+        lora,
+        0,
+        model_cfg=model_cfg(),
+        end_token_ids=chat().end_token_ids,
+        forbidden_ids=[i for i in range(model_cfg().vocab_size) if i not in allowed],
+        cfg=EngineConfig(
+            batch_sizes=(8,),
+            context_lengths=(CONTEXT_TOKENS,),
+            image_rows=(16,),
+            image_row_patches=48,
+            max_new_tokens=1,
+            wait_s=0.01,
+        ),
+    )
+
+
+def chat_token_ids(text: str) -> list[int]:
+    """The one id of an action in CLICKS."""
+    first = chat().vocab_size - len(CLICKS)
+    ids = [i for i in range(first, chat().vocab_size) if chat().decode(np.array([i])) == text]
+    assert len(ids) == 1, (text, ids)
+    return ids
+
+
+class ScriptedEngine:
+    """Says what it is told to, one text a turn: for ends that a random policy does not reach."""
+
+    def __init__(
+        self, say: Callable[[int], str], *, stopped: bool = True, version: int = 3
+    ) -> None:
+        self._say, self._stopped, self._version = say, stopped, version
+        self.requests: list[SampleRequest] = []
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        text = self._say(len(self.requests))
+        self.requests.append(request)
+        ids = chat().completion_ids(text) if self._stopped else chat().encode(text)
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        return SampleResult(ids, logprobs, self._version, self._stopped)
+
+    def expect(self, concurrent: int) -> None:
+        pass
+
+
+def client(url: str) -> VerifierClient:
+    """One attempt each: the tests want to see the first fault."""
+    return VerifierClient(url, limits=ClientLimits(attempts=1, attempt_timeout_s=10.0))
+
+
+async def open_sessions(url: str) -> int:
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/status") as response:
+        return sum(info["stop_time"] is None for info in (await response.json()).values())
+
+
+Fault = Callable[[str, int], str | float | None]
+
+
+class Proxy:
+    """The way to a real verifier, with faults on it.
+
+    `fault(call, n)` is asked for every call ("session", "screenshot", "act", "progress", "delete";
+    n counts the calls of that kind from 0): None lets it through, "error" answers 500, "lost" lets
+    it through and drops the answer, a number delays the answer by so many seconds.
+    """
+
+    def __init__(self, target: str, fault: Fault) -> None:
+        self.target, self.fault = target, fault
+        self.seen: dict[str, int] = {}
+        self.open_at_most = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        call = "delete" if request.method == "DELETE" else request.path.rsplit("/", 1)[-1]
+        number = self.seen.get(call, 0)
+        self.seen[call] = number + 1
+        fault = self.fault(call, number)
+        if fault == "error":
+            return web.Response(status=500)
+        async with (
+            aiohttp.ClientSession() as http,
+            http.request(
+                request.method,
+                f"{self.target}{request.path_qs}",
+                data=await request.read(),
+                headers={"Content-Type": request.content_type},
+            ) as response,
+        ):
+            body = await response.read()
+        if fault == "lost":
+            request.transport.close()
+        elif fault is not None:
+            await asyncio.sleep(fault)
+        return web.Response(status=response.status, body=body, content_type=response.content_type)
+
+
+@contextlib.asynccontextmanager
+async def faulty(target: str, fault: Fault) -> AsyncIterator[tuple[str, Proxy]]:
+    proxy = Proxy(target, fault)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", proxy.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", proxy
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def verifier() -> AsyncIterator[str]:
+    async with serve() as port:
+        yield f"http://127.0.0.1:{port}"

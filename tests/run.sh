@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Makes the environment if it is missing, then runs ruff and pytest. Arguments go to pytest.
+# CI (CI=true) also runs the tests marked `browser`, and installs Chromium for them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+. launch/environment.sh
+make_environment .venv test
+
+export JAX_PLATFORMS=cpu
+marks="not slow and not gpu and not tpu_aot and not browser"
+if [ "${CI:-}" = "true" ]; then
+  marks="not slow and not gpu and not tpu_aot"
+  install_chromium
+fi
+
+.venv/bin/ruff format --check .
+.venv/bin/ruff check .
+.venv/bin/python -m pytest -m "$marks" "$@"

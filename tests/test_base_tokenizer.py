@@ -1,0 +1,114 @@
+"""Tests of the tokenizer builder: Qwen2's format as transformers reads it, and determinism."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from tools import base_tokenizer
+
+TEXTS = [
+    *[f"click({17 * n % 400}, {31 * n % 300})" for n in range(100)],
+    *['Click the button "Save".', "keys(ctrl+c)", "scroll(down, 100)", "terminate(success)"] * 20,
+]
+SAMPLES = [
+    "click(100, 200)",
+    "I'LL don't\n\n  naïve 漢字 😀 \t x\r\n",
+    "e\u0301 is two code points",  # NFC makes it one
+    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>hi<|im_end|>",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return base_tokenizer.train_tokenizer(TEXTS, 400)
+
+
+@pytest.fixture(scope="module")
+def loaded(tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    base_tokenizer.save(tokenizer, directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def test_ids_are_bytes_then_merges_then_special_tokens_in_qwens_order(tokenizer):
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    by_id = sorted(vocab, key=vocab.get)
+    assert sorted(vocab.values()) == list(range(len(vocab)))
+    assert len(vocab) <= 400
+    assert all(len(token) == 1 for token in by_id[:256])
+    assert by_id[-14:] == list(base_tokenizer.SPECIAL_TOKENS)
+
+
+def test_smallest_vocabulary_still_encodes_every_byte():
+    tokenizer = base_tokenizer.train_tokenizer(TEXTS, base_tokenizer.MIN_VOCAB_SIZE)
+    assert tokenizer.get_vocab_size() == 270
+    text = "".join(map(chr, range(0x300))) + "漢字😀\x00"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    with pytest.raises(ValueError, match="at least 270"):
+        base_tokenizer.train_tokenizer(TEXTS, 269)
+
+
+def test_action_text_is_short_and_digits_stand_alone(tokenizer):
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("click(100, 200)").ids]
+    assert pieces == ["click", "(", "1", "0", "0", ",", " ", "2", "0", "0", ")"]
+
+
+def test_training_in_another_process_gives_the_same_file(tokenizer):
+    """Another hash seed, other threads: the ids must not depend on them."""
+    program = (
+        "import json, sys; from tools import base_tokenizer as b;"
+        "sys.stdout.buffer.write(b.train_tokenizer(json.load(sys.stdin), 400).to_str().encode())"
+    )
+    again = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(TEXTS).encode(),
+        capture_output=True,
+        check=True,
+    )
+    assert again.stdout.decode() == tokenizer.to_str()
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_transformers_loads_the_directory_and_gives_the_same_ids(tokenizer, loaded, text):
+    ids = tokenizer.encode(text).ids
+    assert loaded(text)["input_ids"] == ids
+    assert loaded.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_transformers_sees_qwens_class_and_special_tokens(tokenizer, loaded):
+    assert type(loaded).__name__ in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+    assert loaded.eos_token_id == tokenizer.token_to_id("<|im_end|>")
+    assert loaded.pad_token_id == tokenizer.token_to_id("<|endoftext|>")
+    assert set(loaded.all_special_tokens) == set(base_tokenizer.SPECIAL_TOKENS)
+
+
+def test_transformers_own_qwen2_vl_split_is_ours(tokenizer, loaded):
+    """Built from vocabulary and merges alone, transformers' class splits text by its own regex."""
+    model = json.loads(tokenizer.to_str())["model"]
+    built = type(loaded)(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    for text in SAMPLES[:3]:
+        assert built(text)["input_ids"] == tokenizer.encode(text).ids
+
+
+MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Go"}]}]
+USER = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Go<|im_end|>\n"
+
+
+def test_chat_template_without_system_prompt_has_no_system_block(loaded):
+    text = loaded.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert text == USER + "<|im_start|>assistant\n"
+    system = [{"role": "system", "content": "S"}, *MESSAGES]
+    text = loaded.apply_chat_template(system, tokenize=False)
+    assert text == "<|im_start|>system\nS<|im_end|>\n" + USER
+
+
+def test_chat_template_system_prompt_is_text_and_no_jinja(tokenizer, tmp_path):
+    prompt = 'Say "hi" to {{ x }}\n{% y %} naïve 😀'
+    base_tokenizer.save(tokenizer, tmp_path, system_prompt=prompt)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = loaded.apply_chat_template(MESSAGES, tokenize=False)
+    assert text == f"<|im_start|>system\n{prompt}<|im_end|>\n" + USER

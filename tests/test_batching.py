@@ -1,0 +1,372 @@
+import dataclasses
+import hashlib
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from uirl_jax import vision_inputs
+from uirl_jax.errors import ConfigError, RecordError
+from uirl_jax.shards.batching import BatchConfig, make_batch, sequences
+from uirl_jax.types import StopReason, TaskSpec, TrainBatch, Trajectory, Turn
+
+PLACEHOLDER = 9
+IMAGE_CFG = vision_inputs.ImageConfig(min_pixels=28 * 28)
+CFG = BatchConfig(
+    rows=4, row_lengths=(12, 24, 48), image_rows=(2, 4, 8), patch_lengths=(8, 16), pack=False
+)
+
+
+def png(seed: int, height_px: int = 28, width_px: int = 56) -> tuple[str, bytes]:
+    """A key and its screenshot of noise; 28x56 pixels are 8 patches and 2 visual tokens."""
+    rng = np.random.default_rng(seed)
+    file = io.BytesIO()
+    pixels = rng.integers(0, 256, (height_px, width_px, 3), np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return hashlib.sha256(file.getvalue()).hexdigest(), file.getvalue()
+
+
+def grid_of(data: bytes) -> tuple[int, int, int]:
+    return vision_inputs.process_image(vision_inputs.decode_image(data), IMAGE_CFG)[1]
+
+
+def turn(context: list[int], sampled: list[int], keys: tuple[str, ...] = (), version=0) -> Turn:
+    return Turn(
+        context_ids=np.array(context, np.int32),
+        token_ids=np.array(sampled, np.int32),
+        logprobs=-np.array(sampled, np.float32) / 8,  # a token's logprob can be told from its id
+        image_keys=keys,
+        policy_version=version,
+        text="",
+        action=None,
+    )
+
+
+def trajectory(turns: list[Turn], images: dict[str, bytes] | None = None) -> Trajectory:
+    images = images or {}
+    return Trajectory(
+        episode_id="e0",
+        group_id="g0",
+        task=TaskSpec("desktop/click_button", seed=0),
+        instruction="",
+        turns=tuple(turns),
+        images=images,
+        image_grids={key: grid_of(data) for key, data in images.items()},
+        stop_reason=StopReason.COMPLETED,
+        reward=1.0,
+        success=True,
+    )
+
+
+def batch_of(trajectories, advantages=None, **changes) -> TrainBatch:
+    return make_batch(
+        trajectories,
+        advantages if advantages is not None else [1.0] * len(trajectories),
+        image_cfg=IMAGE_CFG,
+        image_token_id=PLACEHOLDER,
+        cfg=dataclasses.replace(CFG, **changes),
+    )
+
+
+# ---------------------------------------------------------------- sequences
+
+
+def test_sequences_of_turns_that_only_grow_are_one():
+    merged = sequences(
+        trajectory([turn([1, 2], [50, 51], version=3), turn([1, 2, 50, 51, 4], [52], version=4)])
+    )
+    assert len(merged) == 1
+    assert merged[0].token_ids_t.tolist() == [1, 2, 50, 51, 4, 52]
+    assert merged[0].completion_mask_t.tolist() == [0, 0, 1, 1, 0, 1]
+    assert merged[0].policy_versions_t.tolist() == [-1, -1, 3, 3, -1, 4]
+    np.testing.assert_array_equal(
+        merged[0].behaviour_logprobs_t, [0, 0, -50 / 8, -51 / 8, 0, -52 / 8]
+    )
+    dtypes = [array.dtype for name, array in vars(merged[0]).items() if name.endswith("_t")]
+    assert dtypes == [np.int32, np.float32, np.float32, np.int32]
+
+
+def test_sequences_fork_where_the_context_drops_something():
+    turns = [turn([1, 2], [50]), turn([1, 50, 4], [51]), turn([1, 50, 4, 51, 4], [52])]
+    forked = sequences(trajectory(turns))
+    assert [s.token_ids_t.tolist() for s in forked] == [[1, 2, 50], [1, 50, 4, 51, 4, 52]]
+    assert [s.completion_mask_t.tolist() for s in forked] == [[0, 0, 1], [0, 0, 0, 1, 0, 1]]
+
+
+def test_sequences_fork_where_the_same_tokens_stand_for_another_screenshot():
+    turns = [turn([9, 9], [50], keys=("a",)), turn([9, 9, 50, 9, 9], [51], keys=("b", "c"))]
+    assert [s.image_keys for s in sequences(trajectory(turns))] == [("a",), ("b", "c")]
+
+
+def test_sequences_follow_the_ten_slot_policy_of_the_design():
+    """Ten slots, five dropped at once: twenty turns are 3 sequences and 30 image slots."""
+    turns, kept, sampled = [], [], []
+    for number in range(20):
+        if len(kept) == 10:
+            kept = kept[5:]
+        kept.append(number)
+        context = [1]
+        for older in range(number + 1):
+            context += [PLACEHOLDER] if older in kept else [3]
+            context += sampled[older] if older < number else []
+        sampled.append([20 + number])
+        turns.append(turn(context, sampled[-1], tuple(str(k) for k in kept)))
+    forked = sequences(trajectory(turns))
+    assert len(forked) == 3
+    assert sum(len(s.image_keys) for s in forked) == 30
+
+
+@st.composite
+def episodes(draw) -> list[Turn]:
+    """Turns that continue, drop the oldest tokens, or start over."""
+    ids = st.lists(st.integers(10, 99), min_size=1, max_size=3)
+    turns = [turn(draw(ids), draw(ids))]
+    for _ in range(draw(st.integers(0, 4))):
+        before = [*turns[-1].context_ids.tolist(), *turns[-1].token_ids.tolist()]
+        kept = draw(st.sampled_from([before, before, before[1:], []]))
+        turns.append(turn(kept + draw(ids), draw(ids)))
+    return turns
+
+
+@settings(deadline=None)
+@given(episodes())
+def test_sequences_hold_every_sampled_token_once_after_its_own_context(turns):
+    found = sequences(trajectory(turns))
+    assert len(found) <= len(turns)
+    masked = [s.token_ids_t[s.completion_mask_t > 0] for s in found]
+    assert np.concatenate(masked).tolist() == [i for t in turns for i in t.token_ids.tolist()]
+    number = 0
+    for sequence in found:
+        filled = 0
+        while number < len(turns) and filled < len(sequence.token_ids_t):
+            context, sampled = turns[number].context_ids, turns[number].token_ids
+            end = len(context) + len(sampled)
+            assert sequence.token_ids_t[:end].tolist() == [*context, *sampled]
+            assert sequence.completion_mask_t[filled : len(context)].sum() == 0
+            assert sequence.completion_mask_t[len(context) : end].all()
+            np.testing.assert_array_equal(
+                sequence.behaviour_logprobs_t[len(context) : end], turns[number].logprobs
+            )
+            filled, number = end, number + 1
+        assert filled == len(sequence.token_ids_t)
+    assert number == len(turns)
+
+
+# ---------------------------------------------------------------- the batch, by hand
+
+
+def test_batch_of_one_image_is_the_table_of_the_design():
+    """The ten-token row of types.TrainBatch, with the screenshot in the second image row."""
+    first, second = png(1), png(2)
+    batch = batch_of(
+        [
+            trajectory([turn([1, 9, 9], [50], (first[0],))], dict([first])),
+            trajectory([turn([1, 2, 9, 9, 3, 4], [50, 51, 52], (second[0],))], dict([second])),
+        ],
+        [-0.5, 2.0],
+        row_lengths=(10,),
+    )
+    assert batch.token_ids_bt[1].tolist() == [1, 2, 9, 9, 3, 4, 50, 51, 52, 0]
+    assert batch.segment_ids_bt[1].tolist() == [1] * 9 + [0]
+    assert batch.completion_mask_bt[1].tolist() == [0] * 6 + [1] * 3 + [0]
+    assert batch.vision_index_bt[1].tolist() == [-1, -1, 2, 3, -1, -1, -1, -1, -1, -1]
+    assert batch.advantages_bt[1].tolist() == [0] * 6 + [2] * 3 + [0]
+    assert batch.advantages_bt[0].tolist() == [0, 0, 0, -0.5, 0, 0, 0, 0, 0, 0]
+    np.testing.assert_array_equal(
+        batch.behaviour_logprobs_bt[1], [*[0] * 6, -50 / 8, -51 / 8, -52 / 8, 0]
+    )
+    # Text counts on; the image is one row of two visual tokens; text goes on after its largest.
+    assert batch.positions_3bt[:, 1].tolist() == [
+        [0, 1, 2, 2, 4, 5, 6, 7, 8, 0],
+        [0, 1, 2, 2, 4, 5, 6, 7, 8, 0],
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
+    ]
+    assert batch.segment_ids_bt[2:].sum() == 0 and (batch.vision_index_bt[2:] == -1).all()
+
+
+def test_batch_images_are_the_processed_screenshots_padded():
+    small, large = png(1), png(2, 56, 56)
+    turns = [turn([9, 9, 1, 9, 9, 9, 9], [50], (small[0], large[0]))]
+    batch = batch_of([trajectory(turns, dict([small, large]))])
+    assert batch.patches_ipf.shape == (2, 16, 1176)
+    for row, (_, data) in enumerate([small, large]):
+        image = vision_inputs.decode_image(data)
+        patches_pf, grid_thw = vision_inputs.process_image(image, IMAGE_CFG)
+        count = len(patches_pf)
+        np.testing.assert_array_equal(batch.patches_ipf[row, :count], patches_pf)
+        np.testing.assert_array_equal(
+            batch.patch_positions_ip2[row, :count], vision_inputs.patch_positions(grid_thw, 2)
+        )
+        assert batch.patch_segments_ip[row].tolist() == [1] * count + [0] * (16 - count)
+        assert (batch.patches_ipf[row, count:] == 0).all()
+    # 16 patches a row are 4 visual tokens: the second screenshot's begin at row 4 of the table.
+    assert batch.vision_index_bt[0, :7].tolist() == [0, 1, -1, 4, 5, 6, 7]
+
+
+def test_batch_holds_a_screenshot_of_many_turns_and_episodes_once():
+    shared, own = png(1), png(2)
+    growing = [
+        turn([9, 9], [50], (shared[0],)),
+        turn([9, 9, 50, 9, 9], [51], (shared[0], shared[0])),  # nothing changed on the screen
+    ]
+    forking = [turn([1, 9, 9], [52], (own[0],)), turn([2, 9, 9], [53], (shared[0],))]
+    batch = batch_of(
+        [trajectory(growing, dict([shared])), trajectory(forking, dict([own, shared]))]
+    )
+    assert (batch.patch_segments_ip.sum(axis=1) > 0).sum() == 2
+    assert batch.vision_index_bt[0, :5].tolist() == [0, 1, -1, 0, 1]
+    assert batch.vision_index_bt[1:3, :3].tolist() == [[-1, 2, 3], [-1, 0, 1]]
+
+
+def test_batch_without_screenshots_has_only_padding_in_its_image_rows():
+    batch = batch_of([trajectory([turn([1], [50])])])
+    assert batch.patches_ipf.shape == (2, 8, 1176)
+    assert batch.patch_segments_ip.sum() == 0
+
+
+def test_batch_advantage_per_token_follows_the_turns_over_a_fork():
+    forking = trajectory([turn([1], [50, 51]), turn([2], [52])])
+    batch = batch_of([forking], [np.array([1, 2, 3], np.float32)])
+    assert batch.advantages_bt[:2, :3].tolist() == [[0, 1, 2], [0, 3, 0]]
+
+
+@pytest.mark.parametrize(("context_tokens", "row_length"), [(11, 12), (12, 24), (40, 48)])
+def test_batch_takes_the_shortest_rows_that_fit(context_tokens, row_length):
+    batch = batch_of([trajectory([turn([1] * context_tokens, [50])])])
+    assert batch.token_ids_bt.shape == (4, row_length)
+
+
+@pytest.mark.parametrize(("images", "image_rows"), [(0, 2), (1, 2), (2, 2), (3, 4), (5, 8)])
+def test_batch_takes_the_fewest_image_rows_that_fit(images, image_rows):
+    shots = [png(seed) for seed in range(images)]
+    turns = [turn([9, 9, 1] * images, [50], tuple(key for key, _ in shots))]
+    assert batch_of([trajectory(turns, dict(shots))]).patches_ipf.shape[0] == image_rows
+
+
+# ---------------------------------------------------------------- packing
+
+
+def test_pack_is_first_fit_with_a_segment_each():
+    lengths = [7, 6, 5, 6]  # of 12: 7 + 5 and 6 + 6
+    batch = batch_of([trajectory([turn([1] * (n - 1), [50 + n])]) for n in lengths], pack=True)
+    assert batch.segment_ids_bt.tolist()[:2] == [[1] * 7 + [2] * 5, [1] * 6 + [2] * 6]
+    assert batch.segment_ids_bt[2:].sum() == 0
+    assert batch.positions_3bt[0, 0].tolist() == [*range(7), *range(5)]  # each from 0
+
+
+def test_pack_takes_longer_rows_when_the_short_ones_are_too_few():
+    many = [trajectory([turn([1] * 9, [50])]) for _ in range(5)]
+    assert batch_of(many, pack=True).token_ids_bt.shape == (4, 24)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(episodes(), min_size=1, max_size=5), st.booleans())
+def test_batch_loses_and_adds_no_token_packed_or_not(episode_turns, pack):
+    trajectories = [trajectory(turns) for turns in episode_turns]
+    advantages = [float(number + 1) for number in range(len(trajectories))]
+    rows = sum(len(sequences(t)) for t in trajectories)
+    batch = batch_of(trajectories, advantages, rows=rows, row_lengths=(16, 64), pack=pack)
+
+    expected, found = [], []
+    for one, advantage in zip(trajectories, advantages, strict=True):
+        for s in sequences(one):
+            mask = s.completion_mask_t
+            arrays = (s.token_ids_t, mask, s.behaviour_logprobs_t, mask * advantage)
+            expected.append([array.tolist() for array in arrays])
+    for row in range(rows):
+        for segment in range(1, batch.segment_ids_bt[row].max() + 1):
+            inside = batch.segment_ids_bt[row] == segment
+            assert np.ptp(np.flatnonzero(inside)) == inside.sum() - 1  # one stretch
+            assert batch.positions_3bt[:, row, inside].tolist() == [list(range(inside.sum()))] * 3
+            names = "token_ids", "completion_mask", "behaviour_logprobs", "advantages"
+            found.append([getattr(batch, f"{n}_bt")[row, inside].tolist() for n in names])
+    assert sorted(found) == sorted(expected)
+    padding = batch.segment_ids_bt == 0
+    for name in ("token_ids_bt", "completion_mask_bt", "behaviour_logprobs_bt", "advantages_bt"):
+        assert not getattr(batch, name)[padding].any(), name
+
+
+def test_pack_changes_no_sequence_with_screenshots():
+    shots = [png(seed) for seed in range(3)]
+    episodes_ = [
+        trajectory([turn([1] * n + [9, 9], [50 + n], (key,))], {key: data})
+        for n, (key, data) in enumerate(shots, start=1)
+    ]
+    apart, packed = (batch_of(episodes_, row_lengths=(16,), pack=pack) for pack in (False, True))
+    start = 0
+    for number in range(3):
+        length = number + 4
+        for name in ("token_ids", "vision_index", "completion_mask"):
+            np.testing.assert_array_equal(
+                getattr(packed, f"{name}_bt")[0, start : start + length],
+                getattr(apart, f"{name}_bt")[number, :length],
+            )
+        np.testing.assert_array_equal(
+            packed.positions_3bt[:, 0, start : start + length],
+            apart.positions_3bt[:, number, :length],
+        )
+        start += length
+
+
+# ---------------------------------------------------------------- what does not fit
+
+ONE, TWO = png(1), png(2)
+
+
+def with_image(**changes) -> Trajectory:
+    one = trajectory([turn([9, 9], [50], (ONE[0],))], dict([ONE]))
+    return dataclasses.replace(one, **changes)
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "changes", "message"),
+    [
+        ([trajectory([turn([1] * 48, [50])])], {}, "49 tokens, row_lengths accepts at most 48"),
+        ([trajectory([turn([1], [50])])] * 5, {}, "5 sequences .* 4 rows of at most 48, one each"),
+        ([trajectory([turn([1] * 47, [50])])] * 5, {"pack": True}, "240 tokens do not fit 4 rows"),
+        (
+            [with_image(), trajectory([turn([9, 9], [50], (TWO[0],))], dict([TWO]))],
+            {"image_rows": (1,)},
+            "2 distinct screenshots, image_rows accepts at most 1",
+        ),
+        ([with_image()], {"patch_lengths": (4,)}, "8 patches .* patch_lengths accepts at most 4"),
+        ([with_image()], {"patch_lengths": (10,)}, "expected multiples of 4"),
+    ],
+)
+def test_batch_that_fits_no_shape_raises_config_error(trajectories, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        batch_of(trajectories, **changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (with_image(images={ONE[0]: b"no image"}), f"e0: image {ONE[0][:16]}"),
+        (with_image(image_grids={ONE[0]: (1, 4, 4)}), r"saw .* \(1, 4, 4\), .* makes \(1, 2, 4\)"),
+        (
+            with_image(turns=(turn([9, 9, 9], [50], (ONE[0],)),)),
+            "3 image placeholders for 2 visual tokens",
+        ),
+        (with_image(turns=(turn([9, 1, 9], [50], (ONE[0],)),)), r"runs of .* \[1, 1\]"),
+    ],
+)
+def test_batch_of_a_record_that_contradicts_itself_raises_record_error(broken, message):
+    with pytest.raises(RecordError, match=message):
+        batch_of([broken])
+
+
+def test_batch_with_too_few_advantages_raises_config_error():
+    with pytest.raises(ConfigError, match=r"shape \(1,\), expected one float or \[2\]"):
+        batch_of([trajectory([turn([1], [50, 51])])], [np.zeros(1, np.float32)])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rows": 0}, {"row_lengths": ()}, {"row_lengths": (8, 4)}, {"image_rows": (0, 2)}]
+)
+def test_batch_config_that_is_impossible_raises_config_error(changes):
+    with pytest.raises(ConfigError, match=f"batching.{next(iter(changes))}"):
+        dataclasses.replace(CFG, **changes)

@@ -1,0 +1,242 @@
+"""Config dicts to dataclasses, and the command line in front of them, run as a user would."""
+
+import dataclasses
+import enum
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from ml_collections import ConfigDict, config_dict
+
+from uirl_jax import config
+from uirl_jax.errors import ConfigError
+
+
+class Schedule(enum.StrEnum):
+    CONSTANT = "constant"
+    COSINE = "cosine"
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    steps: int = dataclasses.field(metadata={"min": 1, "max": 1000})
+    lr: float = dataclasses.field(default=1e-3, metadata={"above": 0.0, "help": "measured best"})
+    betas: tuple[float, float] = (0.9, 0.99)
+    row_lengths: tuple[int, ...] = dataclasses.field(default=(256,), metadata={"min": 16})
+    schedule: Schedule = Schedule.CONSTANT
+    loss: Literal["grpo", "ppo"] = "grpo"
+    clip: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Root:
+    learner: Learner
+    name: str = "quickstart"
+    verbose: bool = False
+    tasks: dict[str, int] = dataclasses.field(default_factory=dict)
+    actor: Learner | None = None
+
+    def __post_init__(self) -> None:
+        if self.learner.steps == 13:
+            raise ValueError("learner.steps is 13, which brings bad luck")
+
+
+def errors_of(cfg: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.from_config(Root, ConfigDict(cfg))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_from_config_valid_builds_nested_dataclasses() -> None:
+    cfg = ConfigDict(
+        {
+            "learner": {
+                "steps": 5,
+                "lr": 1,
+                "betas": [0.5, 0.6],
+                "row_lengths": (16, 32, 64),
+                "schedule": "cosine",
+                "loss": "ppo",
+                "clip": 0.25,
+            },
+            "tasks": {"click": 3},
+        }
+    )
+    built = config.from_config(Root, cfg)
+    assert built == Root(
+        learner=Learner(5, 1.0, (0.5, 0.6), (16, 32, 64), Schedule.COSINE, "ppo", 0.25),
+        tasks={"click": 3},
+    )
+    assert type(built.learner.lr) is float
+    assert type(built.learner.schedule) is Schedule
+    assert config.from_config(Root, {"learner": {"steps": 1}, "actor": None}) == Root(Learner(1))
+
+
+def test_from_config_resolves_references_and_placeholders() -> None:
+    cfg = ConfigDict({"learner": {"steps": 5}})
+    cfg.learner.clip = config_dict.placeholder(float)
+    cfg.name = config_dict.FieldReference("linked")
+    assert config.from_config(Root, cfg) == Root(Learner(5, clip=None), name="linked")
+
+    cfg.learner.loss = config_dict.required_placeholder(str)
+    with pytest.raises(ConfigError, match=r"^config\.learner\.loss: has no value"):
+        config.from_config(Root, cfg)
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        (
+            {"step": 5, "steps": 5},
+            "config.learner.step: unknown key; did you mean config.learner.s",
+        ),
+        ({}, "config.learner.steps: missing, expected int"),
+        ({"steps": True}, "config.learner.steps: got bool True, expected int"),
+        ({"steps": 5.0}, "config.learner.steps: got float 5.0, expected int"),
+        ({"steps": "5"}, "config.learner.steps: got str '5', expected int"),
+        ({"steps": 0}, "config.learner.steps: got 0, expected at least 1"),
+        ({"steps": 1001}, "config.learner.steps: got 1001, expected at most 1000"),
+        ({"steps": 5, "lr": 0}, "config.learner.lr: got 0.0, expected more than 0.0"),
+        ({"steps": 5, "lr": float("nan")}, "config.learner.lr: got nan, expected a finite number"),
+        ({"steps": 5, "lr": False}, "config.learner.lr: got bool False, expected float"),
+        ({"steps": 5, "betas": (0.9,)}, "config.learner.betas: got tuple (0.9,), expected tuple"),
+        ({"steps": 5, "row_lengths": (16, "a")}, "config.learner.row_lengths[1]: got str 'a'"),
+        ({"steps": 5, "row_lengths": (16, 8)}, "config.learner.row_lengths: got 8, expected at le"),
+        ({"steps": 5, "row_lengths": 16}, "expected tuple[int, ...]"),
+        ({"steps": 5, "schedule": "sine"}, "got str 'sine', expected 'constant' or 'cosine'"),
+        ({"steps": 5, "loss": "pppo"}, "got str 'pppo', expected 'grpo' or 'ppo'"),
+        ({"steps": 5, "clip": "x"}, "config.learner.clip: got str 'x', expected float"),
+        ({"steps": 13}, "config: learner.steps is 13, which brings bad luck"),
+    ],
+)
+def test_from_config_one_fault_is_named_with_its_path(
+    learner: dict[str, Any], message: str
+) -> None:
+    assert message in errors_of({"learner": learner})
+
+
+def test_from_config_several_faults_are_one_error() -> None:
+    message = errors_of({"learner": {"stepz": 5, "lr": "a"}, "nam": "x", "verbose": 1})
+    assert message.startswith("5 faults in the config: ")
+    for part in (
+        "config.learner.stepz: unknown key; did you mean config.learner.steps?",
+        "config.learner.steps: missing",
+        "config.learner.lr: got str 'a'",
+        "config.nam: unknown key; did you mean config.name?",
+        "config.verbose: got int 1, expected bool",
+    ):
+        assert part in message
+
+
+def test_from_config_key_of_another_place_is_named() -> None:
+    assert "config.lr: unknown key; did you mean config.learner.lr?" in errors_of(
+        {"learner": {"steps": 1}, "lr": 1.0}
+    )
+    assert "got int 3, expected keys of Learner" in errors_of({"learner": 3})
+
+
+def test_resolved_config_json_is_stable_and_reads_back() -> None:
+    built = Root(Learner(5, schedule=Schedule.COSINE), tasks={"b": 1, "a": 2})
+    text = config.resolved_config_json(built)
+    again = Root(Learner(5, schedule=Schedule.COSINE), tasks={"a": 2, "b": 1})
+    assert text == config.resolved_config_json(again)
+    assert config.from_config(Root, json.loads(text)) == built
+    as_config_dict = ConfigDict({"z": (1, 2), "a": {"c": None, "b": 1.5}})
+    assert config.resolved_config_json(as_config_dict) == (
+        '{\n  "a": {\n    "b": 1.5,\n    "c": null\n  },\n  "z": [\n    1,\n    2\n  ]\n}\n'
+    )
+    for value in (float("nan"), object()):
+        with pytest.raises(ConfigError, match="cannot be saved as JSON"):
+            config.resolved_config_json({"x": value})
+
+
+def test_check_overrides_passes_known_keys_and_other_flags() -> None:
+    cfg = ConfigDict({"learner": {"steps": 5, "flag": True}, "name": "x"})
+    cfg.required = config_dict.required_placeholder(int)
+    argv = ["main", "--config=c.py", "--config.learner.steps", "7", "-config.name=a=b.c"]
+    argv += ["--noconfig.learner.flag", "--configs.x=1", "--workdir=--config.x"]
+    config.check_overrides([*argv, "--config.required=2"], cfg)
+    with pytest.raises(ConfigError) as caught:
+        config.check_overrides(["main", "--config.learner.step=5", "--config.zzz.y=1"], cfg)
+    assert str(caught.value) == (
+        "config.learner.step: unknown key; did you mean config.learner.steps?; "
+        "config.zzz.y: unknown key; known are config.learner, config.name, config.required"
+    )
+
+
+MAIN = """
+from absl import app, flags
+from ml_collections import config_flags
+from uirl_jax import config
+
+CONFIG = config_flags.DEFINE_config_file("config")
+flags.DEFINE_string("workdir", None, "")
+
+def main(argv):
+    print(config.resolved_config_json(CONFIG.value))
+
+app.run(main, flags_parser=config.parse_flags)
+"""
+CONFIG = """
+import ml_collections
+
+def get_config():
+    return ml_collections.ConfigDict({"learner": {"steps": 5, "lr": 1e-3}, "name": "x"})
+"""
+
+
+@pytest.fixture
+def run_main(tmp_path: Path) -> Any:
+    (tmp_path / "main.py").write_text(MAIN)
+    (tmp_path / "good.py").write_text(CONFIG)
+    (tmp_path / "broken.py").write_text("def get_config():\n    return nowhere\n")
+    (tmp_path / "syntax.py").write_text("def get_config(:\n")
+    (tmp_path / "empty.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": str(Path(config.__file__).parents[1])}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "main.py", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    return run
+
+
+def test_command_line_good_overrides_arrive(run_main: Any) -> None:
+    done = run_main("--config=good.py", "--config.learner.steps=7", "--config.name", "y")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"learner": {"steps": 7, "lr": 1e-3}, "name": "y"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--config=good.py --config.learner.step=5",
+            "config.learner.step: unknown key; did you mean config.learner.steps?",
+        ),
+        ("--config good.py --config.steps=5", "did you mean config.learner.steps?"),
+        ("--config=good.py --config.learner.steps.x=5", "did you mean config.learner.steps?"),
+        ("--config=good.py --config.learner.steps=five", "--config.learner.steps=five: invalid"),
+        ("--config=good.py --workdi=x", "Did you mean: workdir"),
+        ("--config=good.py extra", "'extra': is no flag"),
+        ("--config=gone.py", "--config=gone.py: no such file"),
+        ("--config.learner.steps=5", "add --config=FILE"),
+        ("--config=broken.py", "broken.py, line 2: NameError: name 'nowhere' is not defined"),
+        ("--config=syntax.py", "syntax.py: SyntaxError: invalid syntax"),
+        ("--config=empty.py", "has no get_config()"),
+    ],
+)
+def test_command_line_mistake_is_one_line_and_exit_1(
+    run_main: Any, arguments: str, message: str
+) -> None:
+    done = run_main(*arguments.split())
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr

@@ -1,0 +1,401 @@
+"""One episode over real HTTP: every way it can end, what its record holds, and no session left."""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import math
+
+import actor_world as world
+import numpy as np
+import pytest
+
+from uirl_jax import actions
+from uirl_jax.actor.rollout import RolloutConfig, derive_seed, run_episode
+from uirl_jax.engine.engine import Engine, SampleRequest
+from uirl_jax.errors import VerifierError
+from uirl_jax.shards import record
+from uirl_jax.types import Action, StopReason, TaskSpec
+from uirl_jax.verifiers import desktop
+
+BUTTON = TaskSpec("desktop/click_button", seed=3, max_turns=1)
+TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=8)
+ENTRY = TaskSpec("desktop/data_entry", seed=3, max_turns=60)
+
+
+def demonstrator(task: TaskSpec, quality: float = 1.0):
+    """Texts of the scripted demonstrator, which follows the episode in a desktop of its own."""
+    session = desktop.open_session(task)
+    rng = np.random.default_rng(0)
+
+    def say(turn: int) -> str:
+        action = desktop.scripted_action(session, rng, quality)
+        session.act(action)
+        return actions.format_action(action, (session.width_px, session.height_px))
+
+    return say
+
+
+def play(task, engine, *, fault=None, cfg=None, seed=0, waits_s=None):
+    """(trajectory, sessions still open on the server)."""
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            url = target = await stack.enter_async_context(world.verifier())
+            if fault is not None:
+                url, _ = await stack.enter_async_context(world.faulty(target, fault))
+            client = await stack.enter_async_context(world.client(url))
+            if isinstance(engine, Engine):
+                await stack.enter_async_context(engine)
+            trajectory = await run_episode(
+                task,
+                client=client,
+                engine=engine,
+                chat=world.chat(),
+                image_cfg=world.IMAGE_CFG,
+                cfg=cfg or RolloutConfig(),
+                seed=seed,
+                group_id="g",
+                run_id="run",
+                actor_id="a0",
+                waits_s=waits_s,
+            )
+            return trajectory, await world.open_sessions(target)
+
+    return asyncio.run(run())
+
+
+def test_episode_right_click_completes_with_the_verifiers_reward():
+    waits_s = {}
+    trajectory, still_open = play(
+        BUTTON, world.ScriptedEngine(demonstrator(BUTTON)), waits_s=waits_s
+    )
+    session = desktop.open_session(BUTTON)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert (trajectory.reward, trajectory.success) == (1.0, True)
+    assert trajectory.instruction == session.instruction
+    (turn,) = trajectory.turns
+    x0, y0, x1, y1 = session.targets[session.goal]
+    assert turn.action.kind == "click" and x0 <= turn.action.x < x1 and y0 <= turn.action.y < y1
+    assert turn.progress["done"] is True and turn.progress["reward"] == 1.0
+    assert (turn.reward, turn.policy_version, turn.error) == (1.0, 3, "")
+    assert actions.parse(turn.text, (session.width_px, session.height_px)) == turn.action
+    assert turn.token_ids[-1] == world.chat().end_token_ids[0]
+    assert still_open == 0
+    assert waits_s.keys() == {"environment", "engine", "images"}
+    assert (trajectory.run_id, trajectory.actor_id, trajectory.group_id) == ("run", "a0", "g")
+
+
+def test_episode_wrong_click_is_failed():
+    engine = world.ScriptedEngine(demonstrator(BUTTON, quality=0.0))
+    trajectory, _ = play(BUTTON, engine)
+    assert trajectory.stop_reason is StopReason.FAILED
+    assert (trajectory.reward, trajectory.success) == (0.0, False)
+
+
+def test_episode_of_many_turns_keeps_screens_once_and_grows_its_context():
+    engine = world.ScriptedEngine(demonstrator(TEXT))
+    trajectory, still_open = play(TEXT, engine)
+    assert trajectory.stop_reason is StopReason.COMPLETED and still_open == 0
+    turns = trajectory.turns
+    assert len(turns) >= 3
+    for before, after in itertools.pairwise(turns):
+        whole = np.concatenate([before.context_ids, before.token_ids])
+        np.testing.assert_array_equal(after.context_ids[: len(whole)], whole)
+        assert after.image_keys[:-1] == before.image_keys
+    for key, data in trajectory.images.items():
+        assert hashlib.sha256(data).hexdigest() == key
+    assert set(turns[-1].image_keys) == set(trajectory.images) == set(trajectory.image_grids)
+    placeholders = np.sum(turns[-1].context_ids == world.chat().image_token_id)
+    assert placeholders == 12 * len(turns)
+    assert [turn.reward for turn in turns] == [0.0] * (len(turns) - 1) + [1.0]
+    assert record.decode(record.encode(trajectory, world.layout()), world.layout()).turns[
+        -1
+    ].progress == dict(turns[-1].progress)
+    # What the engine was given is what the record says.
+    assert [request.image_keys for request in engine.requests] == [t.image_keys for t in turns]
+    assert len({request.seed for request in engine.requests}) == len(turns)
+
+
+def test_episode_same_screen_twice_is_kept_once():
+    task = TaskSpec("desktop/enter_text", seed=3, max_turns=3)
+    trajectory, _ = play(task, world.ScriptedEngine(lambda turn: "wait(0)"))
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert [len(turn.image_keys) for turn in trajectory.turns] == [1, 2, 3]
+    assert len(trajectory.images) == 1
+    assert not trajectory.success and trajectory.reward == 0.0
+
+
+def test_episode_claim_of_success_pays_nothing():
+    trajectory, still_open = play(TEXT, world.ScriptedEngine(lambda turn: "terminate(success)"))
+    assert trajectory.stop_reason is StopReason.FAILED
+    assert (trajectory.reward, trajectory.success, still_open) == (0.0, False, 0)
+    assert trajectory.turns[0].progress["done"] is False  # the verifier was asked
+
+
+def test_episode_text_that_is_no_action_is_a_format_error_and_forfeits_what_was_earned():
+    say_right, earned = demonstrator(ENTRY), desktop.open_session(ENTRY)
+
+    def say(turn):
+        if (earned.progress()["reward"] or 0.0) > 0.0:
+            return "I am done here"
+        text = say_right(turn)
+        earned.act(actions.parse(text, (earned.width_px, earned.height_px)))
+        return text
+
+    trajectory, still_open = play(
+        ENTRY, world.ScriptedEngine(say), cfg=RolloutConfig(max_context_tokens=100_000)
+    )
+    last = trajectory.turns[-1]
+    assert trajectory.stop_reason is StopReason.FORMAT_ERROR and still_open == 0
+    assert last.action is None and "I am done here" in last.error
+    assert (trajectory.reward, trajectory.success) == (0.0, False)
+    rewards = [turn.reward for turn in trajectory.turns]
+    assert max(rewards) > 0.0 and math.isclose(sum(rewards), 0.0, abs_tol=1e-9)
+    assert last.progress == trajectory.turns[-2].progress
+
+
+def test_episode_sample_cut_short_is_read_as_it_stands():
+    engine = world.ScriptedEngine(demonstrator(BUTTON), stopped=False)
+    trajectory, _ = play(BUTTON, engine)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    cut = world.ScriptedEngine(lambda turn: "click(10", stopped=False)
+    trajectory, _ = play(BUTTON, cut)
+    assert trajectory.stop_reason is StopReason.FORMAT_ERROR
+    assert trajectory.turns[0].text == "click(10"
+
+
+def test_episode_context_that_no_longer_fits_is_max_tokens():
+    engine = world.ScriptedEngine(lambda turn: "wait(0)")
+    trajectory, still_open = play(TEXT, engine)
+    first, second = (len(turn.context_ids) for turn in trajectory.turns[:2])
+    cfg = RolloutConfig(max_context_tokens=second - 1)
+    trajectory, still_open = play(TEXT, engine, cfg=cfg)
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert (len(trajectory.turns), still_open) == (1, 0)
+    # With not even the first screenshot there is nothing to train on.
+    trajectory, still_open = play(TEXT, engine, cfg=RolloutConfig(max_context_tokens=first - 1))
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert (trajectory.turns, still_open) == ((), 0)
+
+
+@pytest.mark.parametrize("kind", ["error", "lost"])
+@pytest.mark.parametrize(
+    ("call", "number", "turns", "tainted"),
+    [
+        ("session", 0, 0, False),
+        ("screenshot", 0, 0, False),
+        ("act", 0, 1, True),
+        ("act", 1, 2, True),
+        ("progress", 1, 2, True),
+    ],
+)
+def test_episode_fault_of_the_verifier_is_env_error_without_reward(
+    kind, call, number, turns, tainted
+):
+    def fault(seen_call, seen):
+        return kind if (seen_call, seen) == (call, number) else None
+
+    trajectory, still_open = play(TEXT, world.ScriptedEngine(demonstrator(TEXT)), fault=fault)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert (trajectory.reward, trajectory.success) == (0.0, False)
+    assert len(trajectory.turns) == turns
+    assert [bool(turn.error) for turn in trajectory.turns] == [False] * (turns - 1) + [True] * (
+        tainted
+    )
+    lost_answer_to_create = kind == "lost" and call == "session"  # its id never reached us
+    assert still_open == int(lost_answer_to_create)
+    record.encode(trajectory, world.layout())  # a record all the same
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        {},
+        {"done": 1, "reward": 1.0},
+        {"done": True, "reward": None},
+        {"done": True, "reward": True},
+        {"done": False, "reward": "1"},
+        {"done": True, "reward": math.nan},
+        {"done": True, "reward": math.inf},
+        {"done": True, "reward": 10**400},
+    ],
+)
+def test_episode_progress_that_is_no_verdict_is_env_error(progress):
+    class Lying:
+        async def __aenter__(self):
+            return self
+
+        def __init__(self, honest):
+            self.honest = honest
+            self.create, self.screenshot = honest.create, honest.screenshot
+            self.act, self.delete = honest.act, honest.delete
+
+        async def progress(self, session_id):
+            return progress
+
+    async def run():
+        async with world.verifier() as url, world.client(url) as client:
+            trajectory = await run_episode(
+                BUTTON,
+                client=Lying(client),
+                engine=world.ScriptedEngine(demonstrator(BUTTON)),
+                chat=world.chat(),
+                image_cfg=world.IMAGE_CFG,
+                cfg=RolloutConfig(),
+                seed=0,
+                group_id="g",
+            )
+            return trajectory, await world.open_sessions(url)
+
+    trajectory, still_open = asyncio.run(run())
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert (trajectory.reward, trajectory.success, still_open) == (0.0, False, 0)
+    assert "progress has done=" in trajectory.turns[0].error
+
+
+class Hanging(world.ScriptedEngine):
+    """Takes one turn, or none, and never answers again."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__(lambda turn: "wait(0)")
+        self._turns = turns
+        self.hangs = asyncio.Event()
+
+    async def sample(self, request: SampleRequest):
+        if len(self.requests) == self._turns:
+            self.hangs.set()
+            await asyncio.Event().wait()
+        return await super().sample(request)
+
+
+@pytest.mark.parametrize(
+    ("turns", "stop_reason"), [(1, StopReason.TIMEOUT), (0, StopReason.ENV_ERROR)]
+)
+def test_episode_out_of_time_keeps_its_turns(turns, stop_reason):
+    trajectory, still_open = play(TEXT, Hanging(turns), cfg=RolloutConfig(episode_timeout_s=2.0))
+    assert trajectory.stop_reason is stop_reason
+    assert (len(trajectory.turns), still_open) == (turns, 0)
+    assert 2.0 <= trajectory.duration_s < 5.0
+
+
+def test_episode_time_that_passes_while_the_session_is_deleted_changes_nothing():
+    def fault(call, number):
+        return 2.0 if call == "delete" else None
+
+    trajectory, still_open = play(
+        BUTTON,
+        world.ScriptedEngine(demonstrator(BUTTON)),
+        fault=fault,
+        cfg=RolloutConfig(episode_timeout_s=2.0),
+    )
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert (trajectory.success, still_open) == (True, 0)
+
+
+def test_episode_whose_session_cannot_be_deleted_ends_in_time():
+    trajectory, _ = play(
+        BUTTON,
+        world.ScriptedEngine(demonstrator(BUTTON)),
+        fault=lambda call, number: 30.0 if call == "delete" else None,
+        cfg=RolloutConfig(delete_timeout_s=0.2),
+    )
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.duration_s < 10.0
+
+
+@pytest.mark.parametrize("moment", ["creating", "sampling", "deleting"])
+def test_episode_cancelled_at_any_moment_leaves_no_session(moment):
+    reached = asyncio.Event()
+
+    def fault(call, number):
+        if (call, moment) in (("session", "creating"), ("delete", "deleting")):
+            reached.set()
+            return 0.3
+        return None
+
+    async def run():
+        engine = Hanging(0) if moment == "sampling" else world.ScriptedEngine(demonstrator(BUTTON))
+        async with (
+            world.verifier() as target,
+            world.faulty(target, fault) as (url, _),
+            world.client(url) as client,
+        ):
+            before = asyncio.all_tasks()
+            episode = asyncio.create_task(
+                run_episode(
+                    BUTTON,
+                    client=client,
+                    engine=engine,
+                    chat=world.chat(),
+                    image_cfg=world.IMAGE_CFG,
+                    cfg=RolloutConfig(),
+                    seed=0,
+                    group_id="g",
+                )
+            )
+            await (engine.hangs if moment == "sampling" else reached).wait()
+            await asyncio.sleep(0.1)  # so that the server has opened the session
+            episode.cancel()
+            await asyncio.sleep(0)
+            episode.cancel()  # an impatient caller
+            with pytest.raises(asyncio.CancelledError):
+                await episode
+            names = {task.get_coro().__qualname__ for task in asyncio.all_tasks() - before}
+            assert not [name for name in names if "rollout" in name or "delete" in name]
+            return await world.open_sessions(target)
+
+    assert asyncio.run(run()) == 0
+
+
+def test_episode_of_the_real_engine_repeats_with_its_seed_and_decodes():
+    def tokens(seed):
+        trajectory, still_open = play(world.TASK, world.engine(), seed=seed)
+        assert still_open == 0 and trajectory.stop_reason is not StopReason.ENV_ERROR
+        decoded = record.decode(record.encode(trajectory, world.layout()), world.layout())
+        assert decoded.images == trajectory.images
+        for turn in decoded.turns:
+            assert turn.action == Action("click", x=turn.action.x, y=turn.action.y)
+            assert np.all(turn.logprobs < 0.0)
+        return [turn.token_ids.tolist() for turn in trajectory.turns]
+
+    by_seed = [tokens(seed) for seed in range(6)]
+    assert by_seed[0] == tokens(0)
+    assert len({str(sampled) for sampled in by_seed}) > 1
+
+
+def test_derive_seed_differs_along_every_part_of_its_path():
+    seeds = {
+        derive_seed(run, group, member) for run in (0, 1) for group in (0, 1) for member in (0, 1)
+    }
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+
+
+def test_engine_error_is_no_env_error():
+    class Broken(world.ScriptedEngine):
+        async def sample(self, request):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        play(BUTTON, Broken(lambda turn: ""))
+
+
+def test_verifier_that_is_not_there_is_env_error():
+    async def run():
+        async with world.client("http://127.0.0.1:9") as client:
+            with pytest.raises(VerifierError):
+                await client.create(BUTTON)
+            return await run_episode(
+                BUTTON,
+                client=client,
+                engine=world.ScriptedEngine(lambda turn: ""),
+                chat=world.chat(),
+                image_cfg=world.IMAGE_CFG,
+                cfg=RolloutConfig(),
+                seed=0,
+                group_id="g",
+            )
+
+    assert asyncio.run(run()).stop_reason is StopReason.ENV_ERROR

@@ -1,0 +1,162 @@
+"""Trains a small tokenizer in Qwen2-VL's format, for base models that are made from nothing.
+
+First step of `tools.make_base_model`. It trains and writes; reading is `uirl_jax.chat`'s business.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+# Qwen2's split before BPE; \p{N} alone keeps every digit a token of its own.
+# Source: transformers, models/qwen2/tokenization_qwen2.py, PRETOKENIZE_REGEX.
+SPLIT_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# In the order of their ids in Qwen/Qwen2-VL-2B-Instruct, 151643 and on.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # no merge at all
+
+# Qwen2-VL's template without videos and numbered pictures. The system block stands in for a chat
+# that brings no system message of its own.
+_SYSTEM_BLOCK = (
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\n{{ @SYSTEM_PROMPT@ }}<|im_end|>\n{% endif %}"
+)
+_TEMPLATE = (
+    "{% for message in messages %}@SYSTEM_BLOCK@"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains byte-level BPE on texts; the same texts in the same order give the same tokenizer.
+
+    Args:
+      texts: what the model will read and write, each without special tokens.
+      vocab_size: upper bound of the number of ids, the special tokens included. Fewer come out
+        where the texts run out of pairs to merge.
+
+    Returns:
+      A tokenizer whose ids are the 256 bytes, then the merges, then SPECIAL_TOKENS.
+
+    Raises:
+      ValueError: vocab_size leaves no room for the bytes and the special tokens.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size={vocab_size}, expected at least {MIN_VOCAB_SIZE}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
+        ]
+    )
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    return tokenizer
+
+
+def chat_template(system_prompt: str) -> str:
+    """Qwen2-VL's Jinja template; an empty system_prompt means no system block by default."""
+    literal = json.dumps(system_prompt, ensure_ascii=False)  # Jinja's string literals read the same
+    block = _SYSTEM_BLOCK.replace("@SYSTEM_PROMPT@", literal) if system_prompt else ""
+    return _TEMPLATE.replace("@SYSTEM_BLOCK@", block)
+
+
+def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = "") -> None:
+    """Writes the tokenizer's files of a Hugging Face model directory.
+
+    Args:
+      tokenizer: from `train_tokenizer`.
+      directory: made where it is missing.
+      system_prompt: what the chat template says when a chat brings no system message; to be the
+        same as ChatConfig.system_prompt of the runs that train the model.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    template = chat_template(system_prompt)
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    config = {
+        "add_prefix_space": False,
+        "added_tokens_decoder": {
+            str(token_id): {
+                "content": token,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for token, token_id in ids.items()
+        },
+        "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
+        "bos_token": None,
+        "chat_template": template,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "model_max_length": 32768,
+        "pad_token": "<|endoftext|>",
+        "padding_side": "left",
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    _write(directory / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False) + "\n")
+    _write(directory / "merges.txt", f"#version: 0.2\n{merges}\n")
+    # Processors of transformers read this file, older tokenizers the key of the config above.
+    _write(directory / "chat_template.jinja", template)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")

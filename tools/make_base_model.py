@@ -1,0 +1,332 @@
+"""Makes the small base model that the quickstart starts from: SFT from nothing on drawn screens.
+
+    python -m tools.make_base_model --out=uirl_jax/assets/tiny-ui-base
+
+The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. It learns in
+two stages. `looking`: one screen, a conversation of several clicks on it, so that every screen that is
+drawn and encoded teaches as often as it can. `acting`: whole episodes of the desktop's tasks, mixed
+with looking, by a demonstrator who often makes the task's characteristic mistake (he clicks a button's
+caption instead of the button): the model that comes out sees well and acts badly, which is what RL is
+for. Nothing is downloaded; the same seed and versions give the same model on the same machine type.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_onednn=true")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from flax import nnx
+from tokenizers import Tokenizer
+from uirl_jax.models import qwen2_vl, qwen2_vl_weights
+
+from tools import base_tokenizer
+from uirl_jax import actions, chat, vision_inputs
+from uirl_jax.learner import supervised
+from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.types import Action, TaskSpec, TrainBatch
+from uirl_jax.verifiers import desktop, drawing, tasks
+
+_OUT = flags.DEFINE_string("out", "uirl_jax/assets/tiny-ui-base", "directory to write the model to")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/base_model", "checkpoints; a run carries on from here"
+)
+_SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the screens")
+_LOOKING_STEPS = flags.DEFINE_integer("looking_steps", 6000, "optimizer steps of the first stage")
+_ACTING_STEPS = flags.DEFINE_integer("acting_steps", 1500, "optimizer steps of the second stage")
+_BATCH_ROWS = flags.DEFINE_integer("batch_rows", 32, "conversations a step")
+_LR = flags.DEFINE_float("lr", 2e-3, "peak learning rate of the first stage")
+_QUALITY = flags.DEFINE_float("quality", 0.4, "share of right demonstrations in the second stage")
+
+CHAT = chat.ChatConfig(
+    system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
+)
+IMAGE = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
+ROW_TOKENS = {"looking": 176, "acting": 288}
+EASY_STEPS, EASY_ROW_TOKENS = 1000, 104  # two buttons a screen at first
+IMAGES_A_ROW = {"looking": 1, "acting": 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One row: token ids, which of them are the demonstrator's, and the screens they talk about."""
+
+    token_ids_t: np.ndarray
+    mask_t: np.ndarray
+    patches: tuple[np.ndarray, ...]
+    grids: tuple[tuple[int, int, int], ...]
+
+
+def model_config(tokenizer: Tokenizer) -> qwen2_vl.Qwen2VLConfig:
+    """2.5 M parameters. Few, wide heads: on a CPU the softmax costs as much as the products."""
+    return qwen2_vl.Qwen2VLConfig.from_dict(
+        {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "hidden_size": 192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 512,
+            # A multiple of 64, as accelerators like it; the ids on top stand for nothing.
+            "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,
+            "bos_token_id": tokenizer.token_to_id("<|endoftext|>"),
+            "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+            "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
+            "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
+            "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
+            "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.07,
+            "tie_word_embeddings": True,
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 128,
+                "num_heads": 2,
+                "mlp_ratio": 3,
+                "hidden_size": 192,
+                "in_channels": 3,
+                "patch_size": IMAGE.patch_size,
+                "temporal_patch_size": IMAGE.temporal_patch_size,
+                "spatial_merge_size": IMAGE.merge_size,
+            },
+        }
+    )
+
+
+def tokenizer_texts() -> list[str]:
+    """What the model will read and write, in the proportions in which it will."""
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(400):
+        color = rng.choice(list(drawing.BUTTON_COLORS))
+        caption, word = rng.choice(tasks.CAPTIONS), rng.choice(tasks.WORDS)
+        x, y = rng.integers(0, 448), rng.integers(0, 336)
+        texts += [
+            f"Click the {color} button.",
+            f"Click the {caption} button.",
+            f"Type {word} and press OK.",
+            f'type("{word}")',
+            f"click({x}, {y})",
+            f"double_click({x}, {y})",
+            "keys(ctrl+c)",
+            "keys(ctrl+v)",
+            "scroll(down, 100)",
+            chat.OMITTED_SCREENSHOT,
+            "wait(1)",
+            "user\n",
+            "assistant\n",
+        ]
+    return texts
+
+
+def looking_example(
+    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int
+) -> Example:
+    """One screen of buttons, and a click on each of them in turn without the screen changing."""
+    seed = int(rng.integers(2**30))
+    variant = f"buttons={buttons}"
+    session = desktop.open_session(TaskSpec("desktop/click_button", seed, variant))
+    patches, grid = vision_inputs.process_image(session.screenshot(), IMAGE)
+    colors = [name for name in session.targets if not name.endswith("_plate")]
+    ids: list[int] = []
+    mask: list[int] = []
+    for index in rng.permutation(len(colors))[:5]:
+        instruction = f"Click the {colors[index]} button."
+        question = talk.context(instruction, [grid], []).ids.tolist()
+        if ids:
+            # A later question is the same message without the screen.
+            start = question.index(talk.image_token_id) - 1
+            after = len(question) - question[::-1].index(talk.image_token_id) + 1
+            question = [*talk.encode("\n").tolist(), *question[:start], *question[after:]]
+        wrong = rng.random() >= quality
+        x0, y0, x1, y1 = session.targets[colors[index] + ("_plate" if wrong else "")]
+        # The exact middle: a click anywhere inside has 6 nats of chance in it, and where to look was
+        # hardly learnt through that noise.
+        action = Action("click", x=(x0 + x1) // 2, y=(y0 + y1) // 2)
+        screen = (session.width_px, session.height_px)
+        answer = talk.completion_ids(actions.format_action(action, screen, "pixels")).tolist()
+        ids += [*question, *answer]
+        mask += [0] * len(question) + [1] * len(answer)
+    return Example(np.array(ids, np.int32), np.array(mask, np.int32), (patches,), (grid,))
+
+
+def acting_example(talk: chat.Chat, rng: np.random.Generator, quality: float) -> Example:
+    """One whole episode of typing, turn by turn, each on the screen that the last action left."""
+    seed = int(rng.integers(2**30))
+    session = desktop.open_session(TaskSpec("desktop/enter_text", seed))
+    grids, patches, sampled = [], [], []
+    ids = np.zeros(0, np.int32)
+    mask: list[int] = []
+    for _ in range(3):
+        patches_pf, grid = vision_inputs.process_image(session.screenshot(), IMAGE)
+        grids.append(grid)
+        patches.append(patches_pf)
+        context = talk.context(session.instruction, grids, sampled).ids
+        action = desktop.scripted_action(session, rng, quality)
+        text = actions.format_action(action, (session.width_px, session.height_px), "pixels")
+        sampled.append(talk.completion_ids(text))
+        mask += [0] * (len(context) - len(ids)) + [1] * len(sampled[-1])
+        ids = np.concatenate([context, sampled[-1]])
+        session.act(action)
+        if session.progress()["done"]:
+            break
+    return Example(ids, np.array(mask, np.int32), tuple(patches), tuple(grids))
+
+
+def make_batch(
+    examples: list[Example], *, row_tokens: int, images_a_row: int, image_token_id: int
+) -> TrainBatch:
+    """Rows of a fixed length, one example each, its screens in its own image rows."""
+    rows, images = len(examples), len(examples) * images_a_row
+    patches, features = examples[0].patches[0].shape
+    merge = IMAGE.merge_size
+    batch = TrainBatch(
+        token_ids_bt=np.zeros((rows, row_tokens), np.int32),
+        segment_ids_bt=np.zeros((rows, row_tokens), np.int32),
+        positions_3bt=np.zeros((3, rows, row_tokens), np.int32),
+        completion_mask_bt=np.zeros((rows, row_tokens), np.float32),
+        vision_index_bt=np.full((rows, row_tokens), -1, np.int32),
+        behaviour_logprobs_bt=np.zeros((rows, row_tokens), np.float32),
+        advantages_bt=np.zeros((rows, row_tokens), np.float32),
+        patches_ipf=np.zeros((images, patches, features), np.float32),
+        patch_positions_ip2=np.zeros((images, patches, 2), np.int32),
+        patch_segments_ip=np.zeros((images, patches), np.int32),
+    )
+    for row, example in enumerate(examples):
+        length = len(example.token_ids_t)
+        batch.token_ids_bt[row, :length] = example.token_ids_t
+        batch.segment_ids_bt[row, :length] = 1
+        batch.completion_mask_bt[row, :length] = example.mask_t
+        batch.positions_3bt[:, row, :length] = vision_inputs.rope_positions(
+            example.token_ids_t, example.grids, image_token_id, merge
+        )
+        visual = []
+        for index, (patches_pf, grid) in enumerate(
+            zip(example.patches, example.grids, strict=True), start=row * images_a_row
+        ):
+            batch.patches_ipf[index] = patches_pf
+            batch.patch_positions_ip2[index] = vision_inputs.patch_positions(grid, merge)
+            batch.patch_segments_ip[index] = 1
+            tokens = vision_inputs.num_visual_tokens(grid, merge)
+            visual += range(index * tokens, (index + 1) * tokens)
+        is_visual_t = example.token_ids_t == image_token_id
+        batch.vision_index_bt[row, :length][is_visual_t] = visual
+    return batch
+
+
+def batches(
+    talk: chat.Chat, stage: str, seed: int, rows: int, quality: float
+) -> Callable[[int], TrainBatch]:
+    """The batch of a step; the next one is drawn while a step runs."""
+
+    def draw(step: int) -> TrainBatch:
+        rng = np.random.default_rng([seed, {"looking": 0, "acting": 1}[stage], step])
+        # In the second stage typing and looking take turns, so that neither is forgotten.
+        if stage == "acting" and step % 2:
+            kind, count = "acting", rows // 2  # a row costs as much as two of the others
+            examples = [acting_example(talk, rng, quality) for _ in range(count)]
+        else:
+            kind = "looking"
+            most = 2 if stage == "looking" and step < EASY_STEPS else 6
+            examples = [
+                looking_example(talk, rng, quality, int(rng.integers(2, most + 1)))
+                for _ in range(rows)
+            ]
+        return make_batch(
+            examples,
+            row_tokens=ROW_TOKENS[kind] if kind == "acting" or most > 2 else EASY_ROW_TOKENS,
+            images_a_row=IMAGES_A_ROW[kind],
+            image_token_id=talk.image_token_id,
+        )
+
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
+
+    def batch_at(step: int) -> TrainBatch:
+        batch = drawn.pop(step).result() if step in drawn else draw(step)
+        drawn[step + 1] = pool.submit(draw, step + 1)
+        return batch
+
+    return batch_at
+
+
+def train(out: Path, workdir: Path) -> None:
+    """Both stages, then the directory in Hugging Face's format with its model card."""
+    started_s = time.monotonic()
+    workdir.mkdir(parents=True, exist_ok=True)
+    tokenizer = base_tokenizer.train_tokenizer(tokenizer_texts(), 512)
+    base_tokenizer.save(tokenizer, workdir / "tokenizer")
+    talk = chat.Chat(workdir / "tokenizer", CHAT, IMAGE.merge_size)
+    cfg = model_config(tokenizer)
+    model = qwen2_vl.Qwen2VL(cfg, lora=None, rngs=nnx.Rngs(_SEED.value), param_dtype=jnp.float32)
+    graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    print(f"parameters={parameters} vocabulary={talk.vocab_size}", flush=True)
+
+    stages = {
+        "looking": (_LOOKING_STEPS.value, 1.0, _LR.value),
+        "acting": (_ACTING_STEPS.value, _QUALITY.value, _LR.value / 3),
+    }
+    for stage, (steps, quality, lr) in stages.items():
+        trainable = supervised.train(
+            graphdef,
+            trainable,
+            frozen,
+            batches(talk, stage, _SEED.value, _BATCH_ROWS.value, quality),
+            supervised.SupervisedConfig(
+                steps=steps,
+                optimizer=OptimizerConfig(
+                    lr=lr, warmup_steps=min(200, steps), schedule="cosine", weight_decay=0.01
+                ),
+                checkpoint_every=250,
+                log_every=25,
+            ),
+            checkpoint_dir=workdir / stage,
+            vision_trainable=True,
+            on_step=_printer(stage, steps, started_s),
+        )
+    write_model(nnx.merge(graphdef, trainable, frozen), tokenizer, out)
+
+
+def write_model(model: qwen2_vl.Qwen2VL, tokenizer: Tokenizer, out: Path) -> None:
+    """The whole directory: weights (bfloat16, to halve what ships), tokenizer, image processor."""
+    qwen2_vl_weights.save_pretrained(model, out, dtype="bfloat16")
+    base_tokenizer.save(tokenizer, out, system_prompt=CHAT.system_prompt)
+    processor = json.dumps(IMAGE.to_dict(), indent=2) + "\n"
+    (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
+
+
+def _printer(stage: str, steps: int, started_s: float) -> Callable[[int, dict[str, float]], None]:
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        print(
+            f"stage={stage} step={step}/{steps} loss={metrics['sft/loss']:.4f} "
+            f"grad_norm={metrics['learner/grad_norm']:.2f} "
+            f"steps_per_s={metrics['learner/steps_per_s']:.2f} "
+            f"minutes={(time.monotonic() - started_s) / 60:.1f}",
+            flush=True,
+        )
+
+    return on_step
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
+    train(Path(_OUT.value), Path(_WORKDIR.value))
+
+
+if __name__ == "__main__":
+    app.run(main)

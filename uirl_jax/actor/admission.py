@@ -1,0 +1,148 @@
+"""Which groups of a run exist already, and so which ones an actor may start.
+
+Beside the data path: reads the shards that are on disk and the policy manifest, and writes nothing.
+A group is accounted for while the learner has trained on it or still can; one that was lost,
+quarantined or has become stale is not, and its index is started again. `host` acts on the answers.
+
+What the learner says in `Manifest.extra`:
+
+    groups_trained    [[0, 57], [58, 120]]   indices trained on up to here, as half-open ranges
+    groups_consumed   119                    without groups_trained: the first 119 indices
+    finished          true                   the run is over
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Self
+
+from uirl_jax.errors import PolicyError, RecordError, ShardError
+from uirl_jax.policy_sync import Manifest
+from uirl_jax.shards.reader import scan_shard
+
+
+def group_id(index: int) -> str:
+    """The group_id in the records of a group; `int` of it is the index."""
+    return f"{index:08d}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardGroup:
+    """One group in a shard on disk. The versions are those of its oldest and its newest turn."""
+
+    index: int
+    oldest_version: int
+    newest_version: int
+
+
+class PublishedShards:
+    """The groups in all shards of a run, whichever actor wrote them. Each file is read once."""
+
+    def __init__(self, workdir: str | os.PathLike[str], run_id: str) -> None:
+        self._shards_dir = Path(workdir) / "shards"
+        self._run_id = run_id
+        self._groups: dict[Path, tuple[ShardGroup, ...]] = {}
+
+    def poll(self) -> tuple[ShardGroup, ...]:
+        """What is on disk now.
+
+        Call it before reading the manifest, not after: the learner publishes that it trained on a
+        group before it deletes the group's shard, so that in this order none is missed in both.
+        """
+        paths = set(self._shards_dir.glob("*/*.tfrecord"))
+        self._groups = {
+            path: self._groups[path] if path in self._groups else self._read(path) for path in paths
+        }
+        return tuple(itertools.chain.from_iterable(self._groups.values()))
+
+    def note(self, path: Path, group: ShardGroup) -> None:
+        """Of a shard that this process wrote itself: it need not be read."""
+        self._groups[path] = (group,)
+
+    def _read(self, path: Path) -> tuple[ShardGroup, ...]:
+        try:
+            header, entries = scan_shard(path)
+        except (OSError, ShardError, RecordError):
+            return ()  # the learner will quarantine it, and says why
+        versions: dict[str, list[int]] = {}
+        for entry in entries:
+            seen = versions.setdefault(entry.group_id, [])
+            seen += [v for v in (entry.oldest_version, entry.newest_version) if v >= 0]
+        return tuple(
+            ShardGroup(int(group), min(seen), max(seen))
+            for group, seen in versions.items()
+            if header.run_id == self._run_id and group.isdecimal() and seen
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """The groups that are accounted for under one manifest."""
+
+    version: int
+    trained: tuple[range, ...]  # ascending, disjoint
+    pending: frozenset[int]  # on disk, and the learner can still train on them
+
+    @classmethod
+    def of(cls, manifest: Manifest, on_disk: Collection[ShardGroup], max_staleness: int) -> Self:
+        """Raises PolicyError where the manifest's extra is not as described above."""
+        trained = _trained(manifest)
+        # The rule of shards.reader.take_groups: all else it drops as stale.
+        oldest = manifest.version - max_staleness
+        pending = frozenset(
+            group.index
+            for group in on_disk
+            if oldest <= group.oldest_version
+            and group.newest_version <= manifest.version
+            and not _holds(trained, group.index)
+        )
+        return cls(manifest.version, trained, pending)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.pending or _holds(self.trained, index)
+
+    def admits(self, running: int, *, groups_per_step: int, max_staleness: int) -> bool:
+        """Whether one more group may start beside `running` ones that are not pending yet.
+
+        Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch.
+        """
+        accepted = sum(map(len, self.trained)) + len(self.pending)
+        return accepted + running < (max_staleness + self.version + 1) * groups_per_step
+
+    def next_index(self, first: int, stride: int, taken: Collection[int]) -> int:
+        """The lowest of first, first + stride, ... that is neither accounted for nor taken."""
+        index = first
+        while True:
+            held = next((r for r in self.trained if index in r), None)
+            if held is not None:
+                index += -(-(held.stop - index) // stride) * stride  # past the range at once
+            elif index in self.pending or index in taken:
+                index += stride
+            else:
+                return index
+
+
+def _holds(ranges: tuple[range, ...], index: int) -> bool:
+    return any(index in span for span in ranges)
+
+
+def _trained(manifest: Manifest) -> tuple[range, ...]:
+    pairs = manifest.extra.get("groups_trained", [[0, manifest.extra.get("groups_consumed")]])
+    try:
+        ranges = [range(start, stop) for start, stop in pairs]
+    except (TypeError, ValueError):
+        ranges = None
+    if ranges is None or not _ascending(ranges):
+        raise PolicyError(
+            f"policy version {manifest.version}: the manifest's groups_trained is "
+            f"{str(pairs)[:80]}, expected ascending pairs of whole numbers; is the learner of this "
+            "release?"
+        )
+    return tuple(span for span in ranges if span)
+
+
+def _ascending(ranges: list[range]) -> bool:
+    edges = [edge for span in ranges for edge in (span.start, span.stop)]
+    return all(before <= after for before, after in itertools.pairwise([0, *edges]))

@@ -1,0 +1,357 @@
+"""Many episodes: for an evaluation (`run_tasks`), and for training, in groups (`run_actor`).
+
+On the data path: verifiers --`rollout`--> here --`shards.writer`--> learner, and back through
+`policy_sync`. The environment's faults end here: a failed episode is played again, a fleet that is
+gone is waited for, and every episode that was started ends in a record or in a counter. It does not
+know what an episode is made of (`rollout`), nor what is learnt from it.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from uirl_jax import policy_sync
+from uirl_jax.actor.admission import Ledger, PublishedShards, ShardGroup, group_id
+from uirl_jax.actor.journal import Journal
+from uirl_jax.actor.player import Player
+from uirl_jax.actor.rollout import derive_seed, uninterrupted
+from uirl_jax.errors import PolicyError, RecordError, ShardError
+from uirl_jax.metrics import key_values
+from uirl_jax.policy_sync import Manifest
+from uirl_jax.shards.record import TokenLayout
+from uirl_jax.shards.writer import ShardWriter
+from uirl_jax.types import StopReason, TaskSpec, Trajectory
+
+
+async def run_tasks(
+    player: Player, tasks: Sequence[TaskSpec], *, seed: int = 0, env_retries: int = 5
+) -> list[Trajectory]:
+    """One episode of each task, in their order, as an evaluation needs them.
+
+    An episode that ends in env_error is played again up to env_retries times, each time after the
+    verifier has rested for longer; after that its last env_error is what is returned.
+    """
+
+    async def play(index: int, task: TaskSpec) -> Trajectory:
+        for _ in range(1 + env_retries):
+            attempt = await player.play(task, derive_seed(seed, index), group_id(index))
+            if attempt.trajectory.stop_reason is not StopReason.ENV_ERROR:
+                break
+        return attempt.trajectory
+
+    return await _all([play(index, task) for index, task in enumerate(tasks)])
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """Runs all to their end; when one fails, ends the others first and raises its own error."""
+    try:
+        async with asyncio.TaskGroup() as owner:
+            tasks = [owner.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+# ------------------------------------------------------------------------------ the actor of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorConfig:
+    """How groups are sampled and how far ahead of the learner."""
+
+    group_size: int
+    groups_per_step: int  # of the learner
+    max_staleness: int = 0  # of the learner
+    env_retries: int = 3  # for each member of a group, not counting while the whole fleet is down
+    first_group: int = 0  # with several actors: its number ...
+    group_stride: int = 1  # ... and how many there are
+    poll_s: float = 0.05  # between looks at the workdir
+    report_s: float = 10.0  # between calls of on_report
+
+
+Report = Callable[[dict[str, float]], None]
+
+
+async def run_actor(
+    player: Player,
+    cfg: ActorConfig,
+    *,
+    workdir: str | os.PathLike[str],
+    base_hash: str,
+    layout: TokenLayout,
+    to_lora: Callable[[dict[str, np.ndarray]], Any],
+    task_for_group: Callable[[int], TaskSpec],
+    run_seed: int,
+    stop: asyncio.Event,
+    on_report: Report | None = None,
+) -> dict[str, float]:
+    """Samples groups and publishes them until the learner has finished, or `stop` is set.
+
+    Group i is G episodes of task_for_group(i), with seeds of (run_seed, i, member): what was lost
+    with a killed process is played again. Groups become shards whole, each a shard of its own, a
+    group not before the lower ones that run with it.
+
+    Args:
+        base_hash: of the model that the engine holds.
+        to_lora: named adapters of a published policy -> what `engine.set_policy` takes.
+        on_report: gets the metrics every cfg.report_s, and at the end.
+
+    Returns:
+        The last report: started = published + env_error + running + lost, with running 0.
+
+    Raises:
+        PolicyError: the published policy is of another run or base model.
+    """
+    actor = _Actor(
+        player, cfg, workdir, base_hash, layout, to_lora, task_for_group, run_seed, on_report
+    )
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await actor.look()
+        actor.settle()
+        while not stop.is_set() and not actor.finished:
+            await actor.publish_whole_groups()
+            actor.start_admitted_groups()
+            actor.report_if_due()
+            await actor.pause(stopped)
+            await actor.look()
+    finally:
+        stopped.cancel()
+        await uninterrupted(actor.close())
+    return actor.report()
+
+
+class _Abandoned(Exception):
+    """A member of a group met too many faults of the environment. Stays within this file."""
+
+
+class _Actor:
+    """What run_actor holds: groups in the making, and what is known of the others."""
+
+    def __init__(
+        self,
+        player: Player,
+        cfg: ActorConfig,
+        workdir: str | os.PathLike[str],
+        base_hash: str,
+        layout: TokenLayout,
+        to_lora: Callable[[dict[str, np.ndarray]], Any],
+        task_for_group: Callable[[int], TaskSpec],
+        run_seed: int,
+        on_report: Report | None,
+    ) -> None:
+        self._player, self._cfg, self._workdir, self._base_hash = player, cfg, workdir, base_hash
+        self._to_lora, self._task_for_group, self._run_seed = to_lora, task_for_group, run_seed
+        self._on_report = on_report
+        self._journal = Journal(workdir, player.actor_id, player.run_id)
+        self._writer = ShardWriter(
+            workdir, player.actor_id, player.run_id, base_hash, layout=layout
+        )
+        self._shards = PublishedShards(workdir, player.run_id)
+        self._manifest: Manifest | None = None  # the one whose policy the engine holds
+        self._ledger: Ledger | None = None  # None before the first policy
+        self._on_disk: frozenset[int] = frozenset()
+        self._groups: dict[int, asyncio.Task[list[Trajectory] | None]] = {}  # by index
+        self._members_playing = 0  # or waiting for their place
+        self._in_memory: collections.Counter[int] = collections.Counter()  # episodes by group
+        self._publish_again_s = 0.0
+        self._last_report_s = time.monotonic()
+        self._complaint = ""
+
+    # -------------------------------------------------------------- what the loop calls
+
+    @property
+    def finished(self) -> bool:
+        return self._manifest is not None and self._manifest.extra.get("finished") is True
+
+    async def look(self) -> None:
+        """Shards on disk, then the manifest; a new policy is in the engine before it counts."""
+        on_disk = await asyncio.to_thread(self._shards.poll)  # before the manifest: see there
+        self._on_disk = frozenset(group.index for group in on_disk)
+        manifest: Manifest | None = None
+        try:
+            manifest = await asyncio.to_thread(policy_sync.read_manifest, self._workdir)
+            if manifest is None:
+                self._complain("no_policy", "none is published yet, waiting for the learner")
+                return
+            if manifest != self._manifest:
+                lora = await asyncio.to_thread(self._load, manifest)
+                self._player.engine.set_policy(lora, manifest.version)
+                self._manifest = manifest
+            self._ledger = Ledger.of(manifest, on_disk, self._cfg.max_staleness)
+        except PolicyError as error:
+            ours = (self._base_hash, self._player.run_id)
+            if manifest is not None and (manifest.base_hash, manifest.run_id) != ours:
+                raise  # it will never fit
+            self._complain("policy_not_taken", str(error))  # just being replaced: look again
+
+    def settle(self) -> None:
+        """Once, at the start: counts and prints what an earlier process of this actor lost."""
+        trained = self._ledger or ()
+        lost = self._journal.settle(lambda index: index in self._on_disk or index in trained)
+        if self._journal.total("started"):
+            line = key_values("actor_restarted", actor=self._player.actor_id, episodes_lost=lost)
+            print(f"{line} {self._counters_line()}", flush=True)
+        if self._journal.damaged_lines:
+            damaged = self._journal.damaged_lines
+            print(key_values("journal_damaged", path=self._journal.path, lines=damaged), flush=True)
+
+    async def publish_whole_groups(self) -> None:
+        """Every whole group below which none is still running, lowest first."""
+        for task in self._groups.values():
+            if task.done():
+                task.result()  # a defect in it ends the actor
+        for index in sorted(self._groups):
+            if not self._groups[index].done():
+                return
+            trajectories = self._groups[index].result()
+            if trajectories is None:
+                del self._groups[index]
+            elif time.monotonic() < self._publish_again_s:
+                return
+            else:
+                await uninterrupted(self._publish(index, trajectories))
+
+    def start_admitted_groups(self) -> None:
+        """Starts groups while the learner is close enough and members find a place."""
+        cfg = self._cfg
+        while self._ledger is not None and self._members_playing < self._player.concurrency:
+            running = sum(index not in self._ledger for index in self._groups)
+            limits = {"groups_per_step": cfg.groups_per_step, "max_staleness": cfg.max_staleness}
+            if not self._ledger.admits(running, **limits):
+                return
+            taken = self._groups.keys() | self._journal.abandoned
+            index = self._ledger.next_index(cfg.first_group, cfg.group_stride, taken)
+            self._members_playing += cfg.group_size
+            self._groups[index] = asyncio.create_task(self._sample_group(index))
+
+    async def pause(self, stopped: asyncio.Task[bool]) -> None:
+        """Until a group ends, the actor is stopped or poll_s have passed."""
+        running = [task for task in self._groups.values() if not task.done()]
+        await asyncio.wait(
+            [stopped, *running],
+            timeout=self._cfg.poll_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+
+    def report_if_due(self) -> None:
+        if time.monotonic() - self._last_report_s >= self._cfg.report_s:
+            self.report()
+
+    def report(self) -> dict[str, float]:
+        """The metrics: of the episodes since the last report, and totals over all restarts."""
+        self._last_report_s = time.monotonic()
+        metrics = self._player.statistics.read() | self._player.engine.metrics()
+        metrics |= {f"actor/{name}": float(n) for name, n in self._counters().items()}
+        if self._on_report is not None:
+            self._on_report(metrics)
+        return metrics
+
+    async def close(self) -> None:
+        """Cancels what runs, publishes what is whole (if it will be read) and counts the rest."""
+        for task in self._groups.values():
+            task.cancel()
+        await asyncio.gather(*self._groups.values(), return_exceptions=True)
+        for index in sorted(self._groups):
+            task = self._groups[index]
+            if task.cancelled():
+                continue
+            if (error := task.exception()) is not None:
+                print(key_values("group_failed", group=index, reason=error), flush=True)
+                continue
+            if not self.finished and (trajectories := task.result()) is not None:
+                await self._publish(index, trajectories)
+        for index in list(self._in_memory):
+            self._lose(index)
+        self._journal.close()
+        actor_id = self._player.actor_id
+        print(f"{key_values('actor_ended', actor=actor_id)} {self._counters_line()}", flush=True)
+
+    # -------------------------------------------------------------- groups
+
+    async def _sample_group(self, index: int) -> list[Trajectory] | None:
+        """G trajectories without an env_error among them; None where that cannot be had."""
+        task = self._task_for_group(index)
+        try:
+            members = range(self._cfg.group_size)
+            return await _all([self._sample_member(index, member, task) for member in members])
+        except _Abandoned:
+            self._journal.add("abandoned", index, 0)
+            self._lose(index)
+            print(key_values("group_abandoned", group=index, task=task.name), flush=True)
+            return None
+        finally:
+            self._members_playing -= self._cfg.group_size
+
+    async def _sample_member(self, index: int, member: int, task: TaskSpec) -> Trajectory:
+        seed = derive_seed(self._run_seed, index, member)
+
+        def on_start() -> None:
+            self._journal.add("started", index, 1)
+            self._in_memory[index] += 1
+
+        env_errors = 0
+        while env_errors <= self._cfg.env_retries:
+            attempt = await self._player.play(task, seed, group_id(index), on_start)
+            if attempt.trajectory.stop_reason is not StopReason.ENV_ERROR:
+                return attempt.trajectory
+            self._journal.add("env_error", index, 1)
+            self._in_memory[index] -= 1
+            env_errors += not attempt.fleet_down
+        raise _Abandoned
+
+    async def _publish(self, index: int, trajectories: list[Trajectory]) -> None:
+        """One group becomes one shard. A full disk is waited for; a record that is none is lost."""
+        self._journal.add("publishing", index, len(trajectories))
+        try:
+            path = await asyncio.to_thread(self._writer.publish, trajectories)
+        except ShardError as error:
+            self._publish_again_s = time.monotonic() + 20 * self._cfg.poll_s
+            self._complain("shard_not_published", str(error))
+            return
+        except RecordError as error:
+            print(key_values("group_abandoned", group=index, reason=error), flush=True)
+            self._journal.add("abandoned", index, 0)
+            self._lose(index)
+        else:
+            self._journal.add("published", index, len(trajectories))
+            self._in_memory.pop(index)
+            versions = [turn.policy_version for t in trajectories for turn in t.turns]
+            self._shards.note(path, ShardGroup(index, min(versions), max(versions)))
+            assert self._ledger is not None  # a group was admitted
+            pending = self._ledger.pending | {index}
+            self._ledger = dataclasses.replace(self._ledger, pending=pending)
+        del self._groups[index]
+
+    def _lose(self, index: int) -> None:
+        if episodes := self._in_memory.pop(index, 0):
+            self._journal.add("lost", index, episodes)
+
+    # -------------------------------------------------------------- the workdir
+
+    def _load(self, manifest: Manifest) -> Any:
+        return self._to_lora(
+            policy_sync.load(self._workdir, manifest, self._base_hash, run_id=self._player.run_id)
+        )
+
+    # -------------------------------------------------------------- telling
+
+    def _counters(self) -> dict[str, int]:
+        names = ("started", "published", "env_error", "lost")
+        totals = {name: self._journal.total(name) for name in names}
+        return totals | {"running": self._in_memory.total()}
+
+    def _counters_line(self) -> str:
+        counters = self._counters()
+        return " ".join(f"{name}={n}" for name, n in counters.items())
+
+    def _complain(self, event: str, reason: str) -> None:
+        if reason != self._complaint:  # once, not twenty times a second
+            print(key_values(event, reason=reason), flush=True)
+        self._complaint = reason

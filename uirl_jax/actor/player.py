@@ -1,0 +1,131 @@
+"""Plays episodes for whoever asks: at most so many at a time, on whatever verifier works.
+
+On the data path: between `host`, which decides what is played and what a failed episode means, and
+`rollout`, which plays one. It retries nothing and keeps nothing but statistics.
+"""
+
+import asyncio
+import collections
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from uirl_jax.actor.fleet import Fleet
+from uirl_jax.actor.rollout import RolloutConfig, run_episode
+from uirl_jax.chat import Chat
+from uirl_jax.engine.engine import Engine
+from uirl_jax.types import StopReason, TaskSpec, Trajectory
+from uirl_jax.vision_inputs import ImageConfig
+
+
+class Attempt(NamedTuple):
+    trajectory: Trajectory
+    fleet_down: bool  # env_error before the first turn, while no episode anywhere came to its end
+
+
+class Player:
+    """Plays single episodes, at most `concurrency` at a time.
+
+    Args:
+        fleet, engine: entered by the caller, who also closes them, after the last episode.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        engine: Engine,
+        chat: Chat,
+        image_cfg: ImageConfig,
+        cfg: RolloutConfig,
+        *,
+        concurrency: int,
+        run_id: str = "",
+        actor_id: str = "",
+    ) -> None:
+        self.fleet, self.engine, self.chat, self.image_cfg = fleet, engine, chat, image_cfg
+        self.cfg, self.run_id, self.actor_id = cfg, run_id, actor_id
+        self.concurrency = concurrency
+        self.statistics = Statistics()
+        self._places = asyncio.Semaphore(concurrency)  # first come, first served
+        self._playing = 0
+
+    async def play(
+        self, task: TaskSpec, seed: int, group: str, on_start: Callable[[], None] | None = None
+    ) -> Attempt:
+        """Waits for a place and a verifier, then plays one episode to whatever end it takes."""
+        async with self._places:
+            verifier = await self.fleet.next()
+            if on_start is not None:
+                on_start()
+            started_s = time.monotonic()
+            waits_s: dict[str, float] = {}
+            self._count_playing(+1)
+            try:
+                trajectory = await run_episode(
+                    task,
+                    client=verifier.client,
+                    engine=self.engine,
+                    chat=self.chat,
+                    image_cfg=self.image_cfg,
+                    cfg=self.cfg,
+                    seed=seed,
+                    group_id=group,
+                    run_id=self.run_id,
+                    actor_id=self.actor_id,
+                    waits_s=waits_s,
+                )
+            finally:
+                self._count_playing(-1)
+            if trajectory.stop_reason is not StopReason.ENV_ERROR:
+                self.fleet.worked(verifier)
+            elif not trajectory.turns:
+                self.fleet.failed(verifier)
+        self.statistics.add(trajectory, waits_s)
+        fleet_down = not trajectory.turns and not self.fleet.worked_since(started_s)
+        return Attempt(trajectory, fleet_down)
+
+    def _count_playing(self, change: int) -> None:
+        self._playing += change
+        self.engine.expect(self._playing)  # so that a batch starts as soon as all of them wait
+
+
+class Statistics:
+    """Means over the episodes that ended since they were last read."""
+
+    def __init__(self) -> None:
+        self._sums: collections.Counter[str] = collections.Counter()
+        self._since_s = time.monotonic()
+
+    def add(self, trajectory: Trajectory, waits_s: dict[str, float]) -> None:
+        if trajectory.stop_reason is StopReason.ENV_ERROR:
+            self._sums["env_errors"] += 1
+            return
+        self._sums.update(
+            episodes=1,
+            reward=trajectory.reward,
+            success=trajectory.success,
+            turns=len(trajectory.turns),
+            tokens=sum(len(turn.token_ids) for turn in trajectory.turns),
+            duration_s=trajectory.duration_s,
+            engine_s=waits_s.get("engine", 0.0),
+            environment_s=waits_s.get("environment", 0.0),
+            images_s=waits_s.get("images", 0.0),
+        )
+
+    def read(self) -> dict[str, float]:
+        """The metrics of this window, and begins the next one; no episode gives means of 0."""
+        sums, elapsed_s = self._sums, max(1e-9, time.monotonic() - self._since_s)
+        episodes = max(1, sums["episodes"])
+        self._sums, self._since_s = collections.Counter(), time.monotonic()
+        return {
+            "actor/episodes_per_s": sums["episodes"] / elapsed_s,
+            "actor/tokens_per_s": sums["tokens"] / elapsed_s,
+            "actor/env_errors": float(sums["env_errors"]),
+            "actor/reward": sums["reward"] / episodes,
+            "actor/success": sums["success"] / episodes,
+            "actor/turns": sums["turns"] / episodes,
+            "actor/episode_s": sums["duration_s"] / episodes,
+            "actor/images_s": sums["images_s"] / episodes,
+            "agent_loop/generate_sequences/mean": sums["engine_s"] / episodes,
+            "agent_loop/tool_calls/mean": sums["environment_s"] / episodes,
+        }

@@ -1,0 +1,317 @@
+"""One episode against one verifier session, from the first screenshot to its record.
+
+On the data path: verifier --HTTP--> here --> `host` --> shards. Reads top to bottom: `run_episode`
+is the life of the session, `_play` its turns. It does not retry an episode, group episodes or write
+anything (`host` does), nor ask whether a trajectory is worth training on (the learner does).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterator, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from uirl_jax import actions, vision_inputs
+from uirl_jax.chat import Chat
+from uirl_jax.engine.engine import Engine, SampleRequest
+from uirl_jax.errors import ActionError, ImageError, VerifierError
+from uirl_jax.metrics import key_values
+from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
+from uirl_jax.verifiers.client import Session, VerifierClient
+
+logger = logging.getLogger(__name__)
+
+MAX_REWARD = 1e6  # a larger one is a verifier's defect, and would ruin its group's normalisation
+TERMINATE = "terminate"  # the one action that is never sent: the policy says that it is through
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """What one episode may do, beside its task's `max_turns`."""
+
+    temperature: float = 1.0  # 0 is greedy
+    max_new_tokens: int = 32
+    max_context_tokens: int = 2048  # screenshots included; what is sampled comes on top
+    episode_timeout_s: float = 300.0
+    delete_timeout_s: float = 5.0  # deleting the session has a time of its own, also when cancelled
+    coordinates: str = "pixels"
+    success_reward: float = 1.0  # done with at least this reward is success
+
+
+@dataclasses.dataclass
+class _Episode:
+    """What has been seen and done so far: the trajectory in the making."""
+
+    instruction: str = ""
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    images: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    image_grids: dict[str, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
+    progress: dict[str, Any] = dataclasses.field(default_factory=dict)  # the verifier's last word
+    reward: float = 0.0  # what that last word is worth
+    success: bool = False
+
+
+async def run_episode(
+    task: TaskSpec,
+    *,
+    client: VerifierClient,
+    engine: Engine,
+    chat: Chat,
+    image_cfg: vision_inputs.ImageConfig,
+    cfg: RolloutConfig,
+    seed: int,
+    group_id: str,
+    run_id: str = "",
+    actor_id: str = "",
+    waits_s: MutableMapping[str, float] | None = None,
+) -> Trajectory:
+    """Plays one episode of `task` and returns its record, whatever the verifier does.
+
+    Args:
+        seed: decides what is sampled, together with the policy and the screenshots.
+        waits_s: if given, the seconds spent waiting for "environment", "engine" and "images" are
+            added to it.
+
+    Returns:
+        The trajectory. A fault of the verifier ends it as `env_error` with the turns it has, and
+        without a reward. An episode without a single turn is `env_error` too: nothing in it was the
+        policy's doing, and there is nothing to train on.
+
+    Raises:
+        asyncio.CancelledError: after the session was deleted. Errors of the engine are not caught.
+    """
+    started_unix_s, started_s = time.time(), time.monotonic()
+    waits_s = {} if waits_s is None else waits_s
+    episode = _Episode()
+    stop_reason: StopReason | None = None
+    deadline = asyncio.timeout(cfg.episode_timeout_s)
+    try:
+        async with deadline, _open_session(client, task, cfg, waits_s) as session:
+            episode.instruction = session.instruction
+            stop_reason = await _play(
+                episode, task, session, client, engine, chat, image_cfg, cfg, seed, waits_s
+            )
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        if stop_reason is None:  # else only the session's deletion was cut short
+            stop_reason = StopReason.TIMEOUT
+    except (VerifierError, ImageError) as error:
+        stop_reason = StopReason.ENV_ERROR
+        _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
+
+    if not episode.turns and stop_reason is not StopReason.ENV_ERROR:
+        _warn("episode_env_error", group=group_id, turns=0, reason=f"{stop_reason}, no turn taken")
+        stop_reason = StopReason.ENV_ERROR
+    env_error = stop_reason is StopReason.ENV_ERROR
+    return Trajectory(
+        episode_id=uuid.uuid4().hex,
+        group_id=group_id,
+        task=task,
+        instruction=episode.instruction,
+        turns=tuple(episode.turns),
+        images=episode.images,
+        image_grids=episode.image_grids,
+        stop_reason=stop_reason,
+        reward=0.0 if env_error else episode.reward,
+        success=episode.success and not env_error,
+        run_id=run_id,
+        actor_id=actor_id,
+        started_unix_s=started_unix_s,
+        duration_s=time.monotonic() - started_s,
+    )
+
+
+async def _play(
+    episode: _Episode,
+    task: TaskSpec,
+    session: Session,
+    client: VerifierClient,
+    engine: Engine,
+    chat: Chat,
+    image_cfg: vision_inputs.ImageConfig,
+    cfg: RolloutConfig,
+    seed: int,
+    waits_s: MutableMapping[str, float],
+) -> StopReason:
+    """Takes turns until something ends the episode; `episode` always holds what happened so far."""
+    screen_size = (session.width_px, session.height_px)
+    image_keys: list[str] = []  # of every observation, in order
+    patches: dict[int, np.ndarray] = {}  # float32[P,F] of the observations that the context holds
+
+    with _stopwatch(waits_s, "environment"):
+        screenshot = await client.screenshot(session.id)
+
+    for turn_index in range(task.max_turns):
+        # 1. Look.
+        with _stopwatch(waits_s, "images"):  # 30 ms for a 1280x800 screen: not on the event loop
+            patches_pf, grid = await asyncio.to_thread(_see, screenshot, image_cfg)
+        key = hashlib.sha256(screenshot).hexdigest()
+        episode.images[key] = screenshot
+        episode.image_grids[key] = grid
+        image_keys.append(key)
+        patches[turn_index] = patches_pf
+
+        # 2. Think.
+        context = chat.context(
+            episode.instruction,
+            [episode.image_grids[image_key] for image_key in image_keys],
+            [turn.token_ids for turn in episode.turns],
+        )
+        # A screenshot that left the context never returns; twenty large ones are half a gigabyte.
+        patches = {index: patches[index] for index in context.kept}
+        if len(context.ids) > cfg.max_context_tokens:
+            return StopReason.MAX_TOKENS
+        request = SampleRequest(
+            context_ids=context.ids,
+            patches=tuple(patches.values()),
+            grids=tuple(episode.image_grids[image_keys[index]] for index in context.kept),
+            image_keys=tuple(image_keys[index] for index in context.kept),
+            max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature,
+            seed=derive_seed(seed, turn_index),
+        )
+        with _stopwatch(waits_s, "engine"):
+            sample = await engine.sample(request)
+        spoken_ids = sample.token_ids[:-1] if sample.stopped else sample.token_ids
+        turn = Turn(
+            context_ids=context.ids,
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            image_keys=request.image_keys,
+            policy_version=sample.policy_version,
+            text=chat.decode(spoken_ids),
+            action=None,
+            progress=episode.progress,
+        )
+
+        # 3. Act. A sample that max_new_tokens cut is read like any other: it may be an action.
+        try:
+            action = actions.parse(turn.text, screen_size, cfg.coordinates)
+        except ActionError as error:
+            _append(episode, turn, reward=0.0, error=str(error))  # what was earned is forfeited
+            return StopReason.FORMAT_ERROR
+        turn = dataclasses.replace(turn, action=action)
+        try:
+            with _stopwatch(waits_s, "environment"):
+                if action.kind != TERMINATE:
+                    screenshot = await client.act(session.id, action, uuid.uuid4().hex)
+                progress = await client.progress(session.id)
+            done, reward = _verdict(progress)
+        except VerifierError as error:
+            _append(episode, turn, reward=episode.reward, error=str(error))
+            raise
+
+        # 4. Reap. A claim of success by the policy changes nothing in what the verifier counts.
+        episode.progress = progress
+        _append(episode, dataclasses.replace(turn, progress=progress), reward=reward)
+        episode.success = done and reward >= cfg.success_reward
+        if done:
+            return StopReason.COMPLETED if episode.success else StopReason.FAILED
+        if action.kind == TERMINATE:
+            return StopReason.FAILED
+    return StopReason.MAX_TURNS
+
+
+def _append(episode: _Episode, turn: Turn, *, reward: float, error: str = "") -> None:
+    """Ends a turn. Its reward is what it changed, so that the turns add up to the episode's."""
+    episode.turns.append(dataclasses.replace(turn, reward=reward - episode.reward, error=error))
+    episode.reward = reward
+
+
+def _see(
+    screenshot: bytes, cfg: vision_inputs.ImageConfig
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Bytes, which the client has checked, to patches float32[P,F] and grid_thw."""
+    return vision_inputs.process_image(vision_inputs.decode_image(screenshot), cfg)
+
+
+def _verdict(progress: dict[str, Any]) -> tuple[bool, float]:
+    """(done, reward) of a progress answer; no reward yet counts as 0. Raises VerifierError."""
+    done, reward = progress.get("done"), progress.get("reward")
+    if not isinstance(done, bool):
+        raise VerifierError(f"progress has done={done!r}: expected true or false")
+    if reward is None and not done:
+        return False, 0.0
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    if not is_number or not abs(reward) <= MAX_REWARD:  # NaN is not <= anything
+        raise VerifierError(
+            f"progress has done={done} and reward={str(reward)[:40]!r}: expected a number of at "
+            f"most {MAX_REWARD:g} either way"
+        )
+    return done, float(reward)
+
+
+def derive_seed(*path: int) -> int:
+    """31 bits from whole numbers >= 0, as (run seed, group index, member) or (episode, turn)."""
+    return int(np.random.SeedSequence(path).generate_state(1)[0]) >> 1
+
+
+@contextlib.contextmanager
+def _stopwatch(waits_s: MutableMapping[str, float], name: str) -> Iterator[None]:
+    started_s = time.monotonic()
+    try:
+        yield
+    finally:
+        waits_s[name] = waits_s.get(name, 0.0) + time.monotonic() - started_s
+
+
+@contextlib.asynccontextmanager
+async def _open_session(
+    client: VerifierClient, task: TaskSpec, cfg: RolloutConfig, waits_s: MutableMapping[str, float]
+) -> AsyncIterator[Session]:
+    """A session that is deleted in every case, also when cancelled while it is being created."""
+    creation = asyncio.create_task(client.create(task))
+    try:
+        with _stopwatch(waits_s, "environment"):
+            session = await asyncio.shield(creation)
+    except asyncio.CancelledError:
+        await uninterrupted(_delete_when_created(client, creation, cfg.delete_timeout_s))
+        raise
+    try:
+        yield session
+    finally:
+        await uninterrupted(_delete(client, session.id, cfg.delete_timeout_s))
+
+
+async def _delete_when_created(
+    client: VerifierClient, creation: asyncio.Task[Session], timeout_s: float
+) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            session = await creation  # a time-out cancels it
+    except (VerifierError, TimeoutError, asyncio.CancelledError):
+        return
+    await _delete(client, session.id, timeout_s)
+
+
+async def _delete(client: VerifierClient, session_id: str, timeout_s: float) -> None:
+    """A session that cannot be deleted is told and left to the verifier's own idle time-out."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.delete(session_id)
+    except (VerifierError, TimeoutError) as error:
+        _warn("session_not_deleted", session=session_id, reason=str(error) or "time-out")
+
+
+def _warn(event: str, **fields: object) -> None:
+    logger.warning("%s", key_values(event, **fields))  # quoted: a verifier has a say in the reason
+
+
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Runs work, which bounds its own time, to its end; a cancellation is raised after it."""
+    task = asyncio.create_task(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

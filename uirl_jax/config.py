@@ -1,0 +1,367 @@
+"""From the ml_collections ConfigDict of a config file to the frozen dataclasses of every room.
+
+On the data path: before it. `main` parses its flags with `parse_flags`, builds one dataclass from
+the ConfigDict with `from_config`, and hands its parts down; nothing below sees a flag or a
+ConfigDict. A dataclass is the schema: its field names are the known keys, its type hints the types,
+its defaults the defaults, and a field's metadata what else must hold:
+
+    steps: int = dataclasses.field(default=60, metadata={"min": 1, "help": "the curve flattens"})
+
+    min, max    inclusive bounds of a number, or of every number in a tuple
+    above       exclusive lower bound
+    help        one line: why this default
+
+A dataclass may check fields against each other in `__post_init__`, raising ConfigError or
+ValueError. All faults of a config are told at once, each with its full dotted path.
+
+What this file does not do: know any key. The rooms' dataclasses do.
+"""
+
+import dataclasses
+import difflib
+import enum
+import json
+import math
+import re
+import runpy
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from absl import flags
+from ml_collections import config_dict
+
+from uirl_jax.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def from_config(cls: type[T], cfg: Any, path: str = "config") -> T:
+    """Build a frozen dataclass, nested ones included, from a ConfigDict or a dict.
+
+    Args:
+        cls: a dataclass with fields of int, float, bool, str, tuples, Literal, enums (by value),
+            `X | None`, dict[str, X] and other dataclasses.
+        cfg: its keys are the fields' names; a field with a default may be missing. An int is taken
+            where a float is expected, and a list where a tuple is; nothing else is converted.
+        path: of cfg, for messages.
+
+    Raises:
+        ConfigError: one error with every fault: unknown keys (with the nearest known key), missing
+            keys, wrong types, values out of bounds.
+    """
+    faults: list[str] = []
+    built = _build(cls, cfg, path, faults)
+    if faults:
+        count = "" if len(faults) == 1 else f"{len(faults)} faults in the config: "
+        raise ConfigError(count + "; ".join(faults))
+    return built
+
+
+def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
+    """For app.run(main, flags_parser=parse_flags): a user's mistake is one line and exit code 1.
+
+    absl and ml_collections alone answer an unknown `--config.x.y` or a missing config file with a
+    traceback, an unknown flag with two lines, and say nothing about stray arguments.
+
+    Args:
+        argv: as sys.argv.
+        name: of the flag that config_flags.DEFINE_config_file defined.
+
+    Returns:
+        argv[0] alone: arguments that are no flags are refused.
+    """
+    try:
+        config = _config_of_argv(argv, name)
+        if config is not None:
+            check_overrides(argv, config, name)
+        try:
+            rest = flags.FLAGS(list(argv))
+        except (flags.Error, ValueError, TypeError) as error:
+            raise ConfigError(f"{_one_line(error)}; --help lists the flags") from error
+        if len(rest) > 1:
+            raise ConfigError(f"{rest[1]!r}: is no flag; write --flag=value")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    return rest
+
+
+def check_overrides(
+    argv: Sequence[str], config: config_dict.ConfigDict, name: str = "config"
+) -> None:
+    """Refuse every `--config.x.y` whose key the config file does not have.
+
+    Args:
+        argv: as sys.argv; other flags are passed over.
+        config: what the config file returned.
+        name: of the config flag.
+
+    Raises:
+        ConfigError: all unknown keys, each with the nearest known one.
+    """
+    known = [f"{name}.{key}" for key in _paths_of_config(config)]
+    faults = [
+        f"{key}: unknown key; {_did_you_mean(key, known)}"
+        for key in _overrides(argv, name)
+        if key not in known
+    ]
+    if faults:
+        raise ConfigError("; ".join(faults))
+
+
+def resolved_config_json(cfg: Any) -> str:
+    """A config as JSON text with sorted keys: equal configs give equal bytes (config.json).
+
+    Args:
+        cfg: a ConfigDict, a dataclass or a dict of plain values; tuples become lists, enums values.
+
+    Raises:
+        ConfigError: a value that JSON does not have (NaN, infinity, an object).
+    """
+    try:
+        return json.dumps(_to_plain(cfg), sort_keys=True, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the config cannot be saved as JSON: {_one_line(error)}") from error
+
+
+def _build(cls: type, cfg: Any, path: str, faults: list[str]) -> Any:
+    """An instance of a dataclass, or None after adding to faults."""
+    if not isinstance(cfg, config_dict.ConfigDict | Mapping):
+        faults.append(f"{path}: got {_shown(cfg)}, expected keys of {cls.__name__}")
+        return None
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints = typing.get_type_hints(cls)
+    count_before = len(faults)
+    values = {}
+    for key in cfg:
+        if key not in fields:
+            known = [f"{path}.{key}" for key in _paths_of_dataclass(cls)]
+            faults.append(f"{path}.{key}: unknown key; {_did_you_mean(f'{path}.{key}', known)}")
+            continue
+        try:
+            value = cfg[key]
+        except config_dict.RequiredValueError:
+            faults.append(f"{path}.{key}: has no value; set it in the config file or as a flag")
+            continue
+        values[key] = _convert(hints[key], value, f"{path}.{key}", faults)
+        _check_bounds(fields[key].metadata, values[key], f"{path}.{key}", faults)
+    for name, field in fields.items():
+        required = (field.default, field.default_factory) == (dataclasses.MISSING,) * 2
+        if required and name not in cfg:
+            faults.append(f"{path}.{name}: missing, expected {_type_name(hints[name])}")
+    if len(faults) > count_before:
+        return None
+    try:
+        return cls(**values)
+    except (ConfigError, ValueError) as error:
+        faults.append(f"{path}: {_one_line(error)}")
+        return None
+
+
+def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
+    """The value as the hint wants it, or None after adding to faults."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else _build(hint, value, path, faults)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        options = [option for option in args if option is not type(None)]
+        for option in options:
+            attempt: list[str] = []
+            converted = _convert(option, value, path, attempt)
+            if not attempt:
+                return converted
+        # With one option, say what is wrong inside it; with several, what they are.
+        faults.extend(attempt if len(options) == 1 else [_mismatch(path, value, hint)])
+        return None
+    if origin is typing.Literal:
+        for allowed in args:
+            if type(value) is type(allowed) and value == allowed:
+                return value
+        faults.append(_mismatch(path, value, hint))
+        return None
+    if origin is tuple or hint is tuple:
+        return _convert_tuple(hint, args, value, path, faults)
+    if origin in (dict, Mapping) and isinstance(value, config_dict.ConfigDict | Mapping):
+        return {key: _convert(args[1], value[key], f"{path}.{key}", faults) for key in value}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        for member in hint:
+            if value is member or (type(value) in (str, int) and value == member.value):
+                return member
+    elif hint is Any:
+        return value
+    elif hint is float:
+        if type(value) in (int, float):
+            if math.isfinite(value):
+                return float(value)
+            faults.append(f"{path}: got {value}, expected a finite number")
+            return None
+    elif type(value) is hint:  # not isinstance: True is no int
+        return value
+    faults.append(_mismatch(path, value, hint))
+    return None
+
+
+def _convert_tuple(hint: Any, args: tuple, value: Any, path: str, faults: list[str]) -> Any:
+    if not isinstance(value, list | tuple):
+        faults.append(_mismatch(path, value, hint))
+        return None
+    if not args:
+        return tuple(value)
+    if len(args) == 2 and args[1] is Ellipsis:
+        args = (args[0],) * len(value)
+    if len(args) != len(value):
+        faults.append(_mismatch(path, value, hint))
+        return None
+    return tuple(
+        _convert(arg, element, f"{path}[{idx}]", faults)
+        for idx, (arg, element) in enumerate(zip(args, value, strict=True))
+    )
+
+
+def _check_bounds(metadata: Mapping[str, Any], value: Any, path: str, faults: list[str]) -> None:
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if type(number) not in (int, float):
+            continue
+        if "min" in metadata and number < metadata["min"]:
+            faults.append(f"{path}: got {number}, expected at least {metadata['min']}")
+        if "max" in metadata and number > metadata["max"]:
+            faults.append(f"{path}: got {number}, expected at most {metadata['max']}")
+        if "above" in metadata and number <= metadata["above"]:
+            faults.append(f"{path}: got {number}, expected more than {metadata['above']}")
+
+
+def _config_of_argv(argv: Sequence[str], name: str) -> config_dict.ConfigDict | None:
+    """What the file of `--config=file` or `--config file` returns; None where it is not given."""
+    pattern = re.compile(rf"--?{re.escape(name)}(=(?P<file>.*))?$")
+    for idx, argument in enumerate(argv[1:], start=1):
+        match = pattern.match(argument)
+        if not match:
+            continue
+        file = match["file"]
+        if file is None:
+            file = argv[idx + 1] if idx + 1 < len(argv) else ""
+        return _load_config_file(file)
+    if _overrides(argv, name):
+        raise ConfigError(f"--{name}.* changes a config file, and none is given; add --{name}=FILE")
+    return None
+
+
+def _load_config_file(argument: str) -> config_dict.ConfigDict:
+    """What get_config() returns, of "file.py" or "file.py:string". Raises ConfigError."""
+    file, colon, config_string = argument.partition(":")
+    if not Path(file).is_file():
+        raise ConfigError(f"--config={argument}: no such file")
+    try:
+        get_config = runpy.run_path(file).get("get_config")
+        config = get_config(*([config_string] if colon else [])) if get_config else None
+    except Exception as error:  # whatever a config file, which is Python, can raise
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        where = f"{file}, line {lines[-1]}" if lines else file
+        raise ConfigError(f"{where}: {type(error).__name__}: {_one_line(error)}") from error
+    if not isinstance(config, config_dict.ConfigDict):
+        raise ConfigError(f"{file}: has no get_config() that returns a ConfigDict")
+    return config
+
+
+def _overrides(argv: Sequence[str], name: str) -> list[str]:
+    """["config.learner.step"] of ["main.py", "--config.learner.step=5", "--workdir=runs/1"]."""
+    pattern = re.compile(rf"--?(?:no)?({re.escape(name)}\.[^=]*)")
+    matches = [pattern.match(argument) for argument in argv[1:]]
+    return [match[1] for match in matches if match]
+
+
+def _did_you_mean(path: str, known: Sequence[str]) -> str:
+    """ "did you mean <nearest known path>?": a sibling, a namesake elsewhere, or one alike."""
+    parent, _, last = path.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    namesakes = [key for key in known if key.rpartition(".")[2] == last]
+    nearest = (
+        [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1)]
+        or namesakes
+        or difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    )
+    if nearest:
+        return f"did you mean {nearest[0]}?"
+    while parent and not siblings:  # what is known at the deepest place that exists
+        parent = parent.rpartition(".")[0]
+        siblings = {key: key for key in known if key.rpartition(".")[0] == parent}
+    return f"known are {', '.join(siblings.values()) or 'none'}"
+
+
+def _paths_of_config(config: config_dict.ConfigDict) -> list[str]:
+    """ "learner", "learner.steps", ... of a ConfigDict."""
+    paths = []
+    for key in config:
+        paths.append(key)
+        try:
+            value = config[key]
+        except config_dict.RequiredValueError:  # a placeholder, waiting for its flag
+            continue
+        if isinstance(value, config_dict.ConfigDict):
+            paths += [f"{key}.{below}" for below in _paths_of_config(value)]
+    return paths
+
+
+def _paths_of_dataclass(cls: type) -> list[str]:
+    paths = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        paths.append(field.name)
+        for option in (hints[field.name], *typing.get_args(hints[field.name])):
+            if dataclasses.is_dataclass(option):
+                paths += [f"{field.name}.{below}" for below in _paths_of_dataclass(option)]
+    return paths
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, config_dict.ConfigDict):
+        return {str(key): _to_plain(value[key]) for key in value}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(element) for key, element in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(element) for element in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return value
+
+
+def _mismatch(path: str, value: Any, hint: Any) -> str:
+    return f"{path}: got {_shown(value)}, expected {_type_name(hint)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, config_dict.ConfigDict | Mapping):
+        return f"keys {', '.join(sorted(map(str, value)))[:80]}"
+    return f"{type(value).__name__} {repr(value)[:80]}"
+
+
+def _type_name(hint: Any) -> str:
+    """ "int", "float or None", "'adamw' or 'sgd'", "tuple[int, ...]"."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return "None"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(option) for option in args)
+    if origin is typing.Literal:
+        return " or ".join(repr(option) for option in args)
+    if args:
+        inner = ("..." if option is Ellipsis else _type_name(option) for option in args)
+        return f"{origin.__name__}[{', '.join(inner)}]"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return " or ".join(repr(member.value) for member in hint)
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

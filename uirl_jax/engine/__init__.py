@@ -1,0 +1,1 @@
+"""Sampling: contexts and screenshots in, token ids with their log-probabilities out."""

@@ -1,0 +1,112 @@
+"""The stage before RL: supervised steps on scripted demonstrations, written as a new base model.
+
+What comes out is a model directory like any other (workdir/cold_start/model), so that GRPO starts from
+it with fresh adapters and takes it, adapters off, as its reference. Uses `supervised` for the steps;
+publishes nothing.
+"""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from flax import nnx
+
+from uirl_jax import metrics, seeds
+from uirl_jax.chat import Chat
+from uirl_jax.learner import supervised
+from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.models.lora import LoRAParam
+from uirl_jax.models.loading import PolicyModel
+from uirl_jax.shards import batching
+from uirl_jax.types import TaskSpec, TrainBatch
+from uirl_jax.verifiers.demonstrations import demonstrate
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "preprocessor_config.json", "generation_config.json"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdStartConfig:
+    """How long, on what, and which weights move."""
+
+    steps: int = dataclasses.field(default=0, metadata={"min": 0, "help": "0: no such stage"})
+    episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1})
+    quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
+    train: Literal["lora", "all"] = "lora"
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+
+def run_cold_start(
+    cfg: ColdStartConfig,
+    model: PolicyModel,
+    chat: Chat,
+    kinds: list[TaskSpec],
+    *,
+    workdir: Path,
+    seed: int,
+    batch_cfg: batching.BatchConfig,
+) -> Path:
+    """Trains, and writes the merged model; returns its directory. Done once a workdir.
+
+    Args:
+      kinds: the tasks that are demonstrated, in turn.
+      seed: of the instances, which come from the training range.
+    """
+    target = workdir / "cold_start" / "model"
+    if target.is_dir():  # renamed into place when it was whole
+        return target
+    whole = nnx.merge(model.graphdef, model.lora, model.frozen)
+    kind_of_weight = nnx.Param if cfg.train == "all" else LoRAParam
+    graphdef, trainable, frozen = nnx.split(whole, kind_of_weight, ...)
+
+    def batch_at(step: int) -> TrainBatch:
+        trajectories = []
+        for index in range(step * cfg.episodes_per_step, (step + 1) * cfg.episodes_per_step):
+            task = dataclasses.replace(
+                kinds[index % len(kinds)], seed=seeds.train_seed(seed, index)
+            )
+            rng = np.random.default_rng([seed, index])
+            trajectories.append(
+                demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality)
+            )
+        return batching.make_batch(
+            trajectories,
+            [0.0] * len(trajectories),
+            image_cfg=model.image_cfg,
+            image_token_id=model.cfg.image_token_id,
+            cfg=batch_cfg,
+        )
+
+    progress = metrics.Progress("cold start", cfg.steps)
+    with metrics.MetricsWriter(workdir / "cold_start") as writer:
+
+        def on_step(step: int, scalars: dict[str, float]) -> None:
+            writer.write(step, scalars)
+            progress.update(step)
+
+        trained = supervised.train(
+            graphdef,
+            trainable,
+            frozen,
+            batch_at,
+            supervised.SupervisedConfig(steps=cfg.steps, optimizer=cfg.optimizer, log_every=1),
+            checkpoint_dir=workdir / "cold_start" / "checkpoints",
+            vision_trainable=cfg.train == "all",
+            on_step=on_step,
+            on_restore=writer.truncate_from,
+        )
+    progress.close()
+    temporary = workdir / "cold_start" / ".model.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, trained, frozen), temporary)
+    for name in TOKENIZER_FILES:
+        if (model.path / name).exists():
+            shutil.copyfile(model.path / name, temporary / name)
+    temporary.rename(target)
+    return target
+

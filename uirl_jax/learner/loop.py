@@ -1,0 +1,254 @@
+"""The learner's run: groups of records in, adapters out, one published policy version a step.
+
+Shards (from `actor.host`, through the workdir) -> here -> checkpoints and `policy/`. Reads top to
+bottom. The order at the end of a step is what makes a SIGKILL at any point harmless: first the
+checkpoint is committed, with the data cursor in it, then the policy is published, then the shards
+that are used up are deleted. A run that starts again finds either the step whole or its records
+unread.
+"""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from uirl_jax import policy_sync
+from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.errors import ConfigError
+from uirl_jax.learner import state as learner_state
+from uirl_jax.learner import step as learner_step
+from uirl_jax.learner.supervised import check_finite
+from uirl_jax.metrics import MetricsWriter, Progress, key_values
+from uirl_jax.models import qwen2_vl_weights, sharding
+from uirl_jax.models.loading import PolicyModel
+from uirl_jax.rl.advantages import group_normalised
+from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.shards import batching
+from uirl_jax.shards.reader import ShardQueue
+from uirl_jax.types import Trajectory
+
+Advantages = Callable[[np.ndarray], np.ndarray]  # float[G] rewards of a group -> float32[G]
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    """What a step trains on, and for how many steps."""
+
+    steps: int
+    groups_per_step: int = 8
+    max_staleness: int = 0  # versions; 0: the actor waits for every new policy
+    microbatches: int = 1
+    batching: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
+    optimizer: learner_state.OptimizerConfig = dataclasses.field(
+        default_factory=learner_state.OptimizerConfig
+    )
+    loss: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
+    keep_checkpoints: int = 3
+    poll_s: float = 0.02  # between looks at the shard directory
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerResult:
+    """How a run of the learner ended."""
+
+    step: int
+    finished: bool  # False where it was asked to stop
+    accounting: dict[str, int]  # published = trained + stale + quarantined + duplicate + pending
+    train_seconds: float  # in this and all earlier processes of the run
+
+
+def run_learner(
+    cfg: LearnerConfig,
+    model: PolicyModel,
+    *,
+    workdir: Path,
+    run_id: str,
+    mesh: jax.sharding.Mesh,
+    stop: threading.Event,
+    advantages: Advantages = group_normalised,
+) -> LearnerResult:
+    """Trains until cfg.steps are done or `stop` is set; carries on where an earlier process ended.
+
+    Args:
+      advantages: of a group's rewards. Another one than GRPO's is for tests: with zeros nothing may
+        be learnt.
+    Raises:
+      CheckpointError: there are checkpoints and none is whole.
+      TrainingError: a loss or gradient norm that is not finite.
+    """
+    # 1. The state: fresh, or of the newest checkpoint that is whole.
+    optimizer = learner_state.make_optimizer(cfg.optimizer, cfg.steps)
+    steps = learner_step.make_steps(
+        model.graphdef,
+        optimizer,
+        cfg.loss,
+        microbatches=cfg.microbatches,
+        use_reference=cfg.loss.kl_coefficient > 0,
+    )
+    state = learner_state.init_state(model.lora, optimizer, mesh)
+    checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.keep_checkpoints)
+    metrics_writer = MetricsWriter(workdir)
+    with checkpointer, metrics_writer:
+        restored = checkpointer.restore_latest(jax.tree.map(_abstract, state))
+        meta = restored.meta if restored else {"shards": None, "groups": [], "train_seconds": 0.0}
+        if restored:
+            state = restored.arrays
+            for line in restored.skipped:
+                print(key_values("checkpoint_skipped", reason=line), flush=True)
+        step = int(state.step)
+        metrics_writer.truncate_from(step + 1)
+        queue = ShardQueue(workdir, run_id, model.base_hash, meta["shards"])
+        trained = _Ranges(meta["groups"])
+        earlier_s, started_s = float(meta["train_seconds"]), time.monotonic()
+
+        def train_seconds() -> float:
+            return earlier_s + time.monotonic() - started_s
+
+        def save() -> dict[str, Any]:
+            shards = queue.state()
+            meta = {
+                "shards": shards,
+                "groups": trained.pairs,
+                "train_seconds": train_seconds(),
+            }
+            checkpointer.save(step, state, meta)
+            return shards
+
+        def publish() -> None:
+            policy_sync.publish(
+                workdir,
+                version=step,
+                step=step,
+                adapters=qwen2_vl_weights.adapters_to_numpy(state.trainable),
+                base_hash=model.base_hash,
+                run_id=run_id,
+                extra={
+                    "groups_trained": trained.pairs,
+                    "finished": step >= cfg.steps,
+                },
+            )
+
+        # Shards go when no checkpoint that is kept could ask for them again.
+        cursors: collections.deque[dict[str, Any]] = collections.deque(maxlen=cfg.keep_checkpoints)
+        if not restored:
+            cursors.append(save())
+        publish()
+
+        # 2. Steps.
+        progress = Progress("grpo", cfg.steps, first_step=step)
+        while step < cfg.steps and not stop.is_set():
+            step_started_s = time.monotonic()
+            groups = _wait_for_groups(queue, cfg, step, stop)
+            if groups is None:
+                break
+            waited_s = time.monotonic() - step_started_s
+
+            batch = batching.make_batch(
+                [trajectory for group in groups for trajectory in group],
+                np.concatenate([advantages(_rewards(group)) for group in groups]),
+                image_cfg=model.image_cfg,
+                image_token_id=model.cfg.image_token_id,
+                cfg=cfg.batching,
+            )
+            arrays = learner_step.to_device(batch, sharding.batch_shardings(mesh))
+            visual_md, old_bt, ref_bt = steps.score(state.trainable, model.frozen, arrays)
+            state, device_metrics = steps.update(
+                state, model.frozen, arrays, visual_md, old_bt, ref_bt
+            )
+            metrics = learner_step.to_floats(device_metrics)
+            check_finite(step + 1, metrics)
+
+            step += 1
+            for group in groups:
+                trained.add(int(group[0].group_id))
+            learnt_s = time.monotonic() - step_started_s - waited_s
+            cursors.append(save())
+            publish()
+            if len(cursors) == cursors.maxlen:
+                queue.committed(cursors[0])
+
+            # 3. What it was.
+            whole_s = time.monotonic() - step_started_s
+            metrics |= _describe(groups, step - 1)
+            metrics |= {
+                "time/wait_for_records_s": waited_s,
+                "time/learn_s": learnt_s,
+                "time/save_and_publish_s": whole_s - learnt_s - waited_s,
+                "time/step_s": whole_s,
+                "learner/tokens_per_s": learner_step.tokens_in(batch) / whole_s,
+                "compile/count": steps.compile_count(),
+            }
+            metrics |= {f"records/{name}": n for name, n in queue.accounting().items()}
+            metrics_writer.write(step, metrics)
+            progress.update(
+                step,
+                reward=metrics["reward/mean"],
+                success=metrics["success/mean"],
+                tokens_per_s=metrics["learner/tokens_per_s"],
+            )
+        progress.close()
+        queue.poll()
+        return LearnerResult(step, step >= cfg.steps, queue.accounting(), train_seconds())
+
+
+class _Ranges:
+    """Which group indices were trained, as ascending [start, stop) pairs: actors skip these."""
+
+    def __init__(self, pairs: list[list[int]]) -> None:
+        self.pairs = [list(pair) for pair in pairs]
+
+    def add(self, index: int) -> None:
+        merged: list[list[int]] = []
+        for start, stop in sorted([*self.pairs, [index, index + 1]]):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(stop, merged[-1][1])
+            else:
+                merged.append([start, stop])
+        self.pairs = merged
+
+
+def _wait_for_groups(
+    queue: ShardQueue, cfg: LearnerConfig, version: int, stop: threading.Event
+) -> list[list[Trajectory]] | None:
+    while not stop.is_set():
+        queue.poll()
+        groups = queue.take_groups(cfg.groups_per_step, version, cfg.max_staleness)
+        if groups is not None:
+            return groups
+        stop.wait(cfg.poll_s)
+    return None
+
+
+def _rewards(group: list[Trajectory]) -> np.ndarray:
+    return np.array([trajectory.reward for trajectory in group], np.float32)
+
+
+def _describe(groups: list[list[Trajectory]], version: int) -> dict[str, float]:
+    """Metrics of the records that a step trained on, at the version it started from."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    turns = [len(trajectory.turns) for trajectory in trajectories]
+    sampled = [sum(len(t.token_ids) for t in trajectory.turns) for trajectory in trajectories]
+    staleness = [version - trajectory.oldest_policy_version for trajectory in trajectories]
+    mixed = [np.ptp(_rewards(group)) > 0 for group in groups]
+    reasons = collections.Counter(trajectory.stop_reason for trajectory in trajectories)
+    return {
+        "reward/mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
+        "success/mean": float(np.mean([trajectory.success for trajectory in trajectories])),
+        "episode/turns": float(np.mean(turns)),
+        "episode/sampled_tokens": float(np.mean(sampled)),
+        "episode/seconds": float(np.mean([trajectory.duration_s for trajectory in trajectories])),
+        "groups/with_signal": float(np.mean(mixed)),
+        "offpolicy/staleness": float(np.mean(staleness)),
+    } | {
+        f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()
+    }
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

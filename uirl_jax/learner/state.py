@@ -1,0 +1,84 @@
+"""What the learner trains and how: the train state and its optimizer.
+
+The frozen tree is no part of the state: it is never donated, never checkpointed and never changes.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from uirl_jax.models import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a clip of the gradient's global norm."""
+
+    lr: float = 1e-4  # LoRA's usual; full weights want about 1e-5, a model from nothing 1e-3
+    warmup_steps: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    weight_decay: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.99  # shorter than 0.999: an RL run is hundreds of steps, not 100,000
+    clip_norm: float = 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes. A pytree; `step` counts optimizer updates."""
+
+    trainable: nnx.State  # the adapters, or every weight where all are trained
+    opt_state: Any
+    step: jax.Array  # int32[]
+
+
+def make_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """Learning rate by step: linear warm-up, then constant or a cosine to a tenth of the peak."""
+    if cfg.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=0.0 if cfg.warmup_steps else cfg.lr,
+            peak_value=cfg.lr,
+            warmup_steps=cfg.warmup_steps,
+            decay_steps=max(total_steps, cfg.warmup_steps + 1),
+            end_value=cfg.lr / 10,
+        )
+    if not cfg.warmup_steps:
+        return optax.constant_schedule(cfg.lr)
+    return optax.linear_schedule(cfg.lr / cfg.warmup_steps, cfg.lr, cfg.warmup_steps)
+
+
+def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW. Weight decay spares vectors (norms, biases), as is usual."""
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.clip_norm),
+        optax.adamw(
+            make_schedule(cfg, total_steps),
+            b1=cfg.b1,
+            b2=cfg.b2,
+            weight_decay=cfg.weight_decay,
+            # Stacked blocks carry a leading layer axis: a bias there has two axes, a matrix three.
+            mask=lambda tree: jax.tree.map_with_path(_is_matrix, tree),
+        ),
+    )
+
+
+def _is_matrix(path: Any, _: jax.Array) -> bool:
+    return not any(word in jax.tree_util.keystr(path) for word in ("bias", "norm", "scale"))
+
+
+def init_state(
+    trainable: nnx.State,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh | None = None,
+) -> TrainState:
+    """A fresh state on the mesh; trainable leaves in float32, whatever the frozen tree is in."""
+    trainable = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trainable)
+    state = TrainState(trainable, optimizer.init(trainable), jnp.zeros((), jnp.int32))
+    if mesh is None:
+        return state
+    return jax.device_put(state, sharding.state_shardings(mesh, state))

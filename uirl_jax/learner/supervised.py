@@ -1,0 +1,99 @@
+"""Supervised training on demonstrations: the cold start before RL, and a base model from nothing.
+
+Batches come from the caller, by step, so that a run that is started again reads the batch it had been
+about to read. Reads no shard and publishes no policy: that is `learner.loop`.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.errors import TrainingError
+from uirl_jax.learner import state as learner_state
+from uirl_jax.learner import step as learner_step
+from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.types import TrainBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedConfig:
+    """One supervised stage."""
+
+    steps: int
+    optimizer: learner_state.OptimizerConfig = dataclasses.field(
+        default_factory=learner_state.OptimizerConfig
+    )
+    microbatches: int = 1
+    checkpoint_every: int = 100
+    log_every: int = 20
+
+
+def train(
+    graphdef: nnx.GraphDef,
+    trainable: nnx.State,
+    frozen: nnx.State,
+    batch_at: Callable[[int], TrainBatch],
+    cfg: SupervisedConfig,
+    *,
+    checkpoint_dir: Path,
+    vision_trainable: bool,
+    on_step: Callable[[int, dict[str, float]], None],
+    on_restore: Callable[[int], object] = lambda step: None,
+) -> nnx.State:
+    """Trains `trainable` for cfg.steps and returns it; carries on from the newest good checkpoint.
+
+    Args:
+      batch_at: the batch of a step; equal steps must give equal batches.
+      on_step: called every `log_every` steps with the step and its metrics.
+      on_restore: called once with the first step that is (again) to come.
+    Raises:
+      TrainingError: a loss or gradient norm that is not finite; the last checkpoint is kept.
+    """
+    optimizer = learner_state.make_optimizer(cfg.optimizer, cfg.steps)
+    steps = learner_step.make_steps(
+        graphdef,
+        optimizer,
+        GrpoConfig(),
+        microbatches=cfg.microbatches,
+        vision_trainable=vision_trainable,
+    )
+    state = learner_state.init_state(trainable, optimizer)
+    with Checkpointer(checkpoint_dir) as checkpointer:
+        abstract = jax.tree.map(_abstract, state)
+        if restored := checkpointer.restore_latest(abstract):
+            state = restored.arrays
+        started_s, started_step = time.monotonic(), int(state.step)
+        on_restore(started_step + 1)
+        for step in range(started_step, cfg.steps):
+            batch = learner_step.to_device(batch_at(step), None)
+            state, device_metrics = steps.supervised(state, frozen, batch)
+            last = step + 1 == cfg.steps
+            if last or (step + 1) % cfg.log_every == 0:
+                metrics = learner_step.to_floats(device_metrics)
+                check_finite(step + 1, metrics)
+                seconds = time.monotonic() - started_s
+                metrics["learner/steps_per_s"] = (step + 1 - started_step) / max(seconds, 1e-9)
+                on_step(step + 1, metrics)
+            if last or (step + 1) % cfg.checkpoint_every == 0:
+                checkpointer.save(step + 1, state, {"step": step + 1})
+    return state.trainable
+
+
+def check_finite(step: int, metrics: dict[str, float]) -> None:
+    """Raises TrainingError that names the step and every metric that is NaN or infinite."""
+    wrong = [f"{name}={value}" for name, value in metrics.items() if not np.isfinite(value)]
+    if wrong:
+        raise TrainingError(
+            f"step {step}: {', '.join(wrong)} is not finite; the last checkpoint is kept. "
+            "Lower the learning rate, or look at the batch that was saved aside"
+        )
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

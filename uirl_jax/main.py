@@ -1,0 +1,575 @@
+"""The command: validates the config, then wires the rooms together, one role or all of them.
+
+    python -m uirl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+    python -m uirl_jax.main --config=... --workdir=... --role=learner     (actor, verifier, eval)
+
+Roles meet in the workdir and nowhere else: `all` is the same code in one process, with the bundled
+verifier server in a second one. A process that is killed is started again with the same command.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from uirl_jax import platform_flags
+
+platform_flags.set_defaults()  # XLA reads them once, when JAX is imported
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from uirl_jax import chat, config, evaluate, metrics, policy_sync, report, seeds
+from uirl_jax.actor.fleet import Fleet
+from uirl_jax.actor.host import ActorConfig, Host, run_actor, run_tasks
+from uirl_jax.actor.rollout import RolloutConfig
+from uirl_jax.engine.engine import Engine
+from uirl_jax.engine.requests import EngineConfig
+from uirl_jax.errors import ConfigError, RestartError, UirlError
+from uirl_jax.learner import cold_start, loop
+from uirl_jax.models import loading, qwen2_vl_weights, sharding
+from uirl_jax.models.lora import LoraConfig
+from uirl_jax.models.qwen2_vl import Remat
+from uirl_jax.rl.advantages import group_normalised
+from uirl_jax.shards.record import TokenLayout
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import supervisor
+from uirl_jax.verifiers.client import VerifierClient
+
+T = TypeVar("T")
+Role = Literal["all", "learner", "actor", "verifier", "eval"]
+ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
+
+
+# ------------------------------------------------------------------------------------- the config
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The base model and its adapters."""
+
+    path: str
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Remat = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """One kind of task; its instances differ by their seed."""
+
+    name: str
+    variant: str = ""
+    max_turns: int = dataclasses.field(default=1, metadata={"min": 1})
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifierConfig:
+    """Which verifiers the actor plays against."""
+
+    urls: tuple[str, ...] = ()  # none: the bundled server, through verifier.port in the workdir
+    port: int = 0  # of the bundled server; 0 takes a free one
+    action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorSection:
+    """How many episodes at a time, and how each is sampled."""
+
+    group_size: int = dataclasses.field(default=8, metadata={"min": 1})
+    concurrency: int = dataclasses.field(default=64, metadata={"min": 1})
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out instances, before and after."""
+
+    episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
+    temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0})  # 0 is greedy
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh's axes; -1 takes what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    model: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that `main` hands down."""
+
+    model: ModelConfig
+    tasks: tuple[TaskConfig, ...]
+    learner: loop.LearnerConfig
+    seed: int = dataclasses.field(default=0, metadata={"min": 0, "max": 2**31 - 1})
+    chat: chat.ChatConfig = dataclasses.field(default_factory=chat.ChatConfig)
+    verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)
+    actor: ActorSection = dataclasses.field(default_factory=ActorSection)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    cold_start: cold_start.ColdStartConfig = dataclasses.field(
+        default_factory=cold_start.ColdStartConfig
+    )
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("tasks is empty, expected at least one")
+
+    @property
+    def kinds(self) -> list[TaskSpec]:
+        return [TaskSpec(task.name, 0, task.variant, task.max_turns) for task in self.tasks]
+
+
+# ---------------------------------------------------------------------------------- the workdir
+
+
+def open_run(workdir: Path, cfg: RunConfig) -> str:
+    """The run's id; config.json is written by whichever role comes first.
+
+    Raises:
+      ConfigError: the workdir holds a run with another config; every difference is named.
+    """
+    resolved = json.loads(config.resolved_config_json(cfg))
+    path = workdir / "config.json"
+    workdir.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"run_id": uuid.uuid4().hex, "config": resolved}, indent=2) + "\n"
+    temporary = workdir / f".config-{uuid.uuid4().hex}.tmp"
+    temporary.write_text(content, encoding="utf-8")
+    # A link is made only where no file is, so that of two roles that start together one wins.
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        run_id, known = found["run_id"], found["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: is not a run's config ({error}); use another --workdir") from None
+    differences = sorted(_differences(known, resolved, "config"))
+    if differences:
+        raise ConfigError(
+            f"{workdir} holds a run with another config: {'; '.join(differences)}. Use another "
+            "--workdir, or remove this one"
+        )
+    return run_id
+
+
+def _differences(known: Any, wanted: Any, path: str) -> Iterator[str]:
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        for key in known.keys() | wanted.keys():
+            yield from _differences(known.get(key), wanted.get(key), f"{path}.{key}")
+    elif known != wanted:
+        yield f"{path} is {known!r} there and {wanted!r} here"
+
+
+# ------------------------------------------------------------------------------------- the pieces
+
+
+class BackgroundLoop:
+    """An asyncio loop in a thread of its own: the actor's, beside the learner's thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="actor", daemon=True)
+
+    def __enter__(self) -> "BackgroundLoop":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.start(coroutine).result()
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What every role has: the config, the workdir, and the model's words."""
+
+    cfg: RunConfig
+    workdir: Path
+    run_id: str
+
+    @property
+    def port_file(self) -> Path:
+        return self.workdir / "verifier.port"
+
+    def load_model(self, mesh: jax.sharding.Mesh | None, path: Path) -> loading.PolicyModel:
+        cfg = self.cfg.model
+        return loading.load(
+            path,
+            lora=cfg.lora,
+            seed=self.cfg.seed,
+            param_dtype=cfg.param_dtype,
+            remat=cfg.remat,
+            mesh=mesh,
+        )
+
+    def make_chat(self, model: loading.PolicyModel) -> chat.Chat:
+        return chat.Chat(model.path, self.cfg.chat, model.image_cfg.merge_size)
+
+    def layout(self, model: loading.PolicyModel) -> TokenLayout:
+        return TokenLayout(
+            model.cfg.vocab_size, model.cfg.image_token_id, model.image_cfg.merge_size
+        )
+
+    def base_urls(self) -> list[str]:
+        return list(self.cfg.verifier.urls) or supervisor.read_urls(self.port_file)
+
+    def task_for_group(self, index: int) -> TaskSpec:
+        kinds = self.cfg.kinds
+        seed = seeds.train_seed(self.cfg.seed, index)
+        return dataclasses.replace(kinds[index % len(kinds)], seed=seed)
+
+    def say(self, event: str, **fields: object) -> None:
+        print(metrics.key_values(event, **fields), flush=True)
+
+
+class Players:
+    """Engine and verifiers, entered in an asyncio loop: what plays episodes."""
+
+    def __init__(self, run: Run, model: loading.PolicyModel) -> None:
+        self.run, self.model = run, model
+        self.talk = run.make_chat(model)
+        padding_ids = range(self.talk.vocab_size, model.cfg.vocab_size)
+        self.engine = Engine(
+            model.graphdef,
+            model.frozen,
+            model.lora,
+            0,
+            model_cfg=model.cfg,
+            end_token_ids=self.talk.end_token_ids,
+            # Ids above the tokenizer's are padding of the embedding table and decode to nothing.
+            forbidden_ids=(*self.talk.forbidden_ids, *padding_ids),
+            cfg=run.cfg.engine,
+        )
+        delay_s = run.cfg.verifier.action_delay_s
+        self.fleet = Fleet(run.base_urls, lambda url: VerifierClient(url, delay_s=delay_s))
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Players":
+        await self._stack.__aenter__()
+        await self._stack.enter_async_context(self.engine)
+        await self._stack.enter_async_context(self.fleet)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.__aexit__(None, None, None)
+
+    def host(self, actor_id: str, *, temperature: float) -> Host:
+        cfg = self.run.cfg.actor
+        return Host(
+            self.fleet,
+            self.engine,
+            self.talk,
+            self.model.image_cfg,
+            dataclasses.replace(cfg.rollout, temperature=temperature),
+            concurrency=cfg.concurrency,
+            run_id=self.run.run_id,
+            actor_id=actor_id,
+        )
+
+    def to_lora(self, adapters: dict[str, np.ndarray]) -> Any:
+        return qwen2_vl_weights.adapters_from_numpy(adapters, self.model.lora)
+
+    async def act(self, stop: asyncio.Event, actor_index: int, actors: int) -> dict[str, float]:
+        """Samples groups until the learner has finished."""
+        run, cfg = self.run, self.run.cfg
+        actor_id = f"a{actor_index}"
+        log = run.workdir / "logs" / f"actor-{actor_id}.jsonl"
+        log.parent.mkdir(parents=True, exist_ok=True)
+
+        def on_report(scalars: dict[str, float]) -> None:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
+
+        return await run_actor(
+            self.host(actor_id, temperature=cfg.actor.rollout.temperature),
+            ActorConfig(
+                group_size=cfg.actor.group_size,
+                groups_per_step=cfg.learner.groups_per_step,
+                max_staleness=cfg.learner.max_staleness,
+                first_group=actor_index,
+                group_stride=actors,
+            ),
+            workdir=run.workdir,
+            base_hash=self.model.base_hash,
+            layout=run.layout(self.model),
+            to_lora=self.to_lora,
+            task_for_group=run.task_for_group,
+            run_seed=cfg.seed,
+            stop=stop,
+            on_report=on_report,
+        )
+
+    async def evaluate(self, stage: str) -> evaluate.EvalResult:
+        """Success on held-out instances with the policy that the engine holds; once a stage."""
+        run, cfg = self.run, self.run.cfg.evaluation
+        known = evaluate.read_results(run.workdir)
+        if stage in known:
+            return known[stage]
+        started_s = time.monotonic()
+        host = self.host("eval", temperature=cfg.temperature)
+        result = await evaluate.evaluate(
+            lambda tasks: run_tasks(host, tasks, seed=run.cfg.seed),
+            evaluate.eval_tasks(run.cfg.kinds, cfg.episodes),
+            stage,
+            run.workdir,
+            base_hash=self.model.base_hash,
+            layout=run.layout(self.model),
+        )
+        run.say(
+            "evaluated",
+            stage=stage,
+            success=f"{result.rate:.3f}",
+            episodes=result.attempts,
+            seconds=f"{time.monotonic() - started_s:.1f}",
+        )
+        return result
+
+    def take_policy(self) -> int:
+        """The newest published policy into the engine; its version, or -1 where there is none."""
+        manifest = policy_sync.read_manifest(self.run.workdir)
+        if manifest is None:
+            return -1
+        adapters = policy_sync.load(
+            self.run.workdir, manifest, self.model.base_hash, run_id=self.run.run_id
+        )
+        self.engine.set_policy(self.to_lora(adapters), manifest.version)
+        return manifest.version
+
+
+# -------------------------------------------------------------------------------------- the roles
+
+
+def run_all(
+    run: Run, stop: threading.Event, advantages: loop.Advantages = group_normalised
+) -> evaluate.EvalResult | None:
+    """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report."""
+    cfg = run.cfg
+    mesh = make_mesh(cfg.mesh)
+    with contextlib.ExitStack() as stack:
+        if not cfg.verifier.urls:
+            log = run.workdir / "logs" / "verifier.log"
+            stack.enter_context(
+                supervisor.bundled_server(run.port_file, log, port=cfg.verifier.port)
+            )
+        background = stack.enter_context(BackgroundLoop())
+        model = run.load_model(mesh, Path(cfg.model.path))
+
+        def enter_players(model: loading.PolicyModel) -> Players:
+            players = Players(run, model)
+            background.run(players.__aenter__())
+            stack.callback(lambda: background.run(players.__aexit__()))
+            return players
+
+        players = enter_players(model)
+        background.run(players.evaluate("before"))
+        if cfg.cold_start.steps:
+            path = cold_start.run_cold_start(
+                cfg.cold_start,
+                model,
+                run.make_chat(model),
+                cfg.kinds,
+                workdir=run.workdir,
+                seed=cfg.seed,
+                batch_cfg=cfg.learner.batching,
+            )
+            model = run.load_model(mesh, path)
+            players = enter_players(model)
+            background.run(players.evaluate("cold_start"))
+
+        async_stop = asyncio.Event()
+        acting = background.start(players.act(async_stop, 0, 1))
+        # An actor that ends with an error would leave the learner waiting for records for ever.
+        acting.add_done_callback(lambda future: future.exception() and stop.set())
+        try:
+            with jax.set_mesh(mesh):
+                result = loop.run_learner(
+                    cfg.learner,
+                    model,
+                    workdir=run.workdir,
+                    run_id=run.run_id,
+                    mesh=mesh,
+                    stop=stop,
+                    advantages=advantages,
+                )
+        finally:
+            background.start(_set(async_stop))
+            actor_metrics = acting.result()
+        if not result.finished:
+            raise RestartError(
+                f"stopped after step {result.step} of {cfg.learner.steps}; "
+                "run the same command again to carry on"
+            )
+        players.take_policy()
+        after = background.run(players.evaluate("after"))
+    _conclude(run, result, actor_metrics)
+    return after
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+def _conclude(run: Run, result: loop.LearnerResult, actor_metrics: dict[str, float]) -> None:
+    """summary.json, report.html, and the table that a run ends with."""
+    results = evaluate.read_results(run.workdir)
+    summary_path = run.workdir / evaluate.SUMMARY_FILE
+    page = run.workdir / "report.html"
+    if not summary_path.exists():  # else the run had ended before: its peak memory was another's
+        content = evaluate.summary(
+            results,
+            seed=run.cfg.seed,
+            train_seconds=result.train_seconds,
+            peak_rss_gib=metrics.peak_rss_gib(),
+            accounting=result.accounting,
+            lost=int(actor_metrics["actor/lost"]),
+            env_error=int(actor_metrics["actor/env_error"]),
+            report=page,
+            facts=report.machine_facts(),
+        )
+        evaluate.write_summary(run.workdir, content)
+    content = json.loads(summary_path.read_text(encoding="utf-8"))
+    report.write_report(run.workdir)
+    print()
+    print(evaluate.format_table(list(results.values())))
+    print()
+    print(f"episodes: {evaluate.format_episodes(content['episodes'])}")
+    print(
+        f"training: {metrics.format_duration(content['train_seconds'])}, "
+        f"peak memory {content['peak_rss_gib']:.2f} GiB"
+    )
+    print(f"report:   {page}", flush=True)
+
+
+def run_learner(run: Run, stop: threading.Event) -> None:
+    """The learner alone; actors of other processes fill the shard directory."""
+    mesh = make_mesh(run.cfg.mesh)
+    model = run.load_model(mesh, Path(run.cfg.model.path))
+    with jax.set_mesh(mesh):
+        result = loop.run_learner(
+            run.cfg.learner, model, workdir=run.workdir, run_id=run.run_id, mesh=mesh, stop=stop
+        )
+    run.say("learner_ended", step=result.step, **result.accounting)
+    if not result.finished:
+        raise RestartError(f"stopped after step {result.step}; run the same command to carry on")
+
+
+def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: int) -> None:
+    """One actor process; the learner and the verifiers are elsewhere."""
+
+    async def act() -> None:
+        async with Players(run, run.load_model(None, Path(run.cfg.model.path))) as players:
+            ended = asyncio.Event()
+            watching = asyncio.create_task(_when_set(stop, ended))
+            try:
+                await players.act(ended, actor_index, actors)
+            finally:
+                watching.cancel()
+
+    asyncio.run(act())
+
+
+async def _when_set(stop: threading.Event, event: asyncio.Event) -> None:
+    while not stop.is_set():
+        await asyncio.sleep(0.1)
+    event.set()
+
+
+def run_eval(run: Run, stage: str) -> None:
+    """Success of the newest published policy, or of the base where nothing is published yet."""
+
+    async def measure() -> evaluate.EvalResult:
+        async with Players(run, run.load_model(None, Path(run.cfg.model.path))) as players:
+            version = players.take_policy()
+            return await players.evaluate(stage or f"version_{max(version, 0)}")
+
+    print(evaluate.format_table([asyncio.run(measure())]), flush=True)
+
+
+def run_verifier(run: Run) -> int:
+    """The bundled server, in this process, until it is ended."""
+    from uirl_jax.verifiers import server
+
+    return server.main(["--port", str(run.cfg.verifier.port), "--port-file", str(run.port_file)])
+
+
+def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
+    return sharding.make_mesh(cfg.data, cfg.fsdp, cfg.model)
+
+
+# ------------------------------------------------------------------------------------ the command
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "an experiment, e.g. configs/quickstart.py")
+_WORKDIR = flags.DEFINE_string("workdir", None, "everything that the run writes is in here")
+_ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
+_ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
+_ACTORS = flags.DEFINE_integer("actors", 1, "how many actors the run has", lower_bound=1)
+_STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval/<stage>.json")
+
+
+def run_role(role: Role, run: Run, stop: threading.Event) -> int:
+    """Dispatches; the exit code."""
+    actions: dict[str, Callable[[], Any]] = {
+        "all": lambda: run_all(run, stop),
+        "learner": lambda: run_learner(run, stop),
+        "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
+        "eval": lambda: run_eval(run, _STAGE.value),
+    }
+    if role == "verifier":
+        return run_verifier(run)
+    actions[role]()
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    del argv
+    logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
+    stop = threading.Event()
+    try:
+        missing = [f"--{flag.name}" for flag in (_CONFIG, _WORKDIR) if flag.value is None]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} missing; e.g. --config=configs/quickstart.py "
+                "--workdir=runs/quickstart"
+            )
+        cfg = config.from_config(RunConfig, _CONFIG.value)
+        workdir = Path(_WORKDIR.value)
+        run = Run(cfg, workdir, open_run(workdir, cfg))
+        if _ROLE.value != "verifier":  # the server ends gracefully by itself
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, lambda *_: stop.set())
+        return run_role(_ROLE.value, run, stop)
+    except UirlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=config.parse_flags)

@@ -1,0 +1,347 @@
+"""Scalars of a run: to metrics.jsonl, to TensorBoard and as one progress line on the console.
+
+The learner owns the one `MetricsWriter` of a workdir and writes one line a step. A cold start
+counts its own steps and has a writer of its own, on `cold_start/` in the workdir. What a line holds
+is decided by the caller; names are `group/name`, as in `actor/policy_loss`, `actor/kl_loss`,
+`reward/mean`, `agent_loop/generate_sequences/mean`. Nothing here averages, plots (see `report`) or
+talks to a network.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsFloat, TextIO
+
+from tensorboardX import SummaryWriter
+
+from uirl_jax.errors import TrainingError, UirlError
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tb"
+COLD_START_DIR = "cold_start"
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")
+_PLAIN = re.compile(r"[^\s\"=]+")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replaces a file so that a reader, or a run killed at any moment, sees all of it or none of
+    it.
+
+    Raises: UirlError where the disk is full or the directory cannot be written; `path` is as
+        before.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UirlError(
+            f"{path}: cannot be written ({error.strerror}); free the disk or choose another workdir"
+        ) from error
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """One line of metrics.jsonl, or None where it is torn or was never one of ours."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in the order of their steps; [] where there is none yet.
+
+    A torn line is left out: a run that is still going may be in the middle of one.
+    """
+    path = Path(workdir) / METRICS_FILE
+    if not path.exists():
+        return []
+    rows = [row for line in path.read_bytes().splitlines() if (row := _parse_line(line))]
+    return sorted(rows, key=lambda row: row["step"])
+
+
+class MetricsWriter:
+    """Appends one line a step to metrics.jsonl and the same scalars to TensorBoard's event files.
+
+    A restart from the checkpoint of step s calls `truncate_from(s + 1)` before the first `write`:
+    the lines of steps that will be taken again go, so that no step appears twice. SIGKILL while a
+    line is written leaves a torn last line, which the next start cuts off.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, tensorboard: bool = True) -> None:
+        """Raises: UirlError where the workdir cannot be written."""
+        self._path = Path(workdir) / METRICS_FILE
+        self._tensorboard_dir = Path(workdir) / TENSORBOARD_DIR if tensorboard else None
+        self._tensorboard: SummaryWriter | None = None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise UirlError(
+                f"{self._path}: cannot be opened ({error.strerror}); choose another workdir"
+            ) from error
+        self.last_step = self._repair()
+
+    def _repair(self) -> int | None:
+        """Cuts off a torn end; returns the last whole step."""
+        content = self._path.read_bytes()
+        end = len(content)
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            row = _parse_line(content[start:end])
+            if row is not None and content[end - 1 : end] == b"\n":
+                os.ftruncate(self._fd, end)
+                return row["step"]
+            end = start
+        os.ftruncate(self._fd, 0)
+        return None
+
+    def truncate_from(self, step: int) -> int:
+        """Drops every line of this step and later ones, by atomic replacement.
+
+        Args:
+            step: the first step that will be taken again.
+        Returns: how many lines were dropped.
+        """
+        rows = [(line, _parse_line(line)) for line in self._path.read_bytes().splitlines(True)]
+        kept = [(line, row) for line, row in rows if row is not None and row["step"] < step]
+        if len(kept) < len(rows):
+            write_atomically(self._path, b"".join(line for line, _ in kept))
+            os.close(self._fd)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
+        self.last_step = max((row["step"] for _, row in kept), default=None)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        return len(rows) - len(kept)
+
+    def write(self, step: int, scalars: Mapping[str, SupportsFloat]) -> None:
+        """Writes the scalars of one step; all of them or, where it raises, none.
+
+        Args:
+            step: larger than every step written so far.
+            scalars: `group/name` -> a number or a 0-d array.
+        Raises:
+            TrainingError: a value is NaN or infinite (RELIABILITY: such a step stops the run).
+            UirlError: the disk is full.
+            ValueError: a name that is not `group/name`, or a step that is there already.
+        """
+        values = {name: float(value) for name, value in scalars.items()}
+        broken = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
+        if broken:
+            raise TrainingError(
+                f"step {step}: {', '.join(broken)}; the run stops here and keeps its last good "
+                "checkpoint: lower the learning rate or look at the batch of this step"
+            )
+        bad_names = [name for name in values if not _NAME.fullmatch(name)]
+        if bad_names:
+            raise ValueError(f"metric names must be group/name, got {bad_names}")
+        if self.last_step is not None and step <= self.last_step:
+            raise ValueError(
+                f"{self._path}: step {step} after step {self.last_step}; call truncate_from first"
+            )
+        now_unix_s = time.time()
+        row = {"step": int(step), "time_unix_s": round(now_unix_s, 3), **values}
+        self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self.last_step = int(step)
+        if self._tensorboard_dir is not None:
+            if self._tensorboard is None:
+                # purge_step makes TensorBoard hide what a killed process wrote from this step on.
+                # A file's name is else unique only to the second; an older one is overwritten.
+                self._tensorboard = SummaryWriter(
+                    str(self._tensorboard_dir),
+                    purge_step=step,
+                    flush_secs=10,
+                    filename_suffix=f".{os.getpid()}.step{step}",
+                )
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step, walltime=now_unix_s)
+
+    def _append(self, line: bytes) -> None:
+        size_bytes = os.fstat(self._fd).st_size
+        try:
+            written = os.write(self._fd, line)
+            if written < len(line):
+                raise OSError(28, "No space left on device")
+        except OSError as error:
+            os.ftruncate(self._fd, size_bytes)
+            raise UirlError(
+                f"{self._path}: cannot be written ({error.strerror}); free the disk and start again"
+            ) from error
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def key_values(event: str, **fields: object) -> str:
+    """A log line: `event=shard_quarantined path=shards/a3.tfrecord reason="no footer"`.
+
+    Values with blanks, quotes or control characters are quoted and escaped, so that text from a
+    model or a verifier can neither start a line of its own nor colour a terminal.
+    """
+    return " ".join(f"{key}={_value(value)}" for key, value in {"event": event, **fields}.items())
+
+
+def _value(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if _PLAIN.fullmatch(text) and text.isprintable() else json.dumps(text)
+
+
+def format_duration(seconds: float) -> str:
+    """`45s`, `3m05s`, `2h07m`: short enough for a progress line."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class Progress:
+    """One line about where a phase of the run stands.
+
+    On a terminal it is redrawn in place. Elsewhere (a file, a CI log) it is a key=value line,
+    printed for the first and the last step and in between at most once in `interval_s`.
+    """
+
+    BAR_CELLS = 16
+    REDRAW_S = 0.1
+
+    def __init__(
+        self,
+        phase: str,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        interval_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        phase: "grpo", "cold start": the first word of the line.
+        total_steps: of the whole phase, those before a restart included.
+        first_step: steps that were done before this process started; they tell nothing about speed.
+        """
+        self._phase = phase
+        self._total = total_steps
+        self._first = first_step
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._interval_s = self.REDRAW_S if self._terminal else interval_s
+        self._clock = clock
+        self._started_s = clock()
+        self._printed_s: float | None = None
+        self._drawn = ""
+
+    def update(
+        self,
+        step: int,
+        *,
+        reward: float | None = None,
+        success: float | None = None,
+        tokens_per_s: float | None = None,
+    ) -> None:
+        """Args: step: how many are done; success: a share in [0, 1]; what is None is left out."""
+        now_s = self._clock()
+        done = step >= self._total
+        recent = self._printed_s is not None and now_s - self._printed_s < self._interval_s
+        if recent and not done:
+            return
+        self._printed_s = now_s
+        taken = step - self._first
+        left_s = (now_s - self._started_s) / taken * (self._total - step) if taken > 0 else None
+        if self._terminal:
+            self._draw(self._pretty(step, reward, success, tokens_per_s, left_s))
+        else:
+            fields = {
+                "step": f"{step}/{self._total}",
+                "reward": None if reward is None else f"{reward:.3f}",
+                "success": None if success is None else f"{success:.3f}",
+                "tokens_per_s": None if tokens_per_s is None else f"{tokens_per_s:.0f}",
+                "left": None if left_s is None else format_duration(left_s),
+            }
+            shown = {key: value for key, value in fields.items() if value is not None}
+            print(key_values("progress", phase=self._phase, **shown), file=self._stream, flush=True)
+
+    def _pretty(
+        self,
+        step: int,
+        reward: float | None,
+        success: float | None,
+        tokens_per_s: float | None,
+        left_s: float | None,
+    ) -> str:
+        filled = round(self.BAR_CELLS * min(step, self._total) / max(self._total, 1))
+        parts = [
+            f"{self._phase} {'█' * filled}{'░' * (self.BAR_CELLS - filled)} {step}/{self._total}"
+        ]
+        if reward is not None:
+            parts.append(f"reward {reward:.2f}")
+        if success is not None:
+            parts.append(f"success {success:.0%}")
+        if tokens_per_s is not None:
+            parts.append(f"{tokens_per_s:,.0f} tokens/s")
+        if left_s is not None:
+            parts.append(f"{format_duration(left_s)} left")
+        return "  ".join(parts)
+
+    def _draw(self, line: str) -> None:
+        # One column is kept free: a full line would wrap, and the next redraw leave its first row
+        # behind.
+        columns = shutil.get_terminal_size().columns
+        self._drawn = line[: max(columns - 1, 1)]
+        self._stream.write(f"\r\x1b[K{self._drawn}")
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the one that is redrawn."""
+        if self._terminal and self._drawn:
+            self._stream.write(f"\r\x1b[K{text}\n{self._drawn}")
+            self._stream.flush()
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leaves the last state on the screen and ends its line."""
+        if self._terminal and self._drawn:
+            self._stream.write("\n")
+            self._stream.flush()
+        self._drawn = ""
+
+
+def peak_rss_gib() -> float:
+    """Largest resident memory of this process so far; its children are not in it."""
+    import resource  # not on Windows, where nothing else of a run needs it either
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB elsewhere

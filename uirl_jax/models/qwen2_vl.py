@@ -1,0 +1,688 @@
+"""Qwen2-VL in Flax NNX: the vision tower, the text tower, and what learner and engine ask of them.
+
+A module holds names and parameters; the functions below it are pure and take the merged model, so
+that `jax.jit` stays at the edge. The blocks of a tower are stacked and run by one `lax.scan` under
+`jax.checkpoint`. Reading and writing Hugging Face directories is in qwen2_vl_weights, patches and
+positions come from vision_inputs; nothing here samples or computes a loss.
+
+Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from uirl_jax.errors import ModelError
+from uirl_jax.models import layers
+from uirl_jax.models.lora import Linear, LoraConfig
+from uirl_jax.models.sharding import constrain
+
+# What a block keeps for its backward pass: none recomputes nothing (most memory), dots recomputes
+# everything but the outputs of projections, full keeps the block's input alone (least memory).
+Remat = Literal["none", "dots", "full"]
+
+_VISION_NORM_EPS = 1e-6  # not in the config of the reference either
+_VISION_ROPE_THETA = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower. Defaults are those of the published models."""
+
+    depth: int = 32
+    embed_dim: int = 1280
+    num_heads: int = 16
+    mlp_ratio: float = 4
+    hidden_size: int = 1536  # of the text tower: the width of a visual token
+    in_channels: int = 3
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        return int(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def patch_features(self) -> int:
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen2VLConfig:
+    """Both towers and the special tokens. Names are those of Hugging Face's config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vision: VisionConfig
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    mrope_section: tuple[int, ...] = (16, 24, 24)
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02  # of the embeddings; projections scale with their width
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 151643
+    eos_token_id: int | None = 151645
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    vision_start_token_id: int = 151652
+    vision_end_token_id: int = 151653
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field.name}={value!r}, expected a positive integer"
+            for config in (self, self.vision)
+            for field in dataclasses.fields(config)
+            if field.type is int
+            and not ((value := getattr(config, field.name)).__class__ is int and value > 0)
+        ]
+        if problems:
+            raise ModelError("config.json: " + "; ".join(problems))
+        if self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"hidden_size={self.hidden_size} is no multiple of "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if 2 * sum(self.mrope_section) != self.head_dim:
+            problems.append(
+                f"mrope_section={self.mrope_section} adds up to {sum(self.mrope_section)}, "
+                f"expected half of head_dim={self.head_dim}"
+            )
+        vision = self.vision
+        if vision.embed_dim % vision.num_heads or vision.head_dim % 4:
+            problems.append(
+                f"vision_config: embed_dim={vision.embed_dim} over num_heads={vision.num_heads}, "
+                "expected a head_dim that is a multiple of 4"
+            )
+        if vision.hidden_size != self.hidden_size:
+            problems.append(
+                f"vision_config: hidden_size={vision.hidden_size}, expected the text tower's "
+                f"{self.hidden_size}"
+            )
+        if problems:
+            raise ModelError("config.json: " + "; ".join(problems))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "Qwen2VLConfig":
+        """Reads a config.json, text fields at the top (transformers 4) or in text_config (5).
+
+        Raises: ModelError for another architecture, missing fields, or a variant that this
+        implementation does not compute (sliding windows, scaled RoPE, other activations).
+        """
+        if config.get("model_type") != "qwen2_vl":
+            raise ModelError(
+                f"config.json: model_type={config.get('model_type')!r}, expected 'qwen2_vl'"
+            )
+        text = {**config, **(config.get("text_config") or {})}
+        vision = dict(config.get("vision_config") or {})
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        problems = []
+        if rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope"):
+            problems.append(f"RoPE of type {rope.get('rope_type', rope.get('type'))!r}")
+        if text.get("use_sliding_window"):
+            problems.append("use_sliding_window=true")
+        if text.get("hidden_act", "silu") != "silu":
+            problems.append(f"hidden_act={text['hidden_act']!r}")
+        vision_theta = (vision.get("rope_parameters") or {}).get("rope_theta", _VISION_ROPE_THETA)
+        if vision_theta != _VISION_ROPE_THETA:
+            problems.append(f"vision_config.rope_parameters.rope_theta={vision_theta}")
+        if vision.get("hidden_act", "quick_gelu") != "quick_gelu":
+            problems.append(f"vision_config.hidden_act={vision['hidden_act']!r}")
+        if problems:
+            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
+
+        found = {
+            "num_key_value_heads": text.get("num_attention_heads"),
+            "rope_theta": rope.get("rope_theta", text.get("rope_theta")),
+            "mrope_section": tuple(rope["mrope_section"]) if "mrope_section" in rope else None,
+        }
+        for field in dataclasses.fields(cls):
+            if text.get(field.name) is not None and found.get(field.name) is None:
+                found[field.name] = text[field.name]
+        if text.get("num_key_value_heads") is not None:
+            found["num_key_value_heads"] = text["num_key_value_heads"]
+        # transformers 5 keeps the special tokens at the top, and `false` at the top gives way to
+        # the text tower's `true`.
+        found["tie_word_embeddings"] = bool(
+            config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+        )
+        if isinstance(found.get("eos_token_id"), list):
+            found["eos_token_id"] = found["eos_token_id"][0]
+        found = {name: value for name, value in found.items() if value is not None}
+        # in_chans is what the published files call it; the reference reads in_channels alone, and
+        # both are always 3.
+        vision = {"hidden_size": found.get("hidden_size"), **vision}
+        names = {field.name for field in dataclasses.fields(VisionConfig)}
+        found["vision"] = VisionConfig(**{k: v for k, v in vision.items() if k in names})
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        missing = sorted(set(required) - set(found))
+        if missing:
+            raise ModelError(f"config.json: missing {', '.join(missing)}")
+        return cls(**found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """config.json that transformers 4 and 5 read: the flat layout of the published models."""
+        values = dataclasses.asdict(self)
+        vision = values.pop("vision")
+        section = list(values.pop("mrope_section"))
+        return {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            **values,
+            "hidden_act": "silu",
+            "rope_scaling": {"type": "mrope", "mrope_section": section},
+            "use_sliding_window": False,
+            "vision_config": {
+                "model_type": "qwen2_vl",
+                **vision,
+                "in_chans": vision["in_channels"],
+                "hidden_act": "quick_gelu",
+            },
+        }
+
+
+class KVCache(NamedTuple):
+    """Keys (rotated) and values of every layer; slot s of row b holds the row's s-th token."""
+
+    k_lbskh: jax.Array
+    v_lbskh: jax.Array
+
+
+class _Rotary(NamedTuple):
+    """cos and sin of every token, float32[B,T,H/2]: computed once, used by every block."""
+
+    cos_bth: jax.Array
+    sin_bth: jax.Array
+
+
+class VisionBlock(nnx.Module):
+    """Pre-norm attention over an image's patches, then a two-layer MLP."""
+
+    def __init__(self, cfg: VisionConfig, *, rngs: nnx.Rngs, param_dtype: jnp.dtype) -> None:
+        dim = cfg.embed_dim
+        linear = functools.partial(Linear, use_bias=True, rngs=rngs, param_dtype=param_dtype)
+        self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
+        self.qkv = linear(dim, 3 * dim)
+        self.proj = linear(dim, dim)
+        self.norm2 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
+        self.fc1 = linear(dim, cfg.mlp_dim)
+        self.fc2 = linear(cfg.mlp_dim, dim)
+        self.num_heads = cfg.num_heads
+
+    def __call__(self, x_ipd: jax.Array, rotary: _Rotary, mask_ipp: jax.Array) -> jax.Array:
+        images, patches, dim = x_ipd.shape
+        qkv_ip3nh = self.qkv(self.norm1(x_ipd)).reshape(images, patches, 3, self.num_heads, -1)
+        q_ipnh, k_ipnh, v_ipnh = (qkv_ip3nh[:, :, i] for i in range(3))
+        out_ipnh = layers.attention(
+            layers.rotate(q_ipnh, *rotary), layers.rotate(k_ipnh, *rotary), v_ipnh, mask_ipp
+        )
+        x_ipd = x_ipd + self.proj(out_ipnh.reshape(images, patches, dim))
+        x_ipd = x_ipd + self.fc2(layers.quick_gelu(self.fc1(self.norm2(x_ipd))))
+        return constrain(x_ipd, "images", None, None)
+
+
+class VisionTower(nnx.Module):
+    """Patches -> visual tokens of the text tower's width."""
+
+    def __init__(self, cfg: VisionConfig, *, rngs: nnx.Rngs, param_dtype: jnp.dtype) -> None:
+        linear = functools.partial(Linear, rngs=rngs, param_dtype=param_dtype)
+        # The reference's Conv3d has its kernel's size as stride: a product with flat patches.
+        self.patch_embed = linear(cfg.patch_features, cfg.embed_dim)
+        self.blocks = _stack(
+            lambda key: VisionBlock(cfg, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            cfg.depth,
+            rngs,
+        )
+        self.merger_norm = layers.LayerNorm(
+            cfg.embed_dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype
+        )
+        merged = cfg.embed_dim * cfg.spatial_merge_size**2
+        self.merger_fc1 = linear(merged, merged, use_bias=True)
+        self.merger_fc2 = linear(merged, cfg.hidden_size, use_bias=True)
+
+
+class TextBlock(nnx.Module):
+    """Pre-norm grouped-query attention, then a gated MLP. Carries the adapters."""
+
+    def __init__(
+        self,
+        cfg: Qwen2VLConfig,
+        *,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
+        dim, head_dim = cfg.hidden_size, cfg.head_dim
+        kv_dim = cfg.num_key_value_heads * head_dim
+        norm = functools.partial(layers.RMSNorm, dim, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
+        linear = functools.partial(Linear, rngs=rngs, param_dtype=param_dtype)
+        attention_lora = lora.for_target("attention") if lora else None
+        mlp_lora = lora.for_target("mlp") if lora else None
+        self.input_norm = norm()
+        self.q_proj = linear(dim, dim, use_bias=True, lora=attention_lora)
+        self.k_proj = linear(dim, kv_dim, use_bias=True, lora=attention_lora)
+        self.v_proj = linear(dim, kv_dim, use_bias=True, lora=attention_lora)
+        self.o_proj = linear(dim, dim, lora=attention_lora)
+        self.post_attention_norm = norm()
+        self.gate_proj = linear(dim, cfg.intermediate_size, lora=mlp_lora)
+        self.up_proj = linear(dim, cfg.intermediate_size, lora=mlp_lora)
+        self.down_proj = linear(cfg.intermediate_size, dim, lora=mlp_lora)
+        self.head_dim = head_dim
+
+    def qkv(
+        self, x_btd: jax.Array, rotary: _Rotary, *, adapters: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B,T,N,H] and keys, and values [B,T,K,H]."""
+        h_btd = self.input_norm(x_btd)
+
+        def heads(projection: Linear) -> jax.Array:
+            y = projection(h_btd, adapters=adapters)
+            return y.reshape(*y.shape[:2], -1, self.head_dim)
+
+        q_btnh, k_btkh = (layers.rotate(heads(p), *rotary) for p in (self.q_proj, self.k_proj))
+        return q_btnh, k_btkh, heads(self.v_proj)
+
+    def finish(self, x_btd: jax.Array, attended_btnh: jax.Array, *, adapters: bool) -> jax.Array:
+        """Output projection and MLP, each added to the residual stream."""
+        x_btd = x_btd + self.o_proj(attended_btnh.reshape(x_btd.shape), adapters=adapters)
+        h_btd = self.post_attention_norm(x_btd)
+        gate_btf = jax.nn.silu(self.gate_proj(h_btd, adapters=adapters))
+        up_btf = self.up_proj(h_btd, adapters=adapters)
+        x_btd = x_btd + self.down_proj(gate_btf * up_btf, adapters=adapters)
+        return constrain(x_btd, "batch", None, None)
+
+
+class TextTower(nnx.Module):
+    """Token embeddings, decoder blocks, final norm, and the head where it is not the embeddings."""
+
+    def __init__(
+        self,
+        cfg: Qwen2VLConfig,
+        *,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
+        embedding_vd = cfg.initializer_range * jax.random.normal(
+            rngs.params(), (cfg.vocab_size, cfg.hidden_size), jnp.float32
+        )
+        self.embedding = nnx.Param(embedding_vd.astype(param_dtype))
+        self.blocks = _stack(
+            lambda key: TextBlock(cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            cfg.num_hidden_layers,
+            rngs,
+        )
+        self.final_norm = layers.RMSNorm(
+            cfg.hidden_size, eps=cfg.rms_norm_eps, param_dtype=param_dtype
+        )
+        self.lm_head = (
+            None
+            if cfg.tie_word_embeddings
+            else Linear(cfg.hidden_size, cfg.vocab_size, rngs=rngs, param_dtype=param_dtype)
+        )
+
+
+class Qwen2VL(nnx.Module):
+    """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
+
+    Args:
+      lora: adapters in the text tower, or None for the base alone.
+      rngs: random weights; reading a directory replaces them.
+      param_dtype: of the base weights; adapters are float32.
+      compute_dtype: of activations; None is param_dtype. Softmax, norms, angles and logprobs are
+        float32 in any case.
+      remat: what the backward pass keeps of a block.
+    """
+
+    def __init__(
+        self,
+        cfg: Qwen2VLConfig,
+        *,
+        lora: LoraConfig | None = None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype = jnp.float32,
+        compute_dtype: jnp.dtype | None = None,
+        remat: Remat = "full",
+    ) -> None:
+        self.cfg = cfg
+        self.lora = lora
+        self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
+        self.remat = remat
+        self.visual = VisionTower(cfg.vision, rngs=rngs, param_dtype=param_dtype)
+        self.text = TextTower(cfg, lora=lora, rngs=rngs, param_dtype=param_dtype)
+
+
+def _stack(make: Callable[[jax.Array], nnx.Module], depth: int, rngs: nnx.Rngs) -> nnx.Module:
+    """One block whose every leaf has a leading layer axis."""
+    return jax.vmap(make)(jax.random.split(rngs.params(), depth))
+
+
+def _checkpointed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    if remat == "none":
+        return body
+    policy = {
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }[remat]
+    # Inside a scan XLA cannot merge the two computations, so the guard against it is only a cost.
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def encode_images(
+    model: Qwen2VL,
+    patches_ipf: jax.Array,
+    patch_positions_ip2: jax.Array,
+    patch_segments_ip: jax.Array,
+) -> jax.Array:
+    """The table of visual tokens.
+
+    Args:
+      patches_ipf: float[I,P,F], vision_inputs.process_image; several images may share a row.
+      patch_positions_ip2: int32[I,P,2], (row, column) within the patch's own image.
+      patch_segments_ip: int32[I,P], one number an image, 0 at padding. Patches of one number attend
+        to each other; every run of merge_size**2 patches belongs to one image.
+    Returns: visual_md, [I * P / merge_size**2, D]; rows of padding hold nothing of use.
+    """
+    x_ipd, _ = _vision_blocks(
+        model, patches_ipf, patch_positions_ip2, patch_segments_ip, collect=False
+    )
+    tower = model.visual
+    h_ipd = tower.merger_norm(x_ipd)
+    merged = h_ipd.shape[-1] * model.cfg.vision.spatial_merge_size**2
+    h_imd = h_ipd.reshape(h_ipd.shape[0], -1, merged)
+    h_imd = jax.nn.gelu(tower.merger_fc1(h_imd), approximate=False)
+    visual_md = tower.merger_fc2(h_imd).reshape(-1, model.cfg.vision.hidden_size)
+    # Any row of text may hold any image: the table is whole on every device before it is looked up.
+    return constrain(visual_md, None, None)
+
+
+def _vision_blocks(
+    model: Qwen2VL,
+    patches_ipf: jax.Array,
+    patch_positions_ip2: jax.Array,
+    patch_segments_ip: jax.Array,
+    *,
+    collect: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    vision = model.cfg.vision
+    patches_ipf = constrain(patches_ipf.astype(model.compute_dtype), "images", None, None)
+    x_ipd = model.visual.patch_embed(patches_ipf)
+    rotary = _Rotary(*layers.axial_angles(patch_positions_ip2, vision.head_dim, _VISION_ROPE_THETA))
+    mask_ipp = layers.segment_mask(patch_segments_ip, causal=False)
+
+    def body(x_ipd: jax.Array, block: VisionBlock) -> tuple[jax.Array, jax.Array | None]:
+        x_ipd = block(x_ipd, rotary, mask_ipp)
+        return x_ipd, x_ipd if collect else None
+
+    return jax.lax.scan(_checkpointed(body, model.remat), x_ipd, model.visual.blocks)
+
+
+def hidden(
+    model: Qwen2VL,
+    token_ids_bt: jax.Array,
+    visual_md: jax.Array | None,
+    vision_index_bt: jax.Array | None,
+    positions_3bt: jax.Array,
+    segment_ids_bt: jax.Array,
+    *,
+    adapters: bool = True,
+) -> jax.Array:
+    """The text tower over whole rows, causal within a segment.
+
+    Args:
+      token_ids_bt: int32[B,T].
+      visual_md: [M,D] of encode_images; None where no row holds an image.
+      vision_index_bt: int32[B,T], row of visual_md that stands here, -1 at ordinary tokens.
+      positions_3bt: int32[3,B,T], M-RoPE.
+      segment_ids_bt: int32[B,T], 0 at padding.
+      adapters: False computes the base exactly, without the adapters' matrix products.
+    Returns: x_btd in the compute dtype, after the final norm.
+    """
+    x_btd, _ = _text_blocks(
+        model,
+        _embed(model, token_ids_bt, visual_md, vision_index_bt),
+        positions_3bt,
+        segment_ids_bt,
+        adapters=adapters,
+        collect=False,
+    )
+    return model.text.final_norm(x_btd)
+
+
+def _embed(
+    model: Qwen2VL,
+    token_ids_bt: jax.Array,
+    visual_md: jax.Array | None,
+    vision_index_bt: jax.Array | None,
+) -> jax.Array:
+    """Token embeddings, with visual tokens in their places."""
+    x_btd = layers.lookup(model.text.embedding[...], token_ids_bt).astype(model.compute_dtype)
+    if visual_md is not None and vision_index_bt is not None:
+        visual_btd = layers.lookup(visual_md, jnp.maximum(vision_index_bt, 0))
+        x_btd = jnp.where((vision_index_bt >= 0)[..., None], visual_btd.astype(x_btd.dtype), x_btd)
+    return constrain(x_btd, "batch", None, None)
+
+
+def _text_blocks(
+    model: Qwen2VL,
+    x_btd: jax.Array,
+    positions_3bt: jax.Array,
+    segment_ids_bt: jax.Array,
+    *,
+    adapters: bool,
+    collect: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    rotary = _rotary(model.cfg, positions_3bt)
+    mask_bts = layers.segment_mask(segment_ids_bt, causal=True)
+
+    def body(x_btd: jax.Array, block: TextBlock) -> tuple[jax.Array, jax.Array | None]:
+        q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
+        attended_btnh = layers.attention(q_btnh, k_btkh, v_btkh, mask_bts)
+        x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
+        return x_btd, x_btd if collect else None
+
+    return jax.lax.scan(_checkpointed(body, model.remat), x_btd, model.text.blocks)
+
+
+def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> _Rotary:
+    return _Rotary(
+        *layers.mrope_angles(positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section)
+    )
+
+
+def block_outputs(
+    model: Qwen2VL,
+    token_ids_bt: jax.Array,
+    visual_md: jax.Array | None,
+    vision_index_bt: jax.Array | None,
+    positions_3bt: jax.Array,
+    segment_ids_bt: jax.Array,
+    *,
+    adapters: bool = True,
+) -> jax.Array:
+    """The residual stream after every text block, [L,B,T,D]: `hidden` opened up, for comparison."""
+    _, x_lbtd = _text_blocks(
+        model,
+        _embed(model, token_ids_bt, visual_md, vision_index_bt),
+        positions_3bt,
+        segment_ids_bt,
+        adapters=adapters,
+        collect=True,
+    )
+    return x_lbtd
+
+
+def vision_block_outputs(
+    model: Qwen2VL,
+    patches_ipf: jax.Array,
+    patch_positions_ip2: jax.Array,
+    patch_segments_ip: jax.Array,
+) -> jax.Array:
+    """The residual stream after every vision block, [L,I,P,D], for comparison."""
+    _, x_lipd = _vision_blocks(
+        model, patches_ipf, patch_positions_ip2, patch_segments_ip, collect=True
+    )
+    return x_lipd
+
+
+def logits(model: Qwen2VL, x_btd: jax.Array) -> jax.Array:
+    """float32[B,T,V]. For whole rows use token_logprobs, which never holds such an array."""
+    if model.text.lm_head is not None:
+        kernel_dv = model.text.lm_head.kernel[...].astype(x_btd.dtype)
+        logits_btv = jnp.einsum("btd,dv->btv", x_btd, kernel_dv, preferred_element_type=jnp.float32)
+    else:
+        embedding_vd = model.text.embedding[...].astype(x_btd.dtype)
+        logits_btv = jnp.einsum(
+            "btd,vd->btv", x_btd, embedding_vd, preferred_element_type=jnp.float32
+        )
+    return constrain(logits_btv, "batch", None, "vocab")
+
+
+def token_logprobs(
+    model: Qwen2VL,
+    x_btd: jax.Array,
+    token_ids_bt: jax.Array,
+    *,
+    chunk: int = 512,
+    temperature: float = 1.0,
+    forbidden_v: jax.Array | None = None,
+) -> jax.Array:
+    """float32[B,T]: [:,t] is the logprob of token_ids[:,t] given x[:,t-1]; [:,0] is 0.
+
+    Values at padding and at the first token of a packed segment are finite and mean nothing.
+
+    Args:
+      chunk: tokens of a row that are scored at once; float32[B,chunk,V] is the largest array.
+      temperature, forbidden_v: bool[V]; of the distribution that was sampled from, so that what the
+        engine recorded and what is computed here are the same number.
+    """
+    scores_bt = target_logprobs(
+        model,
+        x_btd[:, :-1],
+        token_ids_bt[:, 1:],
+        chunk=chunk,
+        temperature=temperature,
+        forbidden_v=forbidden_v,
+    )
+    return jnp.pad(scores_bt, ((0, 0), (1, 0)))
+
+
+def target_logprobs(
+    model: Qwen2VL,
+    x_btd: jax.Array,
+    target_ids_bt: jax.Array,
+    *,
+    chunk: int = 512,
+    temperature: float = 1.0,
+    forbidden_v: jax.Array | None = None,
+) -> jax.Array:
+    """float32[B,T]: logprob of target_ids[:,t] given x[:,t]; the positions may be a selection.
+
+    Args: see token_logprobs.
+    """
+
+    def score(x_bcd: jax.Array, target_ids_bc: jax.Array) -> jax.Array:
+        logits_bcv = logits(model, x_bcd) / temperature
+        if forbidden_v is not None:
+            logits_bcv = jnp.where(forbidden_v, jnp.finfo(jnp.float32).min, logits_bcv)
+        # A comparison with the targets instead of a gather: its gradient is elementwise, where the
+        # gather's would be a scatter over the vocabulary.
+        is_target_bcv = target_ids_bc[..., None] == jnp.arange(logits_bcv.shape[-1])
+        target_bc = jnp.sum(jnp.where(is_target_bcv, logits_bcv, 0.0), axis=-1)
+        return target_bc - jax.nn.logsumexp(logits_bcv, axis=-1)
+
+    batch, tokens = target_ids_bt.shape
+    # Recomputed in the backward pass: saved logits of every chunk would be the [B,T,V] array again.
+    score = jax.checkpoint(score)
+    if tokens <= chunk:
+        return score(x_btd, target_ids_bt)
+    chunks = -(-tokens // chunk)
+    chunk = -(-tokens // chunks)  # equal parts waste the least padding
+    padding = chunks * chunk - tokens
+    x_cbtd = jnp.moveaxis(
+        jnp.pad(x_btd, ((0, 0), (0, padding), (0, 0))).reshape(batch, chunks, chunk, -1), 1, 0
+    )
+    target_ids_cbt = jnp.moveaxis(
+        jnp.pad(target_ids_bt, ((0, 0), (0, padding))).reshape(batch, chunks, chunk), 1, 0
+    )
+    scores_cbt = jax.lax.map(lambda part: score(*part), (x_cbtd, target_ids_cbt))
+    return jnp.moveaxis(scores_cbt, 0, 1).reshape(batch, -1)[:, :tokens]
+
+
+def init_cache(cfg: Qwen2VLConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache: k and v, [L,B,S,K,H]."""
+    shape = (cfg.num_hidden_layers, batch, slots, cfg.num_key_value_heads, cfg.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def extend(
+    model: Qwen2VL,
+    token_ids_bt: jax.Array,
+    visual_md: jax.Array | None,
+    vision_index_bt: jax.Array | None,
+    positions_3bt: jax.Array,
+    cache: KVCache,
+    start_b: jax.Array,
+    *,
+    adapters: bool = True,
+) -> tuple[jax.Array, KVCache]:
+    """Writes the rows' next tokens into the cache and runs the text tower on them.
+
+    Row b's tokens take the slots start_b[b] ... start_b[b] + T - 1, each attending to the slots up
+    to its own; slots past the end of the cache are dropped. Prefill: start 0, rows padded on the
+    right; what padding wrote lies behind the row's last token, out of sight until it is
+    overwritten. Decode: T = 1.
+
+    Returns: x_btd after the final norm, and the cache (donate the old one).
+    """
+    batch, tokens = token_ids_bt.shape
+    slots = cache.k_lbskh.shape[2]
+    x_btd = _embed(model, token_ids_bt, visual_md, vision_index_bt)
+    rotary = _rotary(model.cfg, positions_3bt)
+    slot_bt = start_b[:, None] + jnp.arange(tokens)
+    mask_bts = jnp.arange(slots) <= slot_bt[..., None]
+    row_b1 = jnp.arange(batch)[:, None]
+
+    def body(
+        carry: tuple[jax.Array, KVCache, jax.Array], block: TextBlock
+    ) -> tuple[tuple[jax.Array, KVCache, jax.Array], None]:
+        # The cache is carried, not scanned over: then a step writes T slots in place, where scanned
+        # outputs would copy all of it.
+        x_btd, (k_lbskh, v_lbskh), layer = carry
+        q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
+        at = (layer, row_b1, slot_bt)
+        k_lbskh = k_lbskh.at[at].set(k_btkh.astype(k_lbskh.dtype), mode="drop")
+        v_lbskh = v_lbskh.at[at].set(v_btkh.astype(v_lbskh.dtype), mode="drop")
+        attended_btnh = layers.attention(
+            q_btnh,
+            k_lbskh[layer].astype(q_btnh.dtype),
+            v_lbskh[layer].astype(q_btnh.dtype),
+            mask_bts,
+        )
+        x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
+        return (x_btd, KVCache(k_lbskh, v_lbskh), layer + 1), None
+
+    (x_btd, cache, _), _ = jax.lax.scan(body, (x_btd, cache, jnp.int32(0)), model.text.blocks)
+    return model.text.final_norm(x_btd), cache

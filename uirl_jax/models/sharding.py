@@ -1,0 +1,203 @@
+"""Where arrays live: one mesh with the axes (data, fsdp, model), and one table of rules.
+
+A row of a batch goes to (data, fsdp); a weight is cut along fsdp on its embedding side and along
+model on its wide side. The table names every leaf of a model; a tree with the same leaf names
+(gradients, optimizer moments) gets the same shardings. The same code runs on one device.
+"""
+
+import math
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from uirl_jax.errors import ConfigError, ModelError
+
+MESH_AXES = ("data", "fsdp", "model")
+
+# What an array's dimension means -> the mesh axes that it is cut along.
+AXIS_RULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "batch": ("data", "fsdp"),  # rows of tokens
+        "images": ("data", "fsdp"),  # rows of patches
+        "embed": ("fsdp",),  # the residual stream's side of a weight
+        "wide": ("model",),  # heads, MLP: the other side
+        "vocab": ("model",),
+    }
+)
+
+# Leaf -> what its last dimensions mean; a stacked leaf has a leading layer axis, which stays whole.
+# None: every device holds all of it.
+PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
+    {
+        "embedding": ("vocab", "embed"),
+        "lm_head/kernel": ("embed", "vocab"),
+        **{
+            f"{name}/{leaf}": axes
+            for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "fc1")
+            for leaf, axes in {
+                "kernel": ("embed", "wide"),
+                "bias": ("wide",),
+                "lora_a": ("embed", None),
+                "lora_b": (None, "wide"),
+            }.items()
+        },
+        **{
+            f"{name}/{leaf}": axes
+            for name in ("o_proj", "down_proj", "proj", "fc2")
+            for leaf, axes in {
+                "kernel": ("wide", "embed"),
+                "bias": (None,),
+                "lora_a": ("wide", None),
+                "lora_b": (None, "embed"),
+            }.items()
+        },
+        "patch_embed/kernel": (None, "embed"),
+        "merger_fc1/kernel": ("embed", "wide"),
+        "merger_fc1/bias": ("wide",),
+        "merger_fc2/kernel": ("wide", "embed"),
+        "merger_fc2/bias": (None,),
+        **{
+            f"{name}/{leaf}": (None,)
+            for name in (
+                *("norm1", "norm2", "merger_norm"),
+                *("input_norm", "post_attention_norm", "final_norm"),
+            )
+            for leaf in ("scale", "bias")
+        },
+    }
+)
+
+# Field of TrainBatch -> what its dimensions mean.
+BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
+    {
+        "token_ids_bt": ("batch", None),
+        "segment_ids_bt": ("batch", None),
+        "positions_3bt": (None, "batch", None),
+        "completion_mask_bt": ("batch", None),
+        "vision_index_bt": ("batch", None),
+        "behaviour_logprobs_bt": ("batch", None),
+        "advantages_bt": ("batch", None),
+        "patches_ipf": ("images", None, None),
+        "patch_positions_ip2": ("images", None, None),
+        "patch_segments_ip": ("images", None),
+    }
+)
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, model: int = 1, *, devices: list[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of data x fsdp x model devices; -1 for one axis takes what the others leave.
+
+    Raises: ConfigError where the axes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices()) if devices is None else devices
+    sizes = [data, fsdp, model]
+    wanted = f"mesh of data={data}, fsdp={fsdp}, model={model}"
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ConfigError(f"{wanted}: expected positive sizes, at most one of them -1")
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = len(devices) // rest
+    if math.prod(sizes) != len(devices):
+        raise ConfigError(f"{wanted}: expected sizes that multiply to the {len(devices)} devices")
+    # Auto, given in full: the compiler fills in what the constraints below leave open.
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def partition_spec(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh_sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """The rules applied to one array.
+
+    Args:
+      axes: meanings of the array's last len(axes) dimensions; those before them stay whole.
+      mesh_sizes: of the mesh's axes. A dimension that they do not divide stays whole too (a batch
+        of one row, a vocabulary of 1001): every device then holds all of it.
+    Raises: ConfigError for an unknown meaning, or two dimensions that claim one mesh axis.
+    """
+    unknown = [axis for axis in axes if axis is not None and axis not in AXIS_RULES]
+    if unknown:
+        raise ConfigError(f"no sharding rule for the axis {unknown[0]!r}, known: {[*AXIS_RULES]}")
+    claimed = [name for axis in axes if axis is not None for name in AXIS_RULES[axis]]
+    twice = sorted({name for name in claimed if claimed.count(name) > 1})
+    if twice:
+        raise ConfigError(f"sharding of {axes}: the mesh axis {twice[0]!r} is claimed twice")
+    whole = len(shape) - len(axes)
+    entries: list[tuple[str, ...] | None] = [None] * whole
+    for size, axis in zip(shape[whole:], axes, strict=True):
+        names = AXIS_RULES[axis] if axis is not None else ()
+        divides = size % math.prod(mesh_sizes[name] for name in names) == 0
+        entries.append(names if names and divides else None)
+    return PartitionSpec(*entries)
+
+
+def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
+    """A NamedSharding for every leaf of a tree with a model's leaf names.
+
+    Args:
+      abstract_state: pytree of arrays or jax.ShapeDtypeStruct: nnx.State, optimizer state, or both.
+        Leaves of no dimension (counters) are replicated.
+    Raises: ModelError that lists every leaf without a rule.
+    """
+    unknown: list[str] = []
+
+    def rule(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        if not leaf.shape:
+            return NamedSharding(mesh, PartitionSpec())
+        names = leaf_names(path)
+        axes = PARAM_RULES.get("/".join(names[-2:]), PARAM_RULES.get(names[-1] if names else ""))
+        if axes is None:
+            unknown.append("/".join(names))
+            axes = ()
+        return NamedSharding(mesh, partition_spec(axes, leaf.shape, dict(mesh.shape)))
+
+    shardings = jax.tree.map_with_path(rule, abstract_state)
+    if unknown:
+        raise ModelError(
+            f"no sharding rule for {', '.join(sorted(unknown))}: add it to PARAM_RULES"
+        )
+    return shardings
+
+
+def leaf_names(path: tuple[Any, ...]) -> list[str]:
+    """A JAX key path as names: the dictionary keys and attributes on the way to a leaf."""
+    names = []
+    for key in path:
+        if isinstance(key, jax.tree_util.DictKey):
+            names.append(str(key.key))
+        elif isinstance(key, jax.tree_util.GetAttrKey) and key.name != "value":
+            names.append(key.name)
+    return names
+
+
+def batch_shardings(
+    mesh: Mesh, batch: Mapping[str, np.ndarray] | None = None
+) -> dict[str, NamedSharding]:
+    """Shardings of a TrainBatch's arrays: rows over (data, fsdp).
+
+    Args:
+      batch: its arrays, where their rows may not divide over the mesh (these then stay whole).
+        Without it every field's rows are cut.
+    """
+    sizes = dict(mesh.shape)
+    rows = math.prod(sizes[name] for name in AXIS_RULES["batch"])
+    return {
+        name: NamedSharding(
+            mesh,
+            partition_spec(axes, batch[name].shape if batch else (rows,) * len(axes), sizes),
+        )
+        for name, axes in BATCH_RULES.items()
+    }
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """States an activation's sharding inside jit; nothing without a mesh (`jax.set_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, dict(mesh.shape)))

@@ -1,0 +1,336 @@
+"""How a policy goes from the learner to the actors: a directory of adapters and one small manifest.
+
+On the data path: the learner publishes after a checkpoint is committed; actors and evaluations
+read the manifest, load the version it names and hand it to their engine. Version 0 is the base
+model with zero adapters, published like any other, so that an actor has one way to start.
+
+    policy/manifest.json                       what is current, replaced atomically
+    policy/<version>/adapters.safetensors      named by the manifest, never changed once there
+
+The last three versions stay: an actor that has just read the manifest may load while the learner
+publishes. A manifest is input from outside: nothing in it is believed before it was checked.
+
+What this file does not do: decide when to publish, know what the names of the adapters mean, or
+write to a bucket (a local or shared directory only).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from uirl_jax.errors import PolicyError
+
+KEEP_VERSIONS = 3
+ADAPTERS_FILE = "adapters.safetensors"
+MAX_MANIFEST_BYTES = 1 << 20  # it takes a few hundred; a longer one is not ours
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What policy/manifest.json says: the version that actors should use now."""
+
+    version: int  # publish counter, from 0
+    step: int  # the learner's step
+    path: str  # of the adapters' file, relative to the workdir, with forward slashes
+    crc32c: int  # of that file's bytes
+    base_hash: str  # of the base model that the adapters belong to
+    run_id: str
+    extra: dict[str, Any]  # plain JSON of the learner's
+    published_unix_s: float
+
+
+def publish(
+    workdir: str | os.PathLike[str],
+    *,
+    version: int,
+    step: int,
+    adapters: dict[str, np.ndarray],
+    base_hash: str,
+    run_id: str,
+    extra: dict[str, Any],
+) -> Manifest:
+    """Write a version and make it the current one; actors see the old one or the new one, whole.
+
+    Publishing a version again (the learner was killed and came back) leaves equal adapters alone,
+    and replaces others.
+
+    Args:
+        workdir: the run's directory.
+        version: publish counter, from 0.
+        step: the learner's step.
+        adapters: arrays by name, any numpy dtype or bfloat16.
+        base_hash: hash of the base model.
+        run_id: of this run.
+        extra: plain JSON for the readers.
+
+    Raises:
+        PolicyError: it could not be written; the version before stays current.
+    """
+    policy_dir = Path(workdir) / "policy"
+    target = policy_dir / str(version)
+    temporary = policy_dir / f".{version}-{uuid.uuid4().hex}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        contents = safetensors.numpy.save(
+            {name: np.asarray(array, order="C") for name, array in adapters.items()}
+        )
+        if not _holds(target / ADAPTERS_FILE, contents):
+            _write_durably(temporary / ADAPTERS_FILE, contents)
+            _put_in_place(temporary, target)
+        manifest = Manifest(
+            version=version,
+            step=step,
+            path=f"policy/{version}/{ADAPTERS_FILE}",
+            crc32c=google_crc32c.value(contents),
+            base_hash=base_hash,
+            run_id=run_id,
+            extra=extra,
+            published_unix_s=time.time(),
+        )
+        text = json.dumps(dataclasses.asdict(manifest), allow_nan=False, indent=1, sort_keys=True)
+        manifest_temporary = policy_dir / f".manifest-{uuid.uuid4().hex}.tmp"
+        _write_durably(manifest_temporary, text.encode())
+        manifest_temporary.replace(policy_dir / "manifest.json")
+        _sync_directory(policy_dir)
+    except OSError as error:
+        raise PolicyError(
+            f"{target}: version {version} was not published: {error}; the version before stays "
+            "current; free space and run the same command again"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _delete_old(policy_dir, current=version)
+    return manifest
+
+
+def read_manifest(workdir: str | os.PathLike[str]) -> Manifest | None:
+    """The current manifest; None before the first publication.
+
+    Raises:
+        PolicyError: the file is no manifest.
+    """
+    file = Path(workdir) / "policy" / "manifest.json"
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise PolicyError(f"{file}: cannot be read: {error}") from error
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise PolicyError(
+            f"{file}: more than {MAX_MANIFEST_BYTES} bytes, a manifest has a few hundred"
+        )
+    try:
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, NaN, 200,000 levels
+        raise PolicyError(f"{file}: is no JSON: {error}; the learner writes it anew") from error
+    return _to_manifest(file, fields)
+
+
+def load(
+    workdir: str | os.PathLike[str],
+    manifest: Manifest,
+    base_hash: str,
+    *,
+    run_id: str | None = None,
+) -> dict[str, np.ndarray]:
+    """The adapters that a manifest names, checked.
+
+    Args:
+        workdir: the run's directory; the adapters' file must lie in it, symlinks followed.
+        manifest: from `read_manifest`.
+        base_hash: of the base model that this process has loaded.
+        run_id: of this process' run; None accepts any (an evaluation).
+
+    Raises:
+        PolicyError: another base model or run, a path that leaves the workdir, a file that is
+            missing, damaged or no safetensors.
+    """
+    root = Path(workdir).resolve()
+    manifest_file = root / "policy" / "manifest.json"
+    if manifest.base_hash != base_hash:
+        raise PolicyError(
+            f"{manifest_file}: version {manifest.version} belongs to base model "
+            f"{manifest.base_hash}, this process loaded {base_hash}; "
+            "start it with the learner's model"
+        )
+    if run_id is not None and manifest.run_id != run_id:
+        raise PolicyError(
+            f"{manifest_file}: version {manifest.version} is of run {manifest.run_id}, this "
+            f"process is of run {run_id}; give it the workdir of its own run"
+        )
+    _check_relative(manifest_file, manifest.path)
+    file = (root / manifest.path).resolve()
+    if not file.is_relative_to(root):
+        raise PolicyError(
+            f"{manifest_file}: path {manifest.path!r} leaves the workdir; it is not read"
+        )
+    try:
+        contents = file.read_bytes()
+    except OSError as error:
+        raise PolicyError(f"{file}: cannot be read: {error}; read the manifest again") from error
+    crc32c = google_crc32c.value(contents)
+    if crc32c != manifest.crc32c:
+        raise PolicyError(
+            f"{file}: crc32c {crc32c:08x}, the manifest says {manifest.crc32c:08x}; "
+            "the file is damaged, or was just replaced: read the manifest again"
+        )
+    try:
+        return _read_safetensors(contents)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise PolicyError(f"{file}: is no safetensors file: {error}") from error
+
+
+async def watch(
+    workdir: str | os.PathLike[str], poll_s: float = 1.0, *, after_version: int = -1
+) -> AsyncIterator[Manifest]:
+    """Yield each new manifest once, the current one first; the newest where several came between.
+
+    Args:
+        workdir: the run's directory.
+        poll_s: seconds between two looks.
+        after_version: the version that the caller has already.
+
+    Raises:
+        PolicyError: the file is no manifest.
+    """
+    # A version may be published again after a restart, with other contents: compare all of it.
+    seen: Manifest | None = None
+    while True:
+        manifest = await asyncio.to_thread(read_manifest, workdir)
+        is_new = manifest is not None and manifest != seen
+        if is_new and (seen is not None or manifest.version > after_version):
+            yield manifest
+        seen = manifest
+        await asyncio.sleep(poll_s)
+
+
+def _to_manifest(file: Path, fields: Any) -> Manifest:
+    """Parsed JSON -> Manifest; every fault in one PolicyError that names the file."""
+    if not isinstance(fields, dict):
+        raise PolicyError(f"{file}: is {type(fields).__name__}, a manifest is a JSON object")
+    known = {field.name: field.type for field in dataclasses.fields(Manifest)}
+    faults = [f"{name} is missing" for name in known if name not in fields]
+    faults += [f"{str(name)[:60]!r} is unknown" for name in fields if name not in known]
+    for name, value in fields.items():
+        expected = {int: int, float: (int, float), str: str}.get(known.get(name, object), dict)
+        if name in known and (isinstance(value, bool) or not isinstance(value, expected)):
+            faults.append(f"{name} is {type(value).__name__}")
+    if not faults:
+        for name, highest in (("version", 2**62), ("step", 2**62), ("crc32c", 2**32 - 1)):
+            if not 0 <= fields[name] <= highest:
+                faults.append(f"{name} is out of range")
+        published_unix_s = fields["published_unix_s"]
+        if not (abs(published_unix_s) < 1e15 and math.isfinite(published_unix_s)):
+            faults.append("published_unix_s is out of range")
+    if faults:
+        raise PolicyError(
+            f"{file}: is no manifest: {'; '.join(faults[:8])}; the learner writes it anew"
+        )
+    _check_relative(file, fields["path"])
+    return Manifest(**{**fields, "published_unix_s": float(published_unix_s)})
+
+
+def _check_relative(manifest_file: Path, path: str) -> None:
+    """Refuse, before touching the disk, every path that is not plainly below the workdir."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\\" in path or not path.isprintable():
+        raise PolicyError(
+            f"{manifest_file}: path {path[:200]!r} is not a path below the workdir; it is not read"
+        )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _read_safetensors(contents: bytes) -> dict[str, np.ndarray]:
+    """Arrays by name. safetensors.numpy.load knows no bfloat16, so the table is read here."""
+    arrays = {}
+    for name, entry in safetensors.deserialize(contents):
+        dtype = _DTYPES[entry["dtype"]]
+        arrays[name] = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
+    return arrays
+
+
+_DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+}
+
+
+def _holds(file: Path, contents: bytes) -> bool:
+    try:
+        return file.read_bytes() == contents
+    except FileNotFoundError:
+        return False
+
+
+def _write_durably(file: Path, contents: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(contents)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a directory to its name; one that is there already goes away first.
+
+    A directory cannot replace a full one in one rename, so an actor that is just loading this very
+    version sees it missing for a moment, and reads the manifest again.
+    """
+    if target.exists():
+        aside = target.with_name(f".{target.name}-{uuid.uuid4().hex}.old.tmp")
+        target.rename(aside)
+        temporary.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        temporary.rename(target)
+    _sync_directory(target.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the renames in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete_old(policy_dir: Path, current: int) -> None:
+    """Keep the last versions up to the current one, and nothing that a killed publisher left."""
+    versions = sorted(int(path.name) for path in policy_dir.iterdir() if path.name.isdecimal())
+    kept = [version for version in versions if version <= current][-KEEP_VERSIONS:]
+    stray = [path for path in policy_dir.iterdir() if path.name.endswith(".tmp")]
+    old = [policy_dir / str(version) for version in versions if version not in kept]
+    for path in stray + old:
+        # A leftover is no reason to stop: the next publication tries again.
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()

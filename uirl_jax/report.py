@@ -1,0 +1,454 @@
+"""The page of a run: one report.html, complete in itself, from what the run left in its workdir.
+
+Reads metrics.jsonl, cold_start/metrics.jsonl, summary.json, config.json and eval/; draws curves
+(see `charts`), the table of held-out success and a few episodes. It works with whatever is there
+yet, so that a run can be looked at while it goes. Text of models and verifiers is untrusted: it is
+escaped by the template, invisible characters are spelled out, and the page forbids itself scripts
+and requests.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import time
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+from PIL import Image, UnidentifiedImageError
+
+from uirl_jax import charts, evaluate
+from uirl_jax.errors import RecordError, ShardError, UirlError
+from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics, write_atomically
+from uirl_jax.shards.reader import read_shard
+from uirl_jax.types import Action, StopReason, Trajectory, Turn
+
+REPORT_FILE = "report.html"
+MAX_PAIRS = 6
+MAX_TURNS = 24
+MAX_TEXT_CHARS = 600
+FRAME_WIDTH_PX = 448  # small screens are enlarged by whole factors up to it
+VERSIONS_OF = ("uirl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_IMAGE_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+_SECRET = re.compile(r"(^|_)(token|secret|password|api_key)$")
+_REASONS = ("completed", "failed", "format_error", "max_turns", "max_tokens", "timeout")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    """A chart of the page: its title, and metric name -> legend."""
+
+    title: str
+    series: Mapping[str, str]
+    unit: str = ""
+    stacked: bool = False
+    from_zero: bool = True
+    full_share: bool = False
+
+
+# What is not named here is drawn too, small, at the end of the section.
+_PANELS = (
+    _Panel("Reward", {"reward/mean": "mean of a step's episodes"}),
+    _Panel("Success in training", {"success/mean": "share of episodes"}, "%", full_share=True),
+    _Panel("KL to the base model", {"actor/kl_loss": "per token"}),
+    _Panel("Entropy", {"actor/entropy": "nats per token"}),
+    _Panel("Clipped tokens", {"actor/clip_fraction": "share"}, "%"),
+    _Panel("Policy loss", {"actor/policy_loss": "per token"}, from_zero=False),
+    _Panel("Gradient norm", {"learner/grad_norm": "before clipping"}),
+    _Panel("Speed", {"learner/tokens_per_s": "tokens per second"}),
+    _Panel(
+        "Seconds per step",
+        {
+            "time/learn_s": "learning",
+            "time/wait_for_records_s": "waiting for episodes",
+            "time/save_and_publish_s": "saving and publishing",
+        },
+        "s",
+        stacked=True,
+    ),
+    _Panel(
+        "How episodes ended",
+        {f"stop_reason/{reason}": reason.replace("_", " ") for reason in _REASONS},
+        "%",
+        stacked=True,
+        full_share=True,
+    ),
+    _Panel("Groups with a signal", {"groups/with_signal": "share"}, "%", full_share=True),
+    _Panel("Staleness", {"offpolicy/staleness": "policy versions, mean"}),
+    _Panel("Drift, actor to learner", {"offpolicy/drift": "mean |difference of logprobs|"}),
+)
+_COLD_PANELS = (_Panel("Loss on demonstrations", {"sft/loss": "cross-entropy per token"}),)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """Where an action touches the screen, in its pixels."""
+
+    x: float
+    y: float
+    x2: float | None  # the end of a drag
+    y2: float | None
+    off_screen: bool  # then drawn at the nearest edge
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """A turn as the page shows it. Without a picture `source` is "" and `alt` says why."""
+
+    number: int
+    source: str  # data URI
+    width_px: int
+    height_px: int
+    shown_px: int  # width on the page
+    alt: str
+    mark: _Mark | None
+    text: str
+    error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Episode:
+    stage: str
+    outcome: str  # "success", or the stop reason
+    good: bool
+    reward: str
+    turns: int
+    frames: tuple[_Frame, ...]
+    hidden_turns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """One held-out instance, with its episode at each of the stages."""
+
+    task: str
+    seed: int
+    instruction: str
+    episodes: tuple[_Episode, ...]
+
+
+def write_report(workdir: str | os.PathLike[str]) -> Path:
+    """Writes `report.html` into the workdir, by atomic replacement, and returns its path.
+
+    Files that are missing leave their section out; those that are broken are named on the page.
+
+    Raises: UirlError where the workdir is none, or cannot be written.
+    """
+    root = Path(workdir)
+    if not root.is_dir():
+        raise UirlError(f"{root}: no such directory; give the workdir of a run")
+    notes: list[str] = []
+    rows = read_metrics(root)
+    cold_rows = read_metrics(root / COLD_START_DIR)
+    summary = _read_object(root / evaluate.SUMMARY_FILE, notes)
+    config = _read_object(root / "config.json", notes)
+    try:
+        results = list(evaluate.read_results(root).values())
+    except UirlError as error:
+        notes.append(str(error))
+        results = []
+    css = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "percent": lambda share: charts.format_value(share, "%") if share < 1 else "100\xa0%",
+        "stage": evaluate.stage_label,
+        "duration": format_duration,
+    }
+    page = environment.get_template("report.html.j2").render(
+        css=markupsafe.Markup(css),
+        # The one style sheet is allowed by its hash: nothing else on the page may style or run.
+        css_hash=base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
+        name=root.resolve().name,
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        status=_status(rows, summary),
+        headline=_headline(results),
+        results=results,
+        tasks=sorted({label for result in results for label in result.per_task}),
+        sections=_curves(rows, cold_rows),
+        chart=charts,
+        pairs=_pairs(root, [result.stage for result in results], notes),
+        max_turns=MAX_TURNS,
+        accounting=_accounting(summary, rows),
+        facts=_facts(summary, rows),
+        config=json.dumps(_without_secrets(config), indent=2) if config else "",
+        notes=[visible(note) for note in notes],
+    )
+    path = root / REPORT_FILE
+    write_atomically(path, page.encode())
+    return path
+
+
+# ---------------------------------------------------------------- what the run left
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        notes.append(f"{path.name} is no JSON ({error}) and is left out")
+        return {}
+    if isinstance(content, dict):
+        return content
+    notes.append(f"{path.name} is no JSON object and is left out")
+    return {}
+
+
+def _without_secrets(value: Any, key: str = "") -> Any:
+    """A report is made to be passed on; a bearer token of a verifier is not."""
+    if isinstance(value, dict):
+        return {name: _without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(inner, key) for inner in value]
+    return "(hidden)" if isinstance(value, str) and value and _SECRET.search(key) else value
+
+
+def _status(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    if summary:
+        return "finished"
+    return f"in progress, {rows[-1]['step']} steps done" if rows else "no step taken yet"
+
+
+def _headline(results: Sequence[evaluate.EvalResult]) -> dict[str, Any] | None:
+    """First against last stage, or the only one."""
+    measured = [result for result in results if result.attempts]
+    if not measured:
+        return None
+    return {"first": measured[0] if len(measured) > 1 else None, "last": measured[-1]}
+
+
+def machine_facts() -> dict[str, str]:
+    """What a run was made on: versions, processor, memory; no name of a person or host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {
+        "system": f"{platform.system()} {platform.machine()}, {cores} cores",
+        "python": platform.python_version(),
+    }
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        facts["system"] += f", {memory_bytes / 2**30:.0f} GiB"
+    for name in VERSIONS_OF:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def _facts(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    if rows:
+        facts["steps"] = str(rows[-1]["step"])
+    if "train_seconds" in summary:
+        facts["training time"] = format_duration(float(summary["train_seconds"]))
+    if "peak_rss_gib" in summary:
+        facts["peak memory"] = f"{summary['peak_rss_gib']:.2f} GiB"
+    if "seed" in summary:
+        facts["seed"] = str(summary["seed"])
+    return facts | {
+        key: visible(str(value)) for key, value in (summary.get("facts") or machine_facts()).items()
+    }
+
+
+def _accounting(
+    summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """The summary's, or while the run goes on what its last line says."""
+    if "episodes" in summary:
+        return dict(summary["episodes"])
+    names = ("published", *evaluate.FATES)
+    if not rows or any(f"records/{name}" not in rows[-1] for name in names):
+        return None
+    counts = {name: int(rows[-1][f"records/{name}"]) for name in names}
+    return evaluate.episodes_summary(counts, lost=0, env_error=0) | {"lost": None}
+
+
+# ---------------------------------------------------------------- curves
+
+
+def _curves(
+    rows: Sequence[Mapping[str, Any]], cold_rows: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Sections with their charts; of each phase that has written anything."""
+    sections = []
+    for title, lines, panels in (
+        ("Learning", rows, _PANELS),
+        ("Cold start", cold_rows, _COLD_PANELS),
+    ):
+        names = {name: None for row in lines for name in row if "/" in name}
+        main = [chart for panel in panels if (chart := _panel(panel, lines))]
+        drawn = {name for panel in panels for name in panel.series}
+        rest = [_Panel(name, {name: name}, from_zero=False) for name in names if name not in drawn]
+        more = [chart for panel in rest if (chart := _panel(panel, lines))]
+        if main or more:
+            smoothed_over = max(chart.smoothed_over for chart in (*main, *more))
+            sections.append(
+                {"title": title, "charts": main, "more": more, "smoothed_over": smoothed_over}
+            )
+    return sections
+
+
+def _panel(panel: _Panel, rows: Sequence[Mapping[str, Any]]) -> charts.Chart | None:
+    used = [row for row in rows if any(name in row for name in panel.series)]
+    series = []
+    for name, label in panel.series.items():
+        if panel.stacked:  # a reason that no episode of a step had is no gap, but nothing
+            points = [(row["step"], row.get(name, 0.0)) for row in used]
+            points = points if any(value for _, value in points) else []
+        else:
+            points = [(row["step"], row[name]) for row in used if name in row]
+        if points:
+            series.append(charts.Series(label, tuple(points)))
+    if not series:
+        return None
+    return charts.line_chart(
+        panel.title,
+        series,
+        unit=panel.unit,
+        stacked=panel.stacked,
+        from_zero=panel.from_zero,
+        full_share=panel.full_share,
+    )
+
+
+# ---------------------------------------------------------------- episodes
+
+
+def _pairs(root: Path, stages: Sequence[str], notes: list[str]) -> list[_Pair]:
+    """The first held-out instances in order, whatever came of them: not picked to look good."""
+    by_stage: dict[str, dict[Any, Trajectory]] = {}
+    for stage in stages:
+        path = root / evaluate.EVAL_DIR / stage / evaluate.EPISODES_FILE
+        if not path.exists():
+            continue
+        try:
+            by_stage[stage] = {one.task: one for one in read_shard(path)[1]}
+        except (ShardError, RecordError) as error:
+            notes.append(f"episodes of stage {stage} are left out: {error}")
+    if not by_stage:
+        return []
+    shown = list(dict.fromkeys((next(iter(by_stage)), list(by_stage)[-1])))
+    tasks = [
+        task for task in by_stage[shown[-1]] if all(task in by_stage[stage] for stage in shown)
+    ]
+    return [
+        _Pair(
+            task=evaluate.task_label(task),
+            seed=task.seed,
+            instruction=visible(by_stage[shown[0]][task].instruction),
+            episodes=tuple(_episode(stage, by_stage[stage][task]) for stage in shown),
+        )
+        for task in tasks[:MAX_PAIRS]
+    ]
+
+
+def _episode(stage: str, trajectory: Trajectory) -> _Episode:
+    reason = str(trajectory.stop_reason).replace("_", " ")
+    done = trajectory.stop_reason is StopReason.COMPLETED
+    return _Episode(
+        stage=stage,
+        outcome="success" if trajectory.success and done else reason,
+        good=trajectory.success,
+        reward=charts.format_value(trajectory.reward),
+        turns=len(trajectory.turns),
+        frames=tuple(
+            _frame(number, turn, trajectory)
+            for number, turn in enumerate(trajectory.turns[:MAX_TURNS], start=1)
+        ),
+        hidden_turns=max(0, len(trajectory.turns) - MAX_TURNS),
+    )
+
+
+def _frame(number: int, turn: Turn, trajectory: Trajectory) -> _Frame:
+    data = trajectory.images.get(turn.image_keys[-1], b"") if turn.image_keys else b""
+    source, width_px, height_px = _picture(data)
+    error = visible(turn.error)
+    if turn.action is None and not error:
+        error = "no action"
+    mark = _mark(turn.action, width_px, height_px) if source else None
+    if not source:
+        alt = "no screenshot was recorded for this turn"
+    elif mark is None:
+        alt = f"Screenshot before action {number}; the action touches no point of it"
+    else:
+        alt = f"Screenshot before action {number}, which is at x {mark.x:.0f}, y {mark.y:.0f}"
+    return _Frame(
+        number=number,
+        source=source,
+        width_px=width_px,
+        height_px=height_px,
+        shown_px=_shown_width(width_px),
+        alt=alt,
+        mark=mark,
+        text=visible(turn.text),
+        error=error,
+    )
+
+
+def _picture(data: bytes) -> tuple[str, int, int]:
+    """(data URI, width, height), or ("", 0, 0) for bytes that are no screenshot; only the header is
+    read here, the pixels are the browser's."""
+    try:
+        with Image.open(io.BytesIO(data), formats=tuple(_IMAGE_TYPES)) as image:
+            kind, (width_px, height_px) = _IMAGE_TYPES[str(image.format)], image.size
+    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
+        return "", 0, 0
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}", width_px, height_px
+
+
+def _shown_width(width_px: int) -> int:
+    """Small screens by a whole factor, so that a pixel stays a square; large ones as they are."""
+    return width_px * max(1, FRAME_WIDTH_PX // width_px) if width_px else FRAME_WIDTH_PX
+
+
+def _mark(action: Action | None, width_px: int, height_px: int) -> _Mark | None:
+    if action is None or action.x is None or action.y is None:
+        return None
+
+    def inside(value: int, size_px: int) -> float:
+        return min(max(value, 0), size_px - 1) + 0.5  # the middle of the pixel
+
+    drag = action.x2 is not None and action.y2 is not None
+    points = [(action.x, action.y)] + ([(action.x2, action.y2)] if drag else [])
+    return _Mark(
+        x=inside(action.x, width_px),
+        y=inside(action.y, height_px),
+        x2=inside(action.x2, width_px) if drag else None,
+        y2=inside(action.y2, height_px) if drag else None,
+        off_screen=not all(0 <= x < width_px and 0 <= y < height_px for x, y in points),
+    )
+
+
+def visible(text: str) -> str:
+    """Untrusted text, at most MAX_TEXT_CHARS of it, with invisible characters spelled out.
+
+    Escaping keeps markup out; this keeps a right-to-left override or a control character from
+    making the page read otherwise than what the model wrote.
+    """
+    cut = text[:MAX_TEXT_CHARS]
+    spelled = "".join(
+        char
+        if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+        else f"\\u{ord(char):04x}"
+        for char in cut
+    )
+    left = len(text) - len(cut)
+    return f"{spelled} … and {left} more characters" if left else spelled

@@ -1,0 +1,1 @@
+"""Pure functions of reinforcement learning: advantages (numpy, host) and losses (JAX, device)."""

@@ -1,0 +1,74 @@
+"""TFRecord's framing: payloads in a file, each with crcs of its length and of itself.
+
+Under `writer` and `reader`; it knows nothing of what a payload holds. The caps are checked before
+anything of that size is allocated. A cut exactly between two frames is not its to notice.
+"""
+
+import io
+import struct
+from collections.abc import Iterator, Sequence
+
+import google_crc32c
+
+from uirl_jax.errors import ShardError
+
+MAX_RECORD_BYTES = 64 * 2**20
+MAX_SHARD_BYTES = 2**30
+FRAME_BYTES = 16  # what the framing adds to a payload
+
+
+def masked_crc(data: bytes) -> int:
+    """crc32c, rotated and offset as in TFRecord. Source: tensorflow/core/lib/hash/crc32c.h."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def frame(payload: bytes) -> bytes:
+    """uint64 length, its masked crc, the payload, its masked crc; all little-endian."""
+    length = struct.pack("<Q", len(payload))
+    return b"".join(
+        (
+            length,
+            struct.pack("<I", masked_crc(length)),
+            payload,
+            struct.pack("<I", masked_crc(payload)),
+        )
+    )
+
+
+def read_frame(file: io.BufferedIOBase, left_bytes: int) -> tuple[bytes, int]:
+    """The payload at the file's position, and its masked crc.
+
+    left_bytes is what the file still holds: a length beyond it or beyond the cap is refused before
+    anything is allocated. Raises ShardError.
+    """
+    head = file.read(12) if left_bytes >= 12 else b""
+    if len(head) < 12:
+        raise ShardError(f"cut off: {left_bytes} bytes left, a record needs {FRAME_BYTES}")
+    length, length_crc = struct.unpack("<QI", head)
+    if masked_crc(head[:8]) != length_crc:
+        raise ShardError("the crc of a record's length does not match")
+    if length > MAX_RECORD_BYTES:
+        raise ShardError(f"record of {length} bytes, at most {MAX_RECORD_BYTES} are read")
+    if length > left_bytes - FRAME_BYTES:
+        raise ShardError(f"cut off: record of {length} bytes, the file has {left_bytes} left")
+    data = file.read(length + 4)
+    if len(data) < length + 4:
+        raise ShardError(f"cut off: record of {length} bytes, got {len(data)}")
+    payload, (crc,) = data[:length], struct.unpack("<I", data[length:])
+    if masked_crc(payload) != crc:
+        raise ShardError("the crc of a record does not match")
+    return payload, crc
+
+
+def iterate_frames(file: io.BufferedIOBase, size_bytes: int) -> Iterator[tuple[int, bytes, int]]:
+    """(offset, payload, masked crc) of every frame from the file's start to size_bytes."""
+    offset = 0
+    while offset < size_bytes:
+        payload, crc = read_frame(file, size_bytes - offset)
+        yield offset, payload, crc
+        offset += len(payload) + FRAME_BYTES
+
+
+def crc_of_crcs(crcs: Sequence[int]) -> int:
+    return google_crc32c.value(struct.pack(f"<{len(crcs)}I", *crcs))

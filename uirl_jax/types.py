@@ -1,0 +1,128 @@
+"""The words of the data path as frozen dataclasses. numpy only: actor, learner and tools all read them.
+
+Nothing here reads files, talks HTTP or knows a tokenizer; see `shards.record` for the byte format.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import numpy as np
+
+
+class StopReason(enum.StrEnum):
+    """Why an episode ended. Only `completed` and `failed` are true ends; the rest cut it short."""
+
+    COMPLETED = "completed"  # the verifier said done, and the task's rule was met
+    FAILED = "failed"  # the verifier said done, and it was not; or the policy gave up
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    FORMAT_ERROR = "format_error"  # the policy's text was no action: trained, as a failure
+    ENV_ERROR = "env_error"  # the environment's fault: refilled, never trained
+    TIMEOUT = "timeout"
+
+    @property
+    def truncated(self) -> bool:
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TIMEOUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+    """One task instance: what to start on the verifier, and how long the policy may take.
+
+    `seed` and `variant` decide the start state; two specs that are equal give the same pixels.
+    """
+
+    name: str  # "desktop/click_button"
+    seed: int
+    variant: str = ""
+    max_turns: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """One UI action, in real pixels of the verifier's screen. Unused fields stay None."""
+
+    kind: str  # one of actions.KINDS
+    x: int | None = None
+    y: int | None = None
+    x2: int | None = None
+    y2: int | None = None
+    text: str | None = None
+    keys: str | None = None  # "ctrl+c"
+    direction: str | None = None  # up, down, left, right
+    amount: int | None = None  # pixels to scroll
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One observation and the action that the policy took on it.
+
+    context_ids is everything the policy read (chat template, image placeholders expanded, older turns
+    that its context still holds), token_ids what it sampled. Where the next turn's context_ids begin
+    with context_ids + token_ids, the two turns are one sequence for the learner.
+    """
+
+    context_ids: np.ndarray  # int32[C]
+    token_ids: np.ndarray  # int32[S], sampled, the end-of-turn token included
+    logprobs: np.ndarray  # float32[S], behaviour: of the distribution each token was sampled from
+    image_keys: tuple[str, ...]  # screenshots in context_ids, in order; keys of Trajectory.images
+    policy_version: int
+    text: str  # token_ids decoded, without the end-of-turn token
+    action: Action | None  # None where the text was no action
+    error: str = ""  # why the text was no action, or what the environment did wrong
+    reward: float = 0.0
+    progress: dict[str, Any] = dataclasses.field(default_factory=dict)  # raw, after this turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """The record of one episode."""
+
+    episode_id: str  # uuid4 hex: the key for duplicates
+    group_id: str
+    task: TaskSpec
+    instruction: str
+    turns: tuple[Turn, ...]
+    images: dict[str, bytes]  # sha256 hex -> encoded bytes as they came; each distinct one once
+    image_grids: dict[str, tuple[int, int, int]]  # sha256 hex -> grid_thw, as the policy saw it
+    stop_reason: StopReason
+    reward: float  # of the whole episode, by the task's rule
+    success: bool
+    run_id: str = ""
+    actor_id: str = ""
+    started_unix_s: float = 0.0
+    duration_s: float = 0.0
+
+    @property
+    def oldest_policy_version(self) -> int:
+        """Staleness counts from here; an episode without a turn has no version (-1)."""
+        return min((turn.policy_version for turn in self.turns), default=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """What one learner step reads. Row b holds one or more packed sequences.
+
+    A ten-token row with one image of two visual tokens and one turn of three sampled tokens (P prompt,
+    v visual, S sampled, . padding):
+
+        token_ids        P P v v P P S S S .
+        segment_ids      1 1 1 1 1 1 1 1 1 0
+        completion_mask  0 0 0 0 0 0 1 1 1 0
+        vision_index    -1-1 7 8-1-1-1-1-1-1     rows of the table of visual tokens
+
+    Masks and logprobs at position t are about token_ids[:, t] itself, not about the token after it.
+    """
+
+    token_ids_bt: np.ndarray  # int32
+    segment_ids_bt: np.ndarray  # int32, 0 is padding
+    positions_3bt: np.ndarray  # int32, M-RoPE (time, height, width)
+    completion_mask_bt: np.ndarray  # float32, 1 where the policy sampled the token
+    vision_index_bt: np.ndarray  # int32, -1 where the token is no visual token
+    behaviour_logprobs_bt: np.ndarray  # float32, 0 outside completion_mask
+    advantages_bt: np.ndarray  # float32, 0 outside completion_mask
+    patches_ipf: np.ndarray  # float32[I,P,F], distinct screenshots, padded patches
+    patch_positions_ip2: np.ndarray  # int32, (height, width) for the vision tower's rotary embedding
+    patch_segments_ip: np.ndarray  # int32, 0 is padding

@@ -1,0 +1,142 @@
+"""The hermetic desktop: opens a session of a task, and demonstrates how it is done.
+
+The environment end of the data path: a `TaskSpec` goes in, pixels come out, actions go in.
+Everything follows from (name, seed, variant): two equal specs give the same pixels and the same
+instruction on every machine with the same Pillow. No processes, no browser, no clock; the tasks
+are in `tasks`, HTTP in `server`.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+
+import numpy as np
+from PIL import Image
+
+from uirl_jax.errors import VerifierError
+from uirl_jax.types import Action, TaskSpec
+from uirl_jax.verifiers import tasks
+from uirl_jax.verifiers.drawing import Box
+from uirl_jax.verifiers.window import Window
+
+TASKS = {
+    "desktop/click_button": tasks.ClickButton,
+    "desktop/enter_text": tasks.EnterText,
+    "desktop/data_entry": tasks.DataEntry,
+}
+_EVERYWHERE: dict[str, tuple[str, ...]] = {"popup": ("0", "1"), "shift": ("0", "1")}
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "desktop/click_button": {
+        "buttons": ("2", "3", "4", "5", "6"),
+        "by": ("color", "label"),
+        "misses": tuple("0123456789"),
+        **_EVERYWHERE,
+    },
+    "desktop/enter_text": _EVERYWHERE,
+    "desktop/data_entry": {"rows": tuple("12345678"), "columns": ("1", "2", "3"), **_EVERYWHERE},
+}
+
+
+def parse_variant(name: str, variant: str) -> tasks.Options:
+    """Reads "buttons=5,by=label,popup=1".
+
+    Raises:
+      VerifierError: unknown task, key or value; the nearest known one is named.
+    """
+    if name not in VARIANTS:
+        raise VerifierError(f"unknown task {name!r}{_nearest(name, VARIANTS)}")
+    known = VARIANTS[name]
+    values: dict[str, str | int] = {}
+    for part in filter(None, (part.strip() for part in variant.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise VerifierError(f"variant {variant!r} of {name}: {part!r} is not key=value")
+        if key not in known:
+            raise VerifierError(
+                f"variant {variant!r} of {name}: unknown key {key!r}{_nearest(key, known)}"
+            )
+        if key in values:
+            raise VerifierError(f"variant {variant!r} of {name}: {key!r} is given twice")
+        if value not in known[key]:
+            raise VerifierError(
+                f"variant {variant!r} of {name}: {key} is {value!r}, not one of "
+                + ", ".join(known[key])
+            )
+        values[key] = int(value) if value.isdecimal() else value
+    return tasks.Options(**values)
+
+
+def _nearest(word: str, known: dict[str, object]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else f", known are {', '.join(known)}"
+
+
+class Session:
+    """One running task: its window and its judge."""
+
+    def __init__(self, task: TaskSpec) -> None:
+        options = parse_variant(task.name, task.variant)
+        # A hash and not Python's own: that one is salted per process.
+        text = f"{task.name}|{dataclasses.astuple(options)}|{task.seed}"
+        self._rng = np.random.default_rng(
+            int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        )
+        self.task = task
+        self.judge = TASKS[task.name](self._rng, options)
+        self.instruction: str = self.judge.instruction
+        self.goal: str = self.judge.goal  # click_button: name of the right target
+        self.width_px: int = self.judge.width_px
+        self.height_px: int = self.judge.height_px
+        screen = (self.width_px, self.height_px)
+        widgets = self.judge.layout(self._rng)
+        popup = tasks.popup_widgets(self._rng, screen) if options.popup else []
+        self.window = Window(*screen, widgets, popup)
+        self._shift_pending = bool(options.shift)
+
+    @property
+    def targets(self) -> dict[str, Box]:
+        """Where every widget is now: name -> (x0, y0, x1, y1), x1 and y1 outside."""
+        return self.window.boxes()
+
+    def screenshot(self) -> Image.Image:
+        """The screen as it stands, RGB, width_px x height_px."""
+        return self.window.image()
+
+    def act(self, action: Action) -> None:
+        """Applies one action. After the end of the episode nothing changes any more."""
+        if self.judge.done:
+            return
+        event = self.window.apply(action)
+        if event is not None:
+            self.judge.handle(event, self.window)
+        if self._shift_pending and not self.judge.done:
+            self._shift_pending = False
+            self.window.widgets = self.judge.layout(self._rng)
+
+    def progress(self) -> dict[str, object]:
+        """What the task counts, and done: bool, reward: float or None while nothing is decided."""
+        return {**self.judge.counts(), "done": self.judge.done, "reward": self.judge.reward}
+
+
+def open_session(task: TaskSpec) -> Session:
+    """Starts a task.
+
+    Raises:
+      VerifierError: the name or the variant is unknown.
+    """
+    return Session(task)
+
+
+def scripted_action(session: Session, rng: np.random.Generator, quality: float = 1.0) -> Action:
+    """The next action of a scripted demonstrator; the session itself is left as it is.
+
+    Args:
+      session: not done yet.
+      rng: decides where inside its target a click lands, and when a mistake is made.
+      quality: with probability 1 - quality the task's characteristic mistake is made instead.
+    """
+    wrong = bool(rng.random() >= quality)
+    if session.window.popup:
+        name = "popup_title" if wrong else "popup_close"
+        return tasks.click_inside(rng, session.targets[name])
+    return session.judge.script(session.window, rng, wrong)

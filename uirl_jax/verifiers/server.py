@@ -1,0 +1,216 @@
+"""The bundled verifier: the hermetic desktop over HTTP (dialect G1+), a process of its own.
+
+    python -m uirl_jax.verifiers.server --port 0 --port-file PATH --exit-with-parent
+
+The actor's client talks to it as it would to any verifier. It trusts no caller: loopback or a
+token, the Host header checked, browsers refused, a limit on everything that a caller can make grow.
+Here: who may speak, the port, the life of the process. The calls are in `sessions`. No TLS: put a
+proxy in front.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import hmac
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.verifiers.sessions import ServerLimits, Sessions, refusal
+
+logger = logging.getLogger(__name__)
+
+MIN_TOKEN_BYTES = 32
+_PARENT_POLL_S = 0.5
+_SHUTDOWN_S = 2.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Handler:
+    """The middleware before every call: who may speak, and how errors are told."""
+    names = {"localhost", "127.0.0.1", "::1", host, *allowed_hosts}
+    expected = None if token is None else f"Bearer {token}".encode()
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            # A page in a browser on this machine can reach loopback, directly or by DNS rebinding.
+            if request.url.host not in names:
+                raise refusal(web.HTTPForbidden, "the Host header names another host")
+            if "Origin" in request.headers:
+                raise refusal(web.HTTPForbidden, "browsers are not served")
+            if expected is not None:
+                given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+                if not hmac.compare_digest(given, expected):
+                    raise refusal(web.HTTPUnauthorized, "the bearer token is missing or wrong")
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.content_type == "application/json":
+                raise
+            return web.json_response({"detail": error.reason}, status=error.status)
+        except ValueError as error:
+            return web.json_response({"detail": str(error)}, status=422)
+        except Exception:
+            logger.exception("event=error method=%s", request.method)
+            return web.json_response({"detail": "Internal Server Error"}, status=500)
+
+    return guard
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    allowed_hosts: Sequence[str] = (),
+    limits: ServerLimits | None = None,
+) -> AsyncIterator[int]:
+    """Serves while the context is open.
+
+    Args:
+      host: address to listen on. Anything but loopback needs a token.
+      port: 0 takes a free one.
+      token: at least MIN_TOKEN_BYTES long; callers send it as `Authorization: Bearer`.
+      allowed_hosts: further names that a Host header may carry.
+
+    Yields:
+      The port.
+
+    Raises:
+      ConfigError: no token, or a weak one, where one is needed.
+      VerifierError: the address or the port cannot be had.
+    """
+    limits = limits or ServerLimits()
+    if token is None and not _is_loopback(host):
+        raise ConfigError(f"verifier: listening on {host} needs a token (--token-file)")
+    if token is not None and len(token.encode()) < MIN_TOKEN_BYTES:
+        raise ConfigError(f"verifier: a token has at least {MIN_TOKEN_BYTES} bytes")
+    sessions = Sessions(limits)
+    app = web.Application(
+        middlewares=[_guard(host, allowed_hosts, token)], client_max_size=limits.max_body_bytes
+    )
+    app.add_routes(sessions.routes())
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    sweeper = asyncio.create_task(sessions.sweep())
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had: {error}"
+            raise VerifierError(
+                f"verifier: port {port} of {host} {why}; give another one, or 0 for any"
+            ) from error
+        yield runner.addresses[0][1]
+    finally:
+        sweeper.cancel()
+        await runner.cleanup()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def run_server(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    port_file: Path | None = None,
+    parent_pid: int | None = None,
+    token: str | None = None,
+    allowed_hosts: Sequence[str] = (),
+    limits: ServerLimits | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT; the arguments beyond `serve`'s are those of the command."""
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop.set)
+        served = serve(host, port, token=token, allowed_hosts=allowed_hosts, limits=limits)
+        async with served as actual_port:
+            logger.info("event=listening host=%s port=%d", host, actual_port)
+            if port_file is not None:
+                _write_port(port_file, actual_port)
+            # Polled: PR_SET_PDEATHSIG fires when the thread that started us ends, not the process.
+            while not stop.is_set() and parent_pid in (None, os.getppid()):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), _PARENT_POLL_S)
+
+    asyncio.run(run())
+
+
+def _write_port(path: Path, port: int) -> None:
+    """In one piece: a reader that polls for the file never sees half a number."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(f"{port}\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise VerifierError(f"verifier: cannot write the port file {path}: {error}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parent_pid = os.getppid()  # first of all: a parent that dies from here on is noticed
+    parser = argparse.ArgumentParser(
+        prog="python -m uirl_jax.verifiers.server",
+        description="Serves the hermetic desktop over HTTP.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--port-file", type=Path, help="the port is written there, in one piece")
+    parser.add_argument("--token-file", type=Path, help="callers must send what it holds")
+    parser.add_argument("--allow-host", action="append", default=[], help="a further Host name")
+    parser.add_argument(
+        "--exit-with-parent",
+        nargs="?",
+        type=int,
+        const=parent_pid,
+        metavar="PID",
+        help="end when the parent process does; with its PID, also if it is gone already",
+    )
+    parser.add_argument("--max-sessions", type=int, default=ServerLimits.max_sessions)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s verifier %(message)s")
+    try:
+        token = None
+        if args.token_file is not None:
+            try:
+                token = args.token_file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"verifier: cannot read {args.token_file}: {error}") from error
+        run_server(
+            args.host,
+            args.port,
+            port_file=args.port_file,
+            parent_pid=args.exit_with_parent,
+            token=token,
+            allowed_hosts=args.allow_host,
+            limits=ServerLimits(max_sessions=args.max_sessions),
+        )
+    except UirlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Keeps the bundled verifier server running in a process of its own, and knows where it listens.
+
+For `main`, which owns it. A server that dies is started again; one whose parent dies ends by itself.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from uirl_jax.errors import VerifierError
+
+START_TIMEOUT_S = 60.0
+RESTART_PAUSE_S = 0.2
+
+
+def read_urls(port_file: Path) -> list[str]:
+    """Base URL of the server that wrote `port_file`; none while it starts."""
+    try:
+        return [f"http://127.0.0.1:{int(port_file.read_text())}"]
+    except (OSError, ValueError):
+        return []
+
+
+@contextlib.contextmanager
+def bundled_server(port_file: Path, log_file: Path, *, port: int = 0) -> Iterator[None]:
+    """Runs `python -m uirl_jax.verifiers.server` until the block ends, restarting it when it dies.
+
+    Raises:
+      VerifierError: it does not come up at all; the end of its log says why.
+    """
+    port_file.unlink(missing_ok=True)
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "uirl_jax.verifiers.server"),
+        *("--port", str(port), "--port-file", str(port_file)),
+        *("--exit-with-parent", str(os.getpid())),
+    ]
+    ending, up = threading.Event(), threading.Event()
+    process: subprocess.Popen[bytes] | None = None
+    exit_codes: list[int] = []
+
+    def keep_running() -> None:
+        nonlocal process
+        while not ending.is_set():
+            with log_file.open("ab") as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            exit_codes.append(process.wait())
+            port_file.unlink(missing_ok=True)
+            if not up.is_set():
+                return  # it never listened: to start it again would not help
+            ending.wait(RESTART_PAUSE_S)
+
+    thread = threading.Thread(target=keep_running, name="verifier-supervisor", daemon=True)
+    thread.start()
+    try:
+        waited_s = 0.0
+        while not read_urls(port_file):
+            if not thread.is_alive() or waited_s > START_TIMEOUT_S:
+                last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
+                raise VerifierError(
+                    f"the bundled verifier did not start: {''.join(last) or 'no word from it'} "
+                    f"(log: {log_file})"
+                )
+            ending.wait(0.05)
+            waited_s += 0.05
+        up.set()
+        yield
+    finally:
+        ending.set()
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        thread.join(10)
+        port_file.unlink(missing_ok=True)

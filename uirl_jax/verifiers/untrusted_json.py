@@ -1,0 +1,97 @@
+"""JSON from the other side of a socket, parsed with limits. Used by the client and by the server.
+
+Python's own parser takes NaN, 1e999, duplicate keys, integers of any length and lone surrogates,
+and raises RecursionError on deep nesting; none of that may get further than this function.
+"""
+
+import json
+import math
+import unicodedata
+
+MAX_DEPTH = 16
+MAX_INTEGER_CHARS = 20
+
+
+def parse(body: bytes) -> dict[str, object]:
+    """Reads one JSON object.
+
+    Args:
+      body: UTF-8. Its size is the caller's to bound, before reading it.
+
+    Returns:
+      dict, list, str, finite float, int, bool and None, at most MAX_DEPTH deep.
+
+    Raises:
+      ValueError: with a printable reason.
+    """
+    try:
+        value = json.loads(
+            body.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_short_integer,
+            object_pairs_hook=_unique,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError("is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON ({error.msg} at character {error.pos})") from error
+    except RecursionError as error:
+        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"is a JSON {type(value).__name__}, expected an object")
+    _check(value)
+    return value
+
+
+def printable(text: str, max_chars: int = 80) -> str:
+    """`text` as it may stand in a log or an error: one line, no control or direction characters."""
+    shown = "".join(
+        "?" if unicodedata.category(char)[0] == "C" or char in "\u2028\u2029" else char
+        for char in text[: max_chars + 1]
+    )
+    return shown if len(shown) <= max_chars else shown[: max_chars - 3] + "..."
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"holds {name}")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"holds {printable(digits, 20)}, which is infinite")
+    return value
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits) > MAX_INTEGER_CHARS:
+        raise ValueError(f"holds an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"holds the key {printable(twice)!r} twice")
+    return dict(pairs)
+
+
+def _check(value: object) -> None:
+    """Walks without recursion: the depth, and that every string can be written as UTF-8 again."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.keys())
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+            elif isinstance(item, str) and any("\ud800" <= char <= "\udfff" for char in item):
+                raise ValueError("holds a lone surrogate")
+        level = below
