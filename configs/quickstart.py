@@ -42,12 +42,12 @@ def get_config() -> ConfigDict:
     cfg.learner.steps = 120
     cfg.learner.groups_per_step = 8
     cfg.learner.max_staleness = 0
-    cfg.learner.batching = ConfigDict()
-    cfg.learner.batching.rows = 64
-    cfg.learner.batching.row_lengths = (96,)
-    cfg.learner.batching.image_rows = (8,)
-    cfg.learner.batching.patch_lengths = (192,)
-    cfg.learner.batching.pack = False
+    cfg.learner.batch = ConfigDict()
+    cfg.learner.batch.rows = 64
+    cfg.learner.batch.row_lengths = (96,)
+    cfg.learner.batch.image_rows = (8,)
+    cfg.learner.batch.patch_lengths = (192,)
+    cfg.learner.batch.pack = False
     cfg.learner.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "clip_norm": 1.0})
     cfg.learner.loss = ConfigDict({"kl_coefficient": 0.01})
 

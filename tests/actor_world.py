@@ -19,6 +19,7 @@ from flax import nnx
 from tokenizers import AddedToken
 
 from tools import base_tokenizer
+from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
 from uirl_jax.models import qwen2_vl
@@ -33,6 +34,7 @@ CLICKS = ("click(60,40)", "click(160,40)", "click(60,120)", "click(160,120)")
 IMAGE_CFG = ImageConfig(min_pixels=56 * 56, max_pixels=28 * 28 * 12)  # 224x168 is 12 visual tokens
 TASK = TaskSpec("desktop/click_button", seed=5, variant="misses=9", max_turns=2)
 CONTEXT_TOKENS = 256
+ROLLOUT = RolloutConfig(max_new_tokens=1, max_context_tokens=CONTEXT_TOKENS)
 
 
 @functools.cache
@@ -132,8 +134,14 @@ class ScriptedEngine:
         logprobs = np.full(len(ids), -0.5, np.float32)
         return SampleResult(ids, logprobs, self._version, self._stopped)
 
+    def set_policy(self, lora: object, version: int) -> None:
+        self._version = version
+
     def expect(self, concurrent: int) -> None:
         pass
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine/requests": float(len(self.requests))}
 
 
 def client(url: str) -> VerifierClient:
@@ -144,6 +152,12 @@ def client(url: str) -> VerifierClient:
 async def open_sessions(url: str) -> int:
     async with aiohttp.ClientSession() as http, http.get(f"{url}/status") as response:
         return sum(info["stop_time"] is None for info in (await response.json()).values())
+
+
+def our_tasks() -> set[asyncio.Task]:
+    """The tasks that run code of the actor or of the client itself."""
+    files = ((task, task.get_coro().cr_code.co_filename) for task in asyncio.all_tasks())
+    return {task for task, file in files if "uirl_jax/actor" in file or "client.py" in file}
 
 
 Fault = Callable[[str, int], str | float | None]

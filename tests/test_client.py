@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
@@ -20,16 +21,11 @@ from uirl_jax.verifiers.server import serve
 
 TASK = TaskSpec("desktop/click_button", 1)
 CLICK = Action("click", x=1, y=1)
-QUICK = ClientLimits(
-    connect_timeout_s=0.5,
-    read_timeout_s=0.3,
-    attempt_timeout_s=0.5,
-    create_timeout_s=0.5,
-    backoff_s=0.01,
-    max_retry_after_s=0.2,
-    max_image_bytes=1_000_000,
-    max_json_bytes=100_000,
+# Small caps and short pauses; its time-outs are the patient ones, for a machine that is busy.
+SMALL = ClientLimits(
+    backoff_s=0.01, max_retry_after_s=0.2, max_image_bytes=1_000_000, max_json_bytes=100_000
 )
+HASTY = dataclasses.replace(SMALL, read_timeout_s=0.4, attempt_timeout_s=0.5)
 
 
 def _encoded(size=(224, 168), image_format="PNG", **options):
@@ -147,14 +143,14 @@ def _redirect(location):
 
 
 def _client(server, **options):
-    return VerifierClient(f"http://127.0.0.1:{server.port}", **{"limits": QUICK, **options})
+    return VerifierClient(f"http://127.0.0.1:{server.port}", **{"limits": SMALL, **options})
 
 
-def _failure(server, call="screenshot", *arguments):
+def _failure(server, call="screenshot", *arguments, limits=SMALL):
     """The VerifierError of one call after a good `create`, and the seconds that it took."""
 
     async def run():
-        async with server, _client(server) as client:
+        async with server, _client(server, limits=limits) as client:
             await client.create(TASK)
             start_s = time.monotonic()
             with pytest.raises(VerifierError) as caught:
@@ -297,7 +293,7 @@ def test_screenshot_that_is_wrong_is_refused_at_once_and_in_little_memory(answer
     assert word in message and "s1" in message and f"127.0.0.1:{server.port}" in message
     assert "\n" not in message and message.isprintable()
     assert len(server.requests) == 1  # not asked again: it is wrong, not late
-    assert took_s < 5 and peak_bytes < 30e6
+    assert took_s < 10 and peak_bytes < 30e6
 
 
 @pytest.mark.parametrize(
@@ -319,10 +315,11 @@ def test_screenshot_that_is_wrong_is_refused_at_once_and_in_little_memory(answer
 )
 def test_screenshot_that_fails_is_asked_for_three_times_within_its_time(answer, word):
     server = Hostile(answer)
-    message, took_s = _failure(server)
+    limits = HASTY if answer in (_drip, _slow_headers, _silence) else SMALL
+    message, took_s = _failure(server, limits=limits)
     assert word in message and "(3 attempts)" in message and "is the verifier running" in message
     assert len(server.requests) == 3
-    assert took_s < 4
+    assert took_s < 10
 
 
 def test_redirect_is_not_followed():
@@ -457,7 +454,7 @@ def test_act_with_a_request_id_is_sent_again_with_the_same_id():
 @pytest.mark.parametrize("first", [SHAKY[0], _reset, _silence, b""])
 def test_act_without_a_request_id_is_never_sent_again(first):
     server = Hostile(first, _answer(PNG))
-    message, _ = _failure(server, "act", CLICK)
+    message, _ = _failure(server, "act", CLICK, limits=HASTY)
     assert "attempts" not in message and len(server.requests) == 1
 
 
@@ -465,7 +462,8 @@ def test_act_without_a_request_id_is_never_sent_again(first):
 def test_create_is_not_sent_again_once_the_server_may_have_seen_it(answer):
     async def run():
         server = Hostile(answer, create=...)
-        async with server, _client(server) as client:
+        limits = dataclasses.replace(HASTY, create_timeout_s=0.6)
+        async with server, _client(server, limits=limits) as client:
             with pytest.raises(VerifierError):
                 await client.create(TASK)
         assert len(server.requests) == 1
@@ -491,7 +489,7 @@ def test_unreachable_verifier_is_named_with_what_to_do():
     async def run():
         async with serve() as port:
             pass
-        async with VerifierClient(f"http://127.0.0.1:{port}", limits=QUICK) as client:
+        async with VerifierClient(f"http://127.0.0.1:{port}", limits=SMALL) as client:
             with pytest.raises(VerifierError) as caught:
                 await client.create(TASK)
         assert str(caught.value) == (

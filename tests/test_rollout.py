@@ -321,7 +321,7 @@ def test_episode_cancelled_at_any_moment_leaves_no_session(moment):
             world.faulty(target, fault) as (url, _),
             world.client(url) as client,
         ):
-            before = asyncio.all_tasks()
+            before = world.our_tasks()
             episode = asyncio.create_task(
                 run_episode(
                     BUTTON,
@@ -341,8 +341,7 @@ def test_episode_cancelled_at_any_moment_leaves_no_session(moment):
             episode.cancel()  # an impatient caller
             with pytest.raises(asyncio.CancelledError):
                 await episode
-            names = {task.get_coro().__qualname__ for task in asyncio.all_tasks() - before}
-            assert not [name for name in names if "rollout" in name or "delete" in name]
+            assert world.our_tasks() == before
             return await world.open_sessions(target)
 
     assert asyncio.run(run()) == 0
@@ -350,7 +349,7 @@ def test_episode_cancelled_at_any_moment_leaves_no_session(moment):
 
 def test_episode_of_the_real_engine_repeats_with_its_seed_and_decodes():
     def tokens(seed):
-        trajectory, still_open = play(world.TASK, world.engine(), seed=seed)
+        trajectory, still_open = play(world.TASK, world.engine(), seed=seed, cfg=world.ROLLOUT)
         assert still_open == 0 and trajectory.stop_reason is not StopReason.ENV_ERROR
         decoded = record.decode(record.encode(trajectory, world.layout()), world.layout())
         assert decoded.images == trajectory.images

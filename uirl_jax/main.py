@@ -31,14 +31,17 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from uirl_jax import chat, config, evaluate, metrics, policy_sync, report, seeds
+from uirl_jax import config, evaluate, metrics, policy_sync, report, seeds
 from uirl_jax.actor.fleet import Fleet
-from uirl_jax.actor.host import ActorConfig, Host, run_actor, run_tasks
+from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
+from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import RolloutConfig
+from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
-from uirl_jax.learner import cold_start, loop
+from uirl_jax.learner.cold_start import ColdStartConfig, run_cold_start
+from uirl_jax.learner.loop import Advantages, LearnerConfig, LearnerResult, run_learner
 from uirl_jax.models import loading, qwen2_vl_weights, sharding
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.qwen2_vl import Remat
@@ -116,16 +119,14 @@ class RunConfig:
 
     model: ModelConfig
     tasks: tuple[TaskConfig, ...]
-    learner: loop.LearnerConfig
+    learner: LearnerConfig
     seed: int = dataclasses.field(default=0, metadata={"min": 0, "max": 2**31 - 1})
-    chat: chat.ChatConfig = dataclasses.field(default_factory=chat.ChatConfig)
+    chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)
     actor: ActorSection = dataclasses.field(default_factory=ActorSection)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    cold_start: cold_start.ColdStartConfig = dataclasses.field(
-        default_factory=cold_start.ColdStartConfig
-    )
+    cold_start: ColdStartConfig = dataclasses.field(default_factory=ColdStartConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
@@ -227,8 +228,8 @@ class Run:
             mesh=mesh,
         )
 
-    def make_chat(self, model: loading.PolicyModel) -> chat.Chat:
-        return chat.Chat(model.path, self.cfg.chat, model.image_cfg.merge_size)
+    def make_chat(self, model: loading.PolicyModel) -> Chat:
+        return Chat(model.path, self.cfg.chat, model.image_cfg.merge_size)
 
     def layout(self, model: loading.PolicyModel) -> TokenLayout:
         return TokenLayout(
@@ -253,7 +254,6 @@ class Players:
     def __init__(self, run: Run, model: loading.PolicyModel) -> None:
         self.run, self.model = run, model
         self.talk = run.make_chat(model)
-        padding_ids = range(self.talk.vocab_size, model.cfg.vocab_size)
         self.engine = Engine(
             model.graphdef,
             model.frozen,
@@ -261,8 +261,7 @@ class Players:
             0,
             model_cfg=model.cfg,
             end_token_ids=self.talk.end_token_ids,
-            # Ids above the tokenizer's are padding of the embedding table and decode to nothing.
-            forbidden_ids=(*self.talk.forbidden_ids, *padding_ids),
+            forbidden_ids=forbidden_ids(self.talk, model),
             cfg=run.cfg.engine,
         )
         delay_s = run.cfg.verifier.action_delay_s
@@ -278,9 +277,9 @@ class Players:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.__aexit__(None, None, None)
 
-    def host(self, actor_id: str, *, temperature: float) -> Host:
+    def player(self, actor_id: str, *, temperature: float) -> Player:
         cfg = self.run.cfg.actor
-        return Host(
+        return Player(
             self.fleet,
             self.engine,
             self.talk,
@@ -306,7 +305,7 @@ class Players:
                 file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
 
         return await run_actor(
-            self.host(actor_id, temperature=cfg.actor.rollout.temperature),
+            self.player(actor_id, temperature=cfg.actor.rollout.temperature),
             ActorConfig(
                 group_size=cfg.actor.group_size,
                 groups_per_step=cfg.learner.groups_per_step,
@@ -331,9 +330,9 @@ class Players:
         if stage in known:
             return known[stage]
         started_s = time.monotonic()
-        host = self.host("eval", temperature=cfg.temperature)
+        player = self.player("eval", temperature=cfg.temperature)
         result = await evaluate.evaluate(
-            lambda tasks: run_tasks(host, tasks, seed=run.cfg.seed),
+            lambda tasks: run_tasks(player, tasks, seed=run.cfg.seed),
             evaluate.eval_tasks(run.cfg.kinds, cfg.episodes),
             stage,
             run.workdir,
@@ -361,11 +360,39 @@ class Players:
         return manifest.version
 
 
+def forbidden_ids(talk: Chat, model: loading.PolicyModel) -> tuple[int, ...]:
+    """Never sampled: markers that would open a turn or an image, and the ids above the tokenizer's,
+    which are padding of the embedding table and decode to nothing."""
+    return (*talk.forbidden_ids, *range(talk.vocab_size, model.cfg.vocab_size))
+
+
 # -------------------------------------------------------------------------------------- the roles
 
 
+def learn(
+    run: Run,
+    model: loading.PolicyModel,
+    mesh: jax.sharding.Mesh,
+    stop: threading.Event,
+    advantages: Advantages = group_normalised,
+) -> LearnerResult:
+    """The learner's run, on this thread."""
+    with jax.set_mesh(mesh):
+        return run_learner(
+            run.cfg.learner,
+            model,
+            workdir=run.workdir,
+            run_id=run.run_id,
+            mesh=mesh,
+            stop=stop,
+            temperature=run.cfg.actor.rollout.temperature,
+            forbidden_ids=forbidden_ids(run.make_chat(model), model),
+            advantages=advantages,
+        )
+
+
 def run_all(
-    run: Run, stop: threading.Event, advantages: loop.Advantages = group_normalised
+    run: Run, stop: threading.Event, advantages: Advantages = group_normalised
 ) -> evaluate.EvalResult | None:
     """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report."""
     cfg = run.cfg
@@ -388,14 +415,14 @@ def run_all(
         players = enter_players(model)
         background.run(players.evaluate("before"))
         if cfg.cold_start.steps:
-            path = cold_start.run_cold_start(
+            path = run_cold_start(
                 cfg.cold_start,
                 model,
                 run.make_chat(model),
                 cfg.kinds,
                 workdir=run.workdir,
                 seed=cfg.seed,
-                batch_cfg=cfg.learner.batching,
+                batch_cfg=cfg.learner.batch,
             )
             model = run.load_model(mesh, path)
             players = enter_players(model)
@@ -406,16 +433,7 @@ def run_all(
         # An actor that ends with an error would leave the learner waiting for records for ever.
         acting.add_done_callback(lambda future: future.exception() and stop.set())
         try:
-            with jax.set_mesh(mesh):
-                result = loop.run_learner(
-                    cfg.learner,
-                    model,
-                    workdir=run.workdir,
-                    run_id=run.run_id,
-                    mesh=mesh,
-                    stop=stop,
-                    advantages=advantages,
-                )
+            result = learn(run, model, mesh, stop, advantages)
         finally:
             background.start(_set(async_stop))
             actor_metrics = acting.result()
@@ -434,7 +452,7 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def _conclude(run: Run, result: loop.LearnerResult, actor_metrics: dict[str, float]) -> None:
+def _conclude(run: Run, result: LearnerResult, actor_metrics: dict[str, float]) -> None:
     """summary.json, report.html, and the table that a run ends with."""
     results = evaluate.read_results(run.workdir)
     summary_path = run.workdir / evaluate.SUMMARY_FILE
@@ -465,14 +483,11 @@ def _conclude(run: Run, result: loop.LearnerResult, actor_metrics: dict[str, flo
     print(f"report:   {page}", flush=True)
 
 
-def run_learner(run: Run, stop: threading.Event) -> None:
+def run_learner_role(run: Run, stop: threading.Event) -> None:
     """The learner alone; actors of other processes fill the shard directory."""
     mesh = make_mesh(run.cfg.mesh)
     model = run.load_model(mesh, Path(run.cfg.model.path))
-    with jax.set_mesh(mesh):
-        result = loop.run_learner(
-            run.cfg.learner, model, workdir=run.workdir, run_id=run.run_id, mesh=mesh, stop=stop
-        )
+    result = learn(run, model, mesh, stop)
     run.say("learner_ended", step=result.step, **result.accounting)
     if not result.finished:
         raise RestartError(f"stopped after step {result.step}; run the same command to carry on")
@@ -499,7 +514,7 @@ async def _when_set(stop: threading.Event, event: asyncio.Event) -> None:
     event.set()
 
 
-def run_eval(run: Run, stage: str) -> None:
+def run_eval_role(run: Run, stage: str) -> None:
     """Success of the newest published policy, or of the base where nothing is published yet."""
 
     async def measure() -> evaluate.EvalResult:
@@ -510,7 +525,7 @@ def run_eval(run: Run, stage: str) -> None:
     print(evaluate.format_table([asyncio.run(measure())]), flush=True)
 
 
-def run_verifier(run: Run) -> int:
+def run_verifier_role(run: Run) -> int:
     """The bundled server, in this process, until it is ended."""
     from uirl_jax.verifiers import server
 
@@ -535,12 +550,12 @@ def run_role(role: Role, run: Run, stop: threading.Event) -> int:
     """Dispatches; the exit code."""
     actions: dict[str, Callable[[], Any]] = {
         "all": lambda: run_all(run, stop),
-        "learner": lambda: run_learner(run, stop),
+        "learner": lambda: run_learner_role(run, stop),
         "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
-        "eval": lambda: run_eval(run, _STAGE.value),
+        "eval": lambda: run_eval_role(run, _STAGE.value),
     }
     if role == "verifier":
-        return run_verifier(run)
+        return run_verifier_role(run)
     actions[role]()
     return 0
 

@@ -2,8 +2,8 @@
 
 On the data path it stands between bytes from a verifier and every array about images: the actor
 (one screenshot a turn), the learner's batches and the tools use the same functions, so that
-policy and learner see the same numbers. numpy and Pillow on the host; nothing here imports JAX, knows a
-tokenizer or caches anything.
+policy and learner see the same numbers. numpy and Pillow on the host; nothing here imports
+JAX, knows a tokenizer or caches anything.
 """
 
 import dataclasses

@@ -179,14 +179,13 @@ async def _play(
         )
         with _stopwatch(waits_s, "engine"):
             sample = await engine.sample(request)
-        spoken_ids = sample.token_ids[:-1] if sample.stopped else sample.token_ids
         turn = Turn(
             context_ids=context.ids,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             image_keys=request.image_keys,
             policy_version=sample.policy_version,
-            text=chat.decode(spoken_ids),
+            text=chat.decode(sample.token_ids),
             action=None,
             progress=episode.progress,
         )

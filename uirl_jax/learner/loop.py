@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class LearnerConfig:
     groups_per_step: int = 8
     max_staleness: int = 0  # versions; 0: the actor waits for every new policy
     microbatches: int = 1
-    batching: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
+    batch: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
     )
@@ -71,11 +71,14 @@ def run_learner(
     run_id: str,
     mesh: jax.sharding.Mesh,
     stop: threading.Event,
+    temperature: float = 1.0,
+    forbidden_ids: Sequence[int] = (),
     advantages: Advantages = group_normalised,
 ) -> LearnerResult:
     """Trains until cfg.steps are done or `stop` is set; carries on where an earlier process ended.
 
     Args:
+      temperature, forbidden_ids: as the actors sample; see `learner.step`.
       advantages: of a group's rewards. Another one than GRPO's is for tests: with zeros nothing may
         be learnt.
     Raises:
@@ -90,6 +93,8 @@ def run_learner(
         cfg.loss,
         microbatches=cfg.microbatches,
         use_reference=cfg.loss.kl_coefficient > 0,
+        temperature=temperature,
+        forbidden_ids=forbidden_ids,
     )
     state = learner_state.init_state(model.lora, optimizer, mesh)
     checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.keep_checkpoints)
@@ -154,7 +159,7 @@ def run_learner(
                 np.concatenate([advantages(_rewards(group)) for group in groups]),
                 image_cfg=model.image_cfg,
                 image_token_id=model.cfg.image_token_id,
-                cfg=cfg.batching,
+                cfg=cfg.batch,
             )
             arrays = learner_step.to_device(batch, sharding.batch_shardings(mesh))
             visual_md, old_bt, ref_bt = steps.score(state.trainable, model.frozen, arrays)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 
 from uirl_jax.models import sharding
@@ -16,8 +17,9 @@ from uirl_jax.models import sharding
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a clip of the gradient's global norm."""
+    """AdamW or Muon, with a linear warm-up and a clip of the gradient's global norm."""
 
+    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices orthogonalised, the rest by AdamW
     lr: float = 1e-4  # LoRA's usual; full weights want about 1e-5, a model from nothing 1e-3
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine"] = "constant"
@@ -53,22 +55,39 @@ def make_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW. Weight decay spares vectors (norms, biases), as is usual."""
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.clip_norm),
-        optax.adamw(
-            make_schedule(cfg, total_steps),
+    """Clip by global norm, then AdamW or Muon. Weight decay spares vectors, as is usual."""
+    schedule = make_schedule(cfg, total_steps)
+    if cfg.name == "muon":
+        step = optax.contrib.muon(
+            schedule,
+            weight_decay=cfg.weight_decay,
+            adam_b1=cfg.b1,
+            adam_b2=cfg.b2,
+            muon_weight_dimension_numbers=lambda tree: jax.tree.map_with_path(_matrix_axes, tree),
+            consistent_rms=0.2,  # updates as large as AdamW's (arXiv:2502.16982): one lr for both
+        )
+    else:
+        step = optax.adamw(
+            schedule,
             b1=cfg.b1,
             b2=cfg.b2,
             weight_decay=cfg.weight_decay,
-            # Stacked blocks carry a leading layer axis: a bias there has two axes, a matrix three.
-            mask=lambda tree: jax.tree.map_with_path(_is_matrix, tree),
-        ),
-    )
+            mask=lambda tree: jax.tree.map_with_path(
+                lambda path, leaf: _matrix_axes(path, leaf) is not None, tree
+            ),
+        )
+    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), step)
 
 
-def _is_matrix(path: Any, _: jax.Array) -> bool:
-    return not any(word in jax.tree_util.keystr(path) for word in ("bias", "norm", "scale"))
+def _matrix_axes(path: Any, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """The axes of a projection's matrix: the last two; a stacked one has a layer axis before them.
+
+    None for vectors (a stacked bias has two axes too) and for the embedding, whose rows are
+    independent.
+    """
+    if sharding.leaf_names(path)[-1] not in ("kernel", "lora_a", "lora_b"):
+        return None
+    return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
 
 
 def init_state(

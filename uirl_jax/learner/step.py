@@ -5,7 +5,7 @@ Shapes come in a few fixed buckets (shards.batching), so that nothing compiles a
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +59,8 @@ def make_steps(
     microbatches: int = 1,
     vision_trainable: bool = False,
     use_reference: bool = True,
+    temperature: float = 1.0,
+    forbidden_ids: Sequence[int] = (),
 ) -> Steps:
     """Builds the jitted steps of one run.
 
@@ -70,6 +72,8 @@ def make_steps(
         computed inside the loss, once a microbatch.
       use_reference: compute the base's logprobs (adapters off). Off where nothing is frozen, or where
         the KL coefficient is 0: it is a forward pass that would be thrown away.
+      temperature, forbidden_ids: as the actor samples, so that both mean the same distribution:
+        without them old and behaviour differ by what the forbidden tokens would have got.
     """
 
     def visual_tokens(model: nnx.Module, batch: Arrays) -> jax.Array:
@@ -89,7 +93,16 @@ def make_steps(
             batch["segment_ids_bt"],
             adapters=adapters,
         )
-        return qwen2_vl.token_logprobs(model, x_btd, batch["token_ids_bt"])
+        forbidden_v = None
+        if forbidden_ids:
+            forbidden_v = np.isin(np.arange(model.cfg.vocab_size), forbidden_ids)
+        return qwen2_vl.token_logprobs(
+            model,
+            x_btd,
+            batch["token_ids_bt"],
+            temperature=temperature,
+            forbidden_v=forbidden_v,
+        )
 
     @jax.jit
     def score(

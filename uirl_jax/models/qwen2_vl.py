@@ -153,22 +153,19 @@ class Qwen2VLConfig:
         if problems:
             raise ModelError(f"config.json: not supported: {', '.join(problems)}")
 
-        found = {
-            "num_key_value_heads": text.get("num_attention_heads"),
-            "rope_theta": rope.get("rope_theta", text.get("rope_theta")),
-            "mrope_section": tuple(rope["mrope_section"]) if "mrope_section" in rope else None,
-        }
-        for field in dataclasses.fields(cls):
-            if text.get(field.name) is not None and found.get(field.name) is None:
-                found[field.name] = text[field.name]
-        if text.get("num_key_value_heads") is not None:
-            found["num_key_value_heads"] = text["num_key_value_heads"]
+        found = {f.name: text.get(f.name) for f in dataclasses.fields(cls)}
+        if found["num_key_value_heads"] is None:  # no grouping
+            found["num_key_value_heads"] = found["num_attention_heads"]
+        if "rope_theta" in rope:
+            found["rope_theta"] = rope["rope_theta"]
+        if "mrope_section" in rope:
+            found["mrope_section"] = tuple(rope["mrope_section"])
         # transformers 5 keeps the special tokens at the top, and `false` at the top gives way to
         # the text tower's `true`.
         found["tie_word_embeddings"] = bool(
             config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         )
-        if isinstance(found.get("eos_token_id"), list):
+        if isinstance(found["eos_token_id"], list):
             found["eos_token_id"] = found["eos_token_id"][0]
         found = {name: value for name, value in found.items() if value is not None}
         # in_chans is what the published files call it; the reference reads in_channels alone, and

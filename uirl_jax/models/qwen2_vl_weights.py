@@ -2,7 +2,8 @@
 
 One table says which tensors of a directory make up which leaf; reading, writing and the lists of
 what does not fit all come from it. Tensors go one leaf at a time between file and device, so
-that host memory holds one leaf and not one model. Nothing is downloaded, no tokenizer is read or written.
+that host memory holds one leaf and not one model. Nothing is downloaded; no tokenizer is
+read or written.
 """
 
 import contextlib
@@ -190,7 +191,10 @@ def read_config(model_dir: str | Path) -> Qwen2VLConfig:
         ) from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return Qwen2VLConfig.from_dict(config)
+    try:
+        return Qwen2VLConfig.from_dict(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: a value of the wrong type ({error})") from error
 
 
 def base_hash(model_dir: str | Path) -> str:

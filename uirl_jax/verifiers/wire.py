@@ -27,7 +27,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("seconds", "delay"), (int, float)),
     **dict.fromkeys(("action_type", "text", "keys", "direction", "format", "request_id"), (str,)),
 }
-_WHOLE = re.compile(r"-?[0-9]{1,9}")
+_WHOLE = re.compile(r"-?[0-9]{1,10}")
 _DECIMAL = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 

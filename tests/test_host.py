@@ -1,0 +1,613 @@
+"""Many episodes: groups arrive whole and in order, faults cost retries, nothing goes uncounted."""
+
+import asyncio
+import contextlib
+import shutil
+import time
+
+import actor_world as world
+import numpy as np
+import pytest
+from sample_trajectories import make_trajectory, make_writer
+
+from uirl_jax import policy_sync
+from uirl_jax.actor.admission import Ledger, PublishedShards, ShardGroup, group_id
+from uirl_jax.actor.fleet import FIRST_REST_S, Fleet
+from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
+from uirl_jax.actor.journal import Journal
+from uirl_jax.actor.player import Player
+from uirl_jax.engine.engine import Engine
+from uirl_jax.errors import PolicyError
+from uirl_jax.policy_sync import Manifest
+from uirl_jax.shards.reader import ShardQueue
+from uirl_jax.types import StopReason, TaskSpec
+
+RUN, ACTOR, BASE = "run", "a0", "base"
+CFG = ActorConfig(group_size=3, groups_per_step=2, poll_s=0.01, report_s=0.1)
+COUNTERS = ("published", "env_error", "running", "lost")
+
+
+def task_of(index: int) -> TaskSpec:
+    return TaskSpec("desktop/click_button", seed=100 + index, variant="misses=9", max_turns=2)
+
+
+def any_click() -> world.ScriptedEngine:
+    return world.ScriptedEngine(lambda turn: "click(60, 40)" if turn % 3 else "click(160, 120)")
+
+
+def publish(workdir, version, trained=(), *, finished=False, **changes):
+    fields = {"base_hash": BASE, "run_id": RUN} | changes
+    return policy_sync.publish(
+        workdir,
+        version=version,
+        step=version,
+        adapters={"a": np.full(3, version, np.float32)},
+        extra={"groups_trained": [[i, i + 1] for i in sorted(trained)], "finished": finished},
+        **fields,
+    )
+
+
+@contextlib.asynccontextmanager
+async def acting(workdir, urls, engine, *, cfg=CFG, task_for_group=task_of, concurrency=6):
+    """(the running actor's task, its stop event, its reports); cancelled at the end."""
+    base_urls = (lambda: [urls]) if isinstance(urls, str) else urls
+    async with contextlib.AsyncExitStack() as stack:
+        real = engine if isinstance(engine, Engine) else None
+        if real is not None:
+            await stack.enter_async_context(real)
+        fleet = await stack.enter_async_context(Fleet(base_urls, world.client, max_rest_s=0.3))
+        player = Player(
+            fleet,
+            engine,
+            world.chat(),
+            world.IMAGE_CFG,
+            world.ROLLOUT,
+            concurrency=concurrency,
+            run_id=RUN,
+            actor_id=ACTOR,
+        )
+        stop, reports = asyncio.Event(), []
+        actor = asyncio.create_task(
+            run_actor(
+                player,
+                cfg,
+                workdir=workdir,
+                base_hash=BASE,
+                layout=world.layout(),
+                to_lora=lambda adapters: world.policy()[1] if engine is real else None,
+                task_for_group=task_for_group,
+                run_seed=7,
+                stop=stop,
+                on_report=reports.append,
+            )
+        )
+        try:
+            yield actor, stop, reports
+        finally:
+            actor.cancel()
+            await asyncio.gather(actor, return_exceptions=True)
+
+
+async def until(condition, actor=None):
+    end_s = time.monotonic() + 120.0  # only for a defect: nothing here takes seconds
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        if actor is not None and actor.done():
+            actor.result()
+            raise AssertionError("the actor ended early")
+        await asyncio.sleep(0.01)
+
+
+async def take(queue, n_groups, version, max_staleness=0, actor=None):
+    taken = []
+
+    def looked():
+        queue.poll()
+        groups = queue.take_groups(n_groups, version, max_staleness)
+        taken.append(groups)
+        return groups is not None
+
+    await until(looked, actor)
+    return taken[-1]
+
+
+def indices(groups):
+    return [int(group[0].group_id) for group in groups]
+
+
+def assert_adds_up(report):
+    assert report["actor/started"] == sum(report[f"actor/{name}"] for name in COUNTERS), report
+
+
+# ------------------------------------------------------------------------------ with a learner
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_actor_beside_a_learner_publishes_whole_groups_in_order_and_never_runs_ahead(
+    tmp_path, max_staleness
+):
+    cfg = ActorConfig(3, 2, max_staleness=max_staleness, poll_s=0.01)
+    published_version, started = 0, []
+
+    def task_for_group(index):
+        started.append(index)
+        assert len(started) <= (max_staleness + published_version + 1) * cfg.groups_per_step
+        return task_of(index)
+
+    async def run():
+        nonlocal published_version
+        queue, trained, steps = ShardQueue(tmp_path, RUN, BASE), [], 3
+        async with (
+            world.verifier() as url,
+            acting(tmp_path, url, world.engine(), cfg=cfg, task_for_group=task_for_group) as (
+                actor,
+                _,
+                reports,
+            ),
+        ):
+            publish(tmp_path, 0)
+            for step in range(steps):
+                groups = await take(queue, 2, step, max_staleness, actor)
+                for group in groups:
+                    assert len(group) == 3 and len({t.group_id for t in group}) == 1
+                    assert {t.task for t in group} == {task_of(int(group[0].group_id))}
+                    assert len({t.turns[0].image_keys for t in group}) == 1
+                    assert len({t.episode_id for t in group}) == 3
+                    versions = {turn.policy_version for t in group for turn in t.turns}
+                    assert versions <= set(range(step - max_staleness, step + 1))
+                    assert max_staleness or versions == {step}
+                trained += indices(groups)
+                published_version = step + 1
+                publish(tmp_path, step + 1, trained, finished=step + 1 == steps)
+            report = await actor
+            assert await world.open_sessions(url) == 0
+        assert len(set(trained)) == 6
+        assert max_staleness or trained == [0, 1, 2, 3, 4, 5]
+        assert report == reports[-1]
+        assert_adds_up(report)
+        assert report["actor/running"] == 0
+        queue.poll()
+        assert report["actor/published"] == queue.accounting()["published"]
+        for name in ("actor/reward", "agent_loop/generate_sequences/mean", "engine/requests"):
+            assert name in report
+
+    asyncio.run(run())
+
+
+def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
+    def fault(call, number):
+        return "error" if call == "act" and number % 5 == 2 else None
+
+    async def run():
+        queue = ShardQueue(tmp_path, RUN, BASE)
+        publish(tmp_path, 0)
+        async with (
+            world.verifier() as target,
+            world.faulty(target, fault) as (url, _),
+            acting(tmp_path, url, any_click(), cfg=ActorConfig(3, 4, env_retries=20)) as (
+                actor,
+                stop,
+                _,
+            ),
+        ):
+            groups = await take(queue, 4, 0, actor=actor)
+            stop.set()
+            report = await actor
+            assert await world.open_sessions(target) == 0
+        assert indices(groups) == [0, 1, 2, 3]
+        assert all(len(group) == 3 for group in groups)
+        reasons = {t.stop_reason for group in groups for t in group}
+        assert StopReason.ENV_ERROR not in reasons
+        assert report["actor/env_error"] > 0
+        assert report["actor/published"] == 12
+        assert_adds_up(report)
+
+    asyncio.run(run())
+
+
+def test_actor_whose_fleet_goes_and_comes_back_elsewhere_carries_on(tmp_path, capsys):
+    async def run():
+        queue, urls = ShardQueue(tmp_path, RUN, BASE), []
+        publish(tmp_path, 0)
+        cfg = ActorConfig(3, 6, env_retries=2, poll_s=0.01)
+        engine = any_click()
+        async with acting(tmp_path, lambda: urls, engine, cfg=cfg) as (actor, _, _):
+            async with world.verifier() as url:
+                urls[:] = [url]
+                await take(queue, 1, 0, actor=actor)
+            seen = len(engine.requests)
+            await until(lambda: "verifier_down" in capsys.readouterr().out, actor)
+            urls.clear()
+            await until(lambda: "no_verifier" in capsys.readouterr().out, actor)
+            assert len(engine.requests) <= seen + 6
+            async with world.verifier() as url:
+                urls[:] = [url]
+                groups = await take(queue, 5, 0, actor=actor)
+                publish(tmp_path, 1, range(6), finished=True)
+                report = await actor
+                assert await world.open_sessions(url) == 0
+        assert indices(groups) == [1, 2, 3, 4, 5]
+        assert_adds_up(report)
+        assert report["actor/published"] == 18
+
+    asyncio.run(run())
+
+
+def test_actor_gives_a_group_up_after_its_retries_and_does_not_try_it_again(tmp_path, capsys):
+    def fault(call, number):
+        return "error" if call == "act" and number == 0 else None
+
+    async def run():
+        queue = ShardQueue(tmp_path, RUN, BASE)
+        publish(tmp_path, 0)
+        cfg = ActorConfig(1, 2, env_retries=0, poll_s=0.01)
+        async with world.verifier() as target, world.faulty(target, fault) as (url, _):
+            async with acting(tmp_path, url, any_click(), cfg=cfg, concurrency=1) as (actor, _, _):
+                groups = await take(queue, 2, 0, actor=actor)
+                assert indices(groups) == [1, 2]
+            async with acting(tmp_path, url, any_click(), cfg=cfg, concurrency=1) as (actor, _, _):
+                publish(tmp_path, 1, [1, 2])
+                assert indices(await take(queue, 2, 1, actor=actor)) == [3, 4]
+
+    asyncio.run(run())
+    assert "event=group_abandoned group=0" in capsys.readouterr().out
+
+
+def test_actor_stopped_publishes_what_is_whole_and_counts_the_rest(tmp_path):
+    """Group 1 is whole, but group 0, which comes before it, hangs."""
+
+    class Hanging(world.ScriptedEngine):
+        async def sample(self, request):
+            if self.requests == []:
+                self.requests.append(request)
+                await asyncio.Event().wait()
+            return await super().sample(request)
+
+    async def run():
+        publish(tmp_path, 0)
+        queue, cfg = ShardQueue(tmp_path, RUN, BASE), ActorConfig(2, 2, poll_s=0.01, report_s=0.0)
+        async with (
+            world.verifier() as url,
+            acting(
+                tmp_path, url, Hanging(lambda turn: "click(60, 40)"), cfg=cfg, concurrency=4
+            ) as (
+                actor,
+                stop,
+                reports,
+            ),
+        ):
+            await until(lambda: reports and reports[-1]["actor/turns"] > 0, actor)
+            await asyncio.sleep(0.5)
+            queue.poll()
+            assert queue.accounting()["published"] == 0  # not before group 0
+            assert all(report["actor/running"] <= 4 for report in reports)
+            for report in reports:
+                assert_adds_up(report)
+            stop.set()
+            report = await actor
+            assert await world.open_sessions(url) == 0
+        queue.poll()
+        (group,) = queue.take_groups(1, 0, 0)
+        assert int(group[0].group_id) == 1
+        assert (report["actor/published"], report["actor/lost"]) == (2, 2)
+        assert_adds_up(report)
+
+    asyncio.run(run())
+
+
+def test_actor_cancelled_leaves_no_session_and_no_task(tmp_path):
+    engine = world.ScriptedEngine(lambda turn: "wait(0.2)")
+
+    async def run():
+        publish(tmp_path, 0)
+        async with world.verifier() as url:
+            before = world.our_tasks()
+            async with acting(tmp_path, url, engine) as (actor, _, _):
+                await until(lambda: len(engine.requests) >= 3, actor)
+                actor.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await actor
+                assert await world.open_sessions(url) == 0
+            assert world.our_tasks() == before
+        journal = Journal(tmp_path, ACTOR, RUN)
+        assert journal.settle(lambda index: False) == 0  # close() had counted them
+        assert journal.total("started") == journal.total("lost") > 0
+        journal.close()
+
+    asyncio.run(run())
+
+
+def test_actor_killed_and_restarted_repeats_what_was_lost_and_nothing_else(tmp_path, capsys):
+    """SIGKILL is a copy of the workdir, taken while group 1 runs: no code runs after it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    class Slow(world.ScriptedEngine):
+        async def sample(self, request):
+            if len(self.requests) >= 4:
+                self.requests.append(request)
+                await asyncio.Event().wait()
+            return await super().sample(request)
+
+    cfg = ActorConfig(2, 2, poll_s=0.01)
+    task = TaskSpec("desktop/click_button", seed=1, variant="misses=9", max_turns=2)
+
+    async def run():
+        publish(first, 0)
+        slow = Slow(lambda turn: "click(1, 1)")
+        async with (
+            world.verifier() as url,
+            acting(first, url, slow, cfg=cfg, concurrency=2, task_for_group=lambda index: task) as (
+                actor,
+                _,
+                _,
+            ),
+        ):
+            await until(lambda: len(slow.requests) == 6, actor)  # group 0 is whole, group 1 began
+            await until(lambda: list(first.glob("shards/*/*.tfrecord")), actor)
+            await until(lambda: "published 0 2" in next(first.glob("actor/*")).read_text(), actor)
+            shutil.copytree(first, second)
+        capsys.readouterr()
+        again = world.ScriptedEngine(lambda turn: "click(1, 1)")
+        queue = ShardQueue(second, RUN, BASE)
+        async with (
+            world.verifier() as url,
+            acting(
+                second, url, again, cfg=cfg, concurrency=2, task_for_group=lambda index: task
+            ) as (actor, _, _),
+        ):
+            groups = await take(queue, 2, 0, actor=actor)
+            publish(second, 1, [0, 1], finished=True)
+            report = await actor
+        assert indices(groups) == [0, 1]
+        lost_seeds = {request.seed for request in slow.requests[4:]}
+        assert {request.seed for request in again.requests} >= lost_seeds
+        assert len(again.requests) == 4  # group 1 alone: two members of two turns
+        assert report["actor/lost"] == 2 and report["actor/published"] == 4
+        assert_adds_up(report)
+        assert "event=actor_restarted actor=a0 episodes_lost=2" in capsys.readouterr().out
+
+    asyncio.run(run())
+
+
+def test_actor_that_cannot_write_a_shard_waits_until_it_can(tmp_path, capsys):
+    async def run():
+        publish(tmp_path, 0)
+        directory = tmp_path / "shards" / ACTOR
+        async with (
+            world.verifier() as url,
+            acting(tmp_path, url, any_click()) as (actor, _, _),
+        ):
+            await until(directory.exists, actor)
+            directory.rmdir()  # as good as a full disk: ShardError
+            await until(lambda: "shard_not_published" in capsys.readouterr().out, actor)
+            directory.mkdir()
+            queue = ShardQueue(tmp_path, RUN, BASE)
+            assert indices(await take(queue, 2, 0, actor=actor)) == [0, 1]
+            publish(tmp_path, 1, [0, 1], finished=True)
+            report = await actor
+        assert report["actor/published"] == 6
+        assert_adds_up(report)
+
+    asyncio.run(run())
+
+
+def test_actor_starts_again_what_the_learner_can_no_longer_use(tmp_path):
+    """The learner fell back to version 0: groups of version 1 are stale, their indices are free."""
+
+    async def run():
+        queue = ShardQueue(tmp_path, RUN, BASE)
+        publish(tmp_path, 1, [0, 1])
+        async with world.verifier() as url, acting(tmp_path, url, any_click()) as (actor, _, _):
+            await until(lambda: len(list(tmp_path.glob("shards/*/*.tfrecord"))) == 2, actor)
+            publish(tmp_path, 0)
+            groups = await take(queue, 2, 0, actor=actor)
+        assert indices(groups) == [0, 1]
+        assert queue.accounting()["stale"] == 6
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("change", [{"base_hash": "other"}, {"run_id": "other"}])
+def test_actor_of_another_run_or_model_is_refused(tmp_path, change):
+    async def run():
+        publish(tmp_path, 0, **change)
+        async with acting(tmp_path, "http://127.0.0.1:9", any_click()) as (actor, _, _):
+            with pytest.raises(PolicyError, match="other"):
+                await asyncio.wait_for(actor, 20.0)
+
+    asyncio.run(run())
+
+
+def test_actor_whose_engine_fails_ends_with_the_engines_error(tmp_path):
+    class Broken(world.ScriptedEngine):
+        async def sample(self, request):
+            raise PolicyError("policy version 0 gives logprobs that are not finite")
+
+    async def run():
+        publish(tmp_path, 0)
+        async with (
+            world.verifier() as url,
+            acting(tmp_path, url, Broken(lambda turn: "")) as (actor, _, _),
+        ):
+            with pytest.raises(PolicyError, match="not finite"):
+                await asyncio.wait_for(actor, 20.0)
+            assert await world.open_sessions(url) == 0
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------ for an evaluation
+
+
+def evaluated(tasks, fault, **options):
+    async def run():
+        async with (
+            world.verifier() as target,
+            world.faulty(target, fault) as (url, proxy),
+            Fleet(lambda: [url], world.client, max_rest_s=0.3) as fleet,
+        ):
+            player = Player(
+                fleet, any_click(), world.chat(), world.IMAGE_CFG, world.ROLLOUT, concurrency=3
+            )
+            trajectories = await run_tasks(player, tasks, **options)
+            return trajectories, proxy, await world.open_sessions(target)
+
+    return asyncio.run(run())
+
+
+def test_run_tasks_keeps_their_order_and_plays_env_errors_again():
+    tasks = [task_of(index) for index in range(7)]
+
+    def fault(call, number):
+        return "error" if (call, number) in {("session", 1), ("act", 2), ("progress", 4)} else None
+
+    trajectories, proxy, still_open = evaluated(tasks, fault)
+    assert [t.task for t in trajectories] == tasks
+    assert StopReason.ENV_ERROR not in {t.stop_reason for t in trajectories}
+    assert proxy.seen["session"] == 7 + 3
+    assert still_open == 0
+
+
+def test_run_tasks_reports_env_error_after_its_retries():
+    trajectories, proxy, _ = evaluated(
+        [task_of(0)], lambda call, number: "error" if call == "session" else None, env_retries=2
+    )
+    assert [t.stop_reason for t in trajectories] == [StopReason.ENV_ERROR]
+    assert proxy.seen["session"] == 3
+
+
+# ------------------------------------------------------------------------------ admission
+
+
+def manifest(version, extra):
+    return Manifest(version, version, "policy/0/a", 0, BASE, RUN, extra, 0.0)
+
+
+def test_ledger_counts_what_is_trained_and_what_the_learner_can_still_use():
+    on_disk = [
+        ShardGroup(3, 4, 5),  # trained, not deleted yet
+        ShardGroup(4, 5, 5),
+        ShardGroup(5, 4, 5),
+        ShardGroup(6, 3, 5),  # stale
+        ShardGroup(7, 6, 6),  # of a policy that was lost
+    ]
+    ledger = Ledger.of(manifest(5, {"groups_trained": [[0, 2], [3, 4]]}), on_disk, 1)
+    assert ledger.pending == {4, 5}
+    assert [i for i in range(9) if i in ledger] == [0, 1, 3, 4, 5]
+    # accepted = 3 trained + 2 pending; the limit is (1 + 5 + 1) * 1 = 7
+    limits = {"groups_per_step": 1, "max_staleness": 1}
+    assert [ledger.admits(running, **limits) for running in (0, 1, 2)] == [True, True, False]
+    assert ledger.next_index(0, 1, taken=()) == 2
+    assert ledger.next_index(0, 1, taken={2, 6}) == 7
+    assert ledger.next_index(1, 3, taken=()) == 7  # 1 and 4 are there
+    assert ledger.next_index(0, 2, taken={2}) == 6
+
+
+def test_ledger_without_ranges_takes_the_first_groups_as_trained():
+    ledger = Ledger.of(manifest(2, {"groups_consumed": 4}), [], 0)
+    assert ledger.next_index(0, 1, taken=()) == 4
+    assert ledger.next_index(1, 3, taken=()) == 4
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"groups_consumed": "4"},
+        {"groups_trained": [[0, 2], [1, 4]]},
+        {"groups_trained": [[2, 1]]},
+        {"groups_trained": [[-3, 1]]},
+        {"groups_trained": [[0, 1, 2]]},
+        {"groups_trained": 5},
+    ],
+)
+def test_ledger_of_a_manifest_that_says_nothing_usable_is_refused(extra):
+    with pytest.raises(PolicyError, match="groups_trained"):
+        Ledger.of(manifest(0, extra), [], 0)
+
+
+def test_published_shards_sees_other_actors_and_forgets_deleted_files(tmp_path):
+    group = [make_trajectory(f"e{n}", group_id(4), versions=(2, 3)) for n in range(2)]
+    path = make_writer(tmp_path, actor_id="a1", run_id=RUN).publish(group)
+    make_writer(tmp_path, actor_id="a1", run_id="other").publish(
+        [make_trajectory("e9", group_id(5))]
+    )
+    (tmp_path / "shards/a1/broken.tfrecord").write_bytes(b"no shard")
+    shards = PublishedShards(tmp_path, RUN)
+    assert shards.poll() == (ShardGroup(4, 2, 3),)
+    assert shards.poll() == (ShardGroup(4, 2, 3),)
+    path.unlink()
+    assert shards.poll() == ()
+
+
+# ------------------------------------------------------------------------------ journal
+
+
+def test_journal_after_a_kill_settles_every_episode(tmp_path):
+    journal = Journal(tmp_path, ACTOR, RUN)
+    for event, group, episodes in (
+        *[("started", 0, 1)] * 3,
+        ("env_error", 0, 1),
+        ("publishing", 0, 2),
+        ("published", 0, 2),
+        *[("started", 1, 1)] * 2,
+        ("publishing", 1, 2),  # killed after the rename
+        *[("started", 2, 1)] * 2,
+        ("publishing", 2, 2),  # killed before it
+        ("started", 3, 1),
+        ("abandoned", 9, 0),
+    ):
+        journal.add(event, group, episodes)
+    journal.close()
+    with open(journal.path, "ab") as file:
+        file.write(b"started 4")  # killed within a line
+
+    again = Journal(tmp_path, ACTOR, RUN)
+    assert again.settle(lambda group: group == 1) == 3
+    again.add("started", 5, 1)
+    again.close()
+    last = Journal(tmp_path, ACTOR, RUN)
+    totals = {name: last.total(name) for name in ("started", "published", "env_error", "lost")}
+    assert totals == {"started": 9, "published": 4, "env_error": 1, "lost": 3}
+    assert last.settle(lambda group: False) == 1  # the one of group 5
+    assert (last.damaged_lines, last.abandoned) == (1, {9})
+    last.close()
+
+
+def test_journal_of_a_group_sampled_twice_does_not_count_its_shard_twice(tmp_path):
+    journal = Journal(tmp_path, ACTOR, RUN)
+    for _ in range(2):  # the second time after a disk that was full
+        journal.add("started", 0, 1)
+        journal.add("publishing", 0, 1)
+        journal.add("publishing", 0, 1)
+        journal.add("published", 0, 1)
+    assert journal.settle(lambda group: True) == 0
+    assert journal.total("published") == 2
+    journal.close()
+
+
+# ------------------------------------------------------------------------------ fleet
+
+
+def test_fleet_rests_a_verifier_that_fails_and_uses_the_others(capsys):
+    async def run():
+        urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+        async with Fleet(lambda: urls, world.client, max_rest_s=1.0) as fleet:
+            bad = await fleet.next()
+            for _ in range(8):  # eight episodes fail at once: one rest, not eight doublings
+                fleet.failed(bad)
+            assert bad.rest_s == FIRST_REST_S
+            assert {(await fleet.next()).url for _ in range(4)} == set(urls) - {bad.url}
+            await asyncio.sleep(FIRST_REST_S + 0.05)
+            assert {(await fleet.next()).url for _ in range(4)} == set(urls)
+            fleet.failed(bad)
+            assert bad.rest_s == 2 * FIRST_REST_S
+            fleet.worked(bad)
+            assert {(await fleet.next()).url for _ in range(4)} == set(urls)
+            urls[:] = ["http://127.0.0.1:3"]
+            assert (await fleet.next()).url == "http://127.0.0.1:3"
+
+    asyncio.run(run())
+    printed = capsys.readouterr().out
+    assert printed.count("event=verifier_down") == 2
+    assert printed.count("event=verifier_back") == 1

@@ -1,0 +1,83 @@
+"""The layers of DESIGN.md hold: read from the imports of every file, run by nothing."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "uirl_jax"
+
+# A room may import the rooms of lower layers, and its own layer only where ALLOWED says so.
+LAYERS = (
+    {"errors"},
+    {"types", "seeds", "platform_flags"},
+    {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics"},
+    {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
+    {"actor", "learner", "evaluate"},
+    {"report", "charts"},
+    {"main", "vlm"},
+)
+ALLOWED = {
+    ("chat", "vision_inputs"),  # how many placeholders an image has
+    ("models", "vision_inputs"),  # a model directory says how its images are cut
+    ("report", "charts"),
+}
+WITHOUT_JAX = ("types", "errors", "verifiers", "shards/record", "shards/writer", "shards/reader")
+
+
+def level(room: str) -> int:
+    return next(number for number, rooms in enumerate(LAYERS) if room in rooms)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def sources() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"]
+
+
+def test_rooms_import_only_what_lies_below_them():
+    wrong = []
+    for path in sources():
+        room = room_of(path)
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] in ("tools", "configs", "tests"):
+                wrong.append(f"{path.name} imports {name}")
+            if parts[0] != "uirl_jax" or len(parts) < 2 or parts[1] == room:
+                continue
+            other = parts[1]
+            if level(other) >= level(room) and (room, other) not in ALLOWED:
+                wrong.append(f"{room} ({path.name}) imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_without_jax_import_none():
+    for path in sources():
+        relative = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        if not relative.startswith(WITHOUT_JAX):
+            continue
+        heavy = {name for name in imports(path) if name.split(".")[0] in ("jax", "flax", "optax")}
+        assert not heavy, f"{relative} imports {heavy}"
+
+
+def test_product_never_imports_the_oracles():
+    for path in [*sources(), *(ROOT / "tools").glob("*.py"), *(ROOT / "configs").glob("*.py")]:
+        names = {name.split(".")[0] for name in imports(path)}
+        assert not names & {"torch", "transformers", "peft", "pickle"}, path
+
+
+def test_configs_are_read_in_a_minute():
+    for path in (ROOT / "configs").glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, path

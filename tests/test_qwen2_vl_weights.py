@@ -1,0 +1,303 @@
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from uirl_jax.errors import ModelError
+from uirl_jax.models import qwen2_vl, qwen2_vl_weights
+from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
+
+CFG = Qwen2VLConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    mrope_section=(2, 3, 3),
+    tie_word_embeddings=False,
+    vision=VisionConfig(
+        depth=2, embed_dim=16, num_heads=2, mlp_ratio=2, hidden_size=32, patch_size=4
+    ),
+)
+IDS_BT = np.random.default_rng(0).integers(0, 40, (1, 7)).astype(np.int32)
+POSITIONS_3BT = np.broadcast_to(np.arange(7, dtype=np.int32), (3, 1, 7))
+# The vision tower's weights show in the logits through two visual tokens.
+PATCHES_IPF = np.random.default_rng(1).normal(size=(1, 8, 96)).astype(np.float32)
+VISION_INDEX_BT = np.array([[-1, 1, 0, -1, -1, -1, -1]], np.int32)
+
+
+@jax.jit
+def logits(model: Qwen2VL) -> jax.Array:
+    visual_md = qwen2_vl.encode_images(
+        model, PATCHES_IPF, np.zeros((1, 8, 2), np.int32), np.ones((1, 8), np.int32)
+    )
+    x_btd = qwen2_vl.hidden(
+        model, IDS_BT, visual_md, VISION_INDEX_BT, POSITIONS_3BT, np.ones((1, 7), np.int32)
+    )
+    return qwen2_vl.logits(model, x_btd)
+
+
+def load(model_dir, **options) -> Qwen2VL:
+    options = {"lora": None, "param_dtype": jnp.float32, "init_key": jax.random.key(0)} | options
+    return qwen2_vl_weights.load_pretrained(model_dir, **options)
+
+
+def random_model(lora: LoraConfig | None = None) -> Qwen2VL:
+    """No leaf is constant: a norm or a bias read from the wrong place must show."""
+    graphdef, state = nnx.split(Qwen2VL(CFG, lora=lora, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    return nnx.merge(
+        graphdef, jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype("f4"), state)
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model_dir = tmp_path_factory.mktemp("saved")
+    model = random_model()
+    qwen2_vl_weights.save_pretrained(model, model_dir)
+    return model_dir, model
+
+
+def test_save_then_load_gives_every_leaf_back(saved):
+    model_dir, model = saved
+    loaded = load(model_dir)
+    assert loaded.cfg == CFG
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    assert sorted(path.name for path in model_dir.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_save_merged_adapters_transformers_gives_the_same_logits(tmp_path, tied, dtype):
+    torch = pytest.importorskip("torch")
+    from oracles import qwen2_vl_torch
+    from transformers import Qwen2VLForConditionalGeneration
+
+    cfg = Qwen2VLConfig.from_dict(qwen2_vl_torch.config_dict(head_dim=32, tied=tied))
+    model = Qwen2VL(cfg, lora=LoraConfig(rank=2, alpha=6.0), rngs=nnx.Rngs(0))
+    graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
+    adapters = jax.tree.map(lambda x: jnp.full_like(x, 0.1), adapters)
+    model = nnx.merge(graphdef, adapters, frozen)
+    qwen2_vl_weights.save_pretrained(model, tmp_path, dtype=dtype)
+
+    reference, info = Qwen2VLForConditionalGeneration.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info  # nothing missing, unexpected or of another shape
+    ids_bt = np.arange(3, 15, dtype=np.int32)[None]
+    with torch.no_grad():
+        expected_btv = reference(input_ids=torch.tensor(ids_bt).long()).logits.numpy()
+    x_btd = jax.jit(qwen2_vl.hidden)(
+        model, ids_bt, None, None, np.broadcast_to(np.arange(12), (3, 1, 12)), np.ones((1, 12))
+    )
+    # bfloat16 has 8 bits: 0.4 % a weight.
+    tolerance = 1e-5 if dtype is None else 3e-2
+    got_btv = np.asarray(qwen2_vl.logits(model, x_btd))
+    assert np.abs(got_btv - expected_btv).max() < tolerance * np.abs(expected_btv).max()
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        stored = {file.get_slice(name).get_dtype() for name in sorted(file.keys())}
+        assert ("lm_head.weight" in set(file.keys())) != tied
+    assert stored == {"F32" if dtype is None else "BF16"}
+
+
+@pytest.mark.parametrize("layout", ["model.", "old"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_load_any_layout_of_names_and_files_gives_the_same(saved, tmp_path, layout, sharded):
+    model_dir, model = saved
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.rotary_emb.inv_freq"] = np.ones(8, np.float32)  # a buffer of old files
+    if layout == "model.":
+        tensors = {
+            re.sub(
+                r"^visual\.", "model.visual.", re.sub(r"^model\.", "model.language_model.", k)
+            ): v
+            for k, v in tensors.items()
+        }
+        assert "model.language_model.layers.0.mlp.up_proj.weight" in tensors
+        assert "model.visual.blocks.0.attn.qkv.weight" in tensors
+    shutil.copy(model_dir / "config.json", tmp_path)
+    if sharded:
+        names = sorted(tensors)
+        files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, part in files.items():
+            save_file({name: tensors[name] for name in part}, tmp_path / file)
+        index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(load(tmp_path)), nnx.state(model))
+
+
+def test_load_param_dtype_casts_the_base_and_not_the_adapters(saved):
+    model = load(saved[0], lora=LoraConfig(rank=2), param_dtype=jnp.bfloat16)
+    _, adapters, frozen = nnx.split(model, LoRAParam, ...)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {"float32"}
+    np.testing.assert_allclose(
+        np.asarray(logits(model)), np.asarray(logits(saved[1])), atol=0.15, rtol=0
+    )
+
+
+def test_load_fresh_adapters_leave_the_base_and_follow_the_key(saved):
+    keys = [jax.random.key(seed) for seed in (0, 0, 1)]
+    models = [load(saved[0], lora=LoraConfig(rank=2), init_key=key) for key in keys]
+    np.testing.assert_array_equal(logits(models[0]), logits(saved[1]))
+    first, same, other = (
+        qwen2_vl_weights.adapters_to_numpy(nnx.state(model, LoRAParam)) for model in models
+    )
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, same[name])
+        if name.endswith("lora_a"):
+            assert np.abs(array - other[name]).max() > 0.01
+            assert np.abs(array[0] - array[1]).max() > 0.01  # layers differ
+        else:
+            assert not array.any()
+
+
+def damaged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    tensors = dict(tensors)
+    del tensors["model.layers.1.self_attn.q_proj.bias"]
+    tensors["model.layers.2.mlp.up_proj.weight"] = np.ones((24, 32), np.float32)
+    tensors["model.norm.weight"] = np.ones(33, np.float32)
+    tensors["visual.merger.ln_q.bias"] = np.ones(16, np.int32)
+    return tensors
+
+
+def test_load_everything_that_does_not_fit_is_in_one_error(saved, tmp_path):
+    shutil.copy(saved[0] / "config.json", tmp_path)
+    save_file(damaged(load_file(saved[0] / "model.safetensors")), tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as error:
+        load(tmp_path)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in (
+        str(tmp_path),
+        "missing model.layers.1.self_attn.q_proj.bias",
+        "unexpected model.layers.2.mlp.up_proj.weight",
+        "model.norm.weight is [33], expected [32]",
+        "visual.merger.ln_q.bias has dtype I32",
+    ):
+        assert part in message
+
+
+def remove_config(model_dir):
+    (model_dir / "config.json").unlink()
+
+
+def cut_config(model_dir):
+    (model_dir / "config.json").write_text("{")
+
+
+def config_of_wrong_types(model_dir):
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"vision_config": 3}))
+
+
+def remove_weights(model_dir):
+    (model_dir / "model.safetensors").unlink()
+
+
+def truncate_weights(model_dir):
+    data = (model_dir / "model.safetensors").read_bytes()
+    (model_dir / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def absurd_header(model_dir):
+    data = (model_dir / "model.safetensors").read_bytes()
+    (model_dir / "model.safetensors").write_bytes(b"\xff" * 8 + data[8:])
+
+
+def index_that_points_outside(model_dir):
+    (model_dir / "model.safetensors").rename(model_dir.parent / "outside.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_without_a_map(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "model.safetensors.index.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_config, r"config\.json: cannot be read"),
+        (cut_config, r"config\.json: cannot be read"),
+        (config_of_wrong_types, r"config\.json: a value of the wrong type"),
+        (remove_weights, r"neither model\.safetensors nor"),
+        (truncate_weights, r"not a whole safetensors file"),
+        (absurd_header, r"not a whole safetensors file"),
+        (index_that_points_outside, r"\.\./outside\.safetensors is no file beside it"),
+        (index_without_a_map, r"no index of weights"),
+    ],
+)
+def test_load_a_broken_directory_is_a_model_error(saved, tmp_path, damage, message):
+    model_dir = tmp_path / "model"
+    shutil.copytree(saved[0], model_dir)
+    damage(model_dir)
+    with pytest.raises(ModelError, match=message):
+        load(model_dir)
+
+
+def test_base_hash_changes_with_any_byte_and_with_nothing_else(saved, tmp_path):
+    first = qwen2_vl_weights.base_hash(saved[0])
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    (copy / "README.md").write_text("not part of the model")
+    assert qwen2_vl_weights.base_hash(copy) == first
+    weights = copy / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    changed = qwen2_vl_weights.base_hash(copy)
+    (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
+    assert len({first, changed, qwen2_vl_weights.base_hash(copy)}) == 3
+
+
+def test_save_that_fails_leaves_the_old_files(saved, tmp_path, monkeypatch):
+    model_dir = tmp_path / "model"
+    shutil.copytree(saved[0], model_dir)
+    before = qwen2_vl_weights.base_hash(model_dir)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(qwen2_vl_weights, "_tensors_of", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        qwen2_vl_weights.save_pretrained(random_model(), model_dir)
+    assert qwen2_vl_weights.base_hash(model_dir) == before
+    assert sorted(path.name for path in model_dir.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_adapters_round_trip_gives_every_leaf_back():
+    adapters = nnx.state(random_model(LoraConfig(rank=2)), LoRAParam)
+    flat = qwen2_vl_weights.adapters_to_numpy(adapters)
+    assert flat["text/blocks/q_proj/lora_a"].shape == (2, 32, 2)
+    assert len(flat) == 14
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapters)
+    for target in (adapters, abstract):
+        restored = qwen2_vl_weights.adapters_from_numpy(flat, target)
+        assert jax.tree.structure(restored) == jax.tree.structure(adapters)
+        jax.tree.map(np.testing.assert_array_equal, restored, adapters)
+
+
+def test_adapters_that_do_not_fit_are_all_in_one_error():
+    adapters = nnx.state(random_model(LoraConfig(rank=2)), LoRAParam)
+    flat = qwen2_vl_weights.adapters_to_numpy(adapters)
+    flat["text/blocks/x"] = flat.pop("text/blocks/q_proj/lora_a")
+    flat["text/blocks/v_proj/lora_b"] = flat["text/blocks/v_proj/lora_b"][:1]
+    with pytest.raises(ModelError) as error:
+        qwen2_vl_weights.adapters_from_numpy(flat, adapters)
+    for part in ("missing text/blocks/q_proj/lora_a", "unexpected text/blocks/x", "(1, 2, 16)"):
+        assert part in str(error.value)
