@@ -126,6 +126,7 @@ class ScriptedEngine:
     ) -> None:
         self._say, self._stopped, self._version = say, stopped, version
         self.requests: list[SampleRequest] = []
+        self.expected = 0
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         text = self._say(len(self.requests))
@@ -138,7 +139,7 @@ class ScriptedEngine:
         self._version = version
 
     def expect(self, concurrent: int) -> None:
-        pass
+        self.expected = concurrent
 
     def metrics(self) -> dict[str, float]:
         return {"engine/requests": float(len(self.requests))}

@@ -142,7 +142,7 @@ def request(seed=0, text=5, images="", *, temperature=1.0, max_new_tokens=8) -> 
 
 def sample_all(engine: Engine, asked: list[SampleRequest]) -> list[SampleResult]:
     async def run() -> list[SampleResult]:
-        async with engine, asyncio.timeout(120):
+        async with engine, asyncio.timeout(600):
             return await asyncio.gather(*map(engine.sample, asked))
 
     return asyncio.run(run())
@@ -292,7 +292,7 @@ def test_engine_compile_count_stands_still_over_mixed_requests(engine, policy):
     shapes = [Shape(rows, 32, images) for rows in (1, 4) for images in (0, 2)]
 
     async def run() -> tuple[float, float]:
-        async with engine, asyncio.timeout(300):
+        async with engine, asyncio.timeout(600):
             await engine.warm_up(shapes)
             warm = engine.metrics()["engine/compile_count"]
             for round_index in range(6):
@@ -341,7 +341,7 @@ def test_engine_expected_episodes_waiting_start_a_batch_at_once(patient):
     before = patient.metrics()["engine/batches"]
 
     async def run() -> None:
-        async with patient, asyncio.timeout(120):
+        async with patient, asyncio.timeout(600):
             patient.expect(4)
             first = asyncio.create_task(patient.sample(request(0)))
             await asyncio.sleep(0.05)
@@ -359,7 +359,7 @@ def test_engine_cancelled_request_leaves_the_queue(patient):
     before = patient.metrics()["engine/requests"]
 
     async def run() -> None:
-        async with patient, asyncio.timeout(120):
+        async with patient, asyncio.timeout(600):
             patient.expect(2)
             cancelled = asyncio.create_task(patient.sample(request(0)))
             await asyncio.sleep(0.01)
@@ -383,7 +383,7 @@ def test_engine_set_policy_changes_tokens_and_version_of_later_batches(engine, p
     one = request(3, 6, "a", temperature=0.0)
 
     async def run() -> list[SampleResult]:
-        async with engine, asyncio.timeout(120):
+        async with engine, asyncio.timeout(600):
             before = await engine.sample(one)
             engine.set_policy(other, 8)
             during = await engine.sample(one)
@@ -408,7 +408,7 @@ def test_engine_set_policy_with_other_shapes_is_refused(engine, policy):
 
 def test_engine_failing_batch_fails_its_requests_and_lives_on(engine, policy):
     async def run() -> None:
-        async with engine, asyncio.timeout(120):
+        async with engine, asyncio.timeout(600):
             engine.set_policy(jax.tree.map(lambda leaf: leaf * jnp.nan, policy.lora), 8)
             outcomes = await asyncio.gather(
                 *[engine.sample(request(seed)) for seed in range(3)], return_exceptions=True
@@ -423,7 +423,7 @@ def test_engine_failing_batch_fails_its_requests_and_lives_on(engine, policy):
 
 def test_engine_close_fails_what_waits(patient):
     async def run() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             async with patient:
                 patient.expect(2)
                 waiting = asyncio.create_task(patient.sample(request(0)))
@@ -479,7 +479,7 @@ def test_engine_request_beyond_a_limit_names_the_key(engine, asked, message):
 )
 def test_engine_contradicting_request_is_refused_alone(engine, asked):
     async def run() -> list:
-        async with engine, asyncio.timeout(120):
+        async with engine, asyncio.timeout(600):
             return await asyncio.gather(
                 engine.sample(request(1)), engine.sample(asked), return_exceptions=True
             )

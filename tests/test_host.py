@@ -178,16 +178,18 @@ def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
     def fault(call, number):
         return "error" if call == "act" and number % 5 == 2 else None
 
+    cfg = ActorConfig(3, 4, env_retries=20, report_s=0.0)
+
     async def run():
         queue = ShardQueue(tmp_path, RUN, BASE)
         publish(tmp_path, 0)
         async with (
             world.verifier() as target,
             world.faulty(target, fault) as (url, _),
-            acting(tmp_path, url, any_click(), cfg=ActorConfig(3, 4, env_retries=20)) as (
+            acting(tmp_path, url, any_click(), cfg=cfg) as (
                 actor,
                 stop,
-                _,
+                reports,
             ),
         ):
             groups = await take(queue, 4, 0, actor=actor)
@@ -200,7 +202,8 @@ def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
         assert StopReason.ENV_ERROR not in reasons
         assert report["actor/env_error"] > 0
         assert report["actor/published"] == 12
-        assert_adds_up(report)
+        for moment in reports:  # at any time, not only at the end
+            assert_adds_up(moment)
 
     asyncio.run(run())
 
@@ -216,7 +219,8 @@ def test_actor_whose_fleet_goes_and_comes_back_elsewhere_carries_on(tmp_path, ca
                 urls[:] = [url]
                 await take(queue, 1, 0, actor=actor)
             seen = len(engine.requests)
-            await until(lambda: "verifier_down" in capsys.readouterr().out, actor)
+            for _ in range(4):  # more often than a member may fail while the fleet is up
+                await until(lambda: "verifier_down" in capsys.readouterr().out, actor)
             urls.clear()
             await until(lambda: "no_verifier" in capsys.readouterr().out, actor)
             assert len(engine.requests) <= seen + 6
@@ -309,6 +313,7 @@ def test_actor_cancelled_leaves_no_session_and_no_task(tmp_path):
                     await actor
                 assert await world.open_sessions(url) == 0
             assert world.our_tasks() == before
+            assert engine.expected == 0
         journal = Journal(tmp_path, ACTOR, RUN)
         assert journal.settle(lambda index: False) == 0  # close() had counted them
         assert journal.total("started") == journal.total("lost") > 0
@@ -359,6 +364,7 @@ def test_actor_killed_and_restarted_repeats_what_was_lost_and_nothing_else(tmp_p
             publish(second, 1, [0, 1], finished=True)
             report = await actor
         assert indices(groups) == [0, 1]
+        assert len({request.seed for request in slow.requests}) == 6  # by group, member and turn
         lost_seeds = {request.seed for request in slow.requests[4:]}
         assert {request.seed for request in again.requests} >= lost_seeds
         assert len(again.requests) == 4  # group 1 alone: two members of two turns
@@ -555,6 +561,9 @@ def test_journal_after_a_kill_settles_every_episode(tmp_path):
         *[("started", 2, 1)] * 2,
         ("publishing", 2, 2),  # killed before it
         ("started", 3, 1),
+        ("started", 6, 1),
+        ("publishing", 6, 1),  # the disk was full
+        ("publishing", 6, 1),
         ("abandoned", 9, 0),
     ):
         journal.add(event, group, episodes)
@@ -563,12 +572,12 @@ def test_journal_after_a_kill_settles_every_episode(tmp_path):
         file.write(b"started 4")  # killed within a line
 
     again = Journal(tmp_path, ACTOR, RUN)
-    assert again.settle(lambda group: group == 1) == 3
+    assert again.settle(lambda group: group in (1, 6)) == 3
     again.add("started", 5, 1)
     again.close()
     last = Journal(tmp_path, ACTOR, RUN)
     totals = {name: last.total(name) for name in ("started", "published", "env_error", "lost")}
-    assert totals == {"started": 9, "published": 4, "env_error": 1, "lost": 3}
+    assert totals == {"started": 10, "published": 5, "env_error": 1, "lost": 3}
     assert last.settle(lambda group: False) == 1  # the one of group 5
     assert (last.damaged_lines, last.abandoned) == (1, {9})
     last.close()

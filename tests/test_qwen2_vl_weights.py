@@ -117,12 +117,9 @@ def test_load_any_layout_of_names_and_files_gives_the_same(saved, tmp_path, layo
     tensors = load_file(model_dir / "model.safetensors")
     tensors["model.rotary_emb.inv_freq"] = np.ones(8, np.float32)  # a buffer of old files
     if layout == "model.":
-        tensors = {
-            re.sub(
-                r"^visual\.", "model.visual.", re.sub(r"^model\.", "model.language_model.", k)
-            ): v
-            for k, v in tensors.items()
-        }
+        for name in list(tensors):
+            new = re.sub(r"^model\.", "model.language_model.", name)
+            tensors[re.sub(r"^visual\.", "model.visual.", new)] = tensors.pop(name)
         assert "model.language_model.layers.0.mlp.up_proj.weight" in tensors
         assert "model.visual.blocks.0.attn.qkv.weight" in tensors
     shutil.copy(model_dir / "config.json", tmp_path)

@@ -208,6 +208,25 @@ def test_episode_fault_of_the_verifier_is_env_error_without_reward(
     record.encode(trajectory, world.layout())  # a record all the same
 
 
+def test_episode_env_error_after_a_reward_has_none():
+    say_right, own, earning_turns = demonstrator(ENTRY), desktop.open_session(ENTRY), []
+
+    def say(turn):
+        text = say_right(turn)
+        own.act(actions.parse(text, (own.width_px, own.height_px)))
+        earning_turns.extend([turn] * (own.progress()["reward"] > 0.0))
+        return text
+
+    def fault(call, number):
+        return "error" if call == "act" and number - 1 in earning_turns else None
+
+    cfg = RolloutConfig(max_context_tokens=100_000)
+    trajectory, _ = play(ENTRY, world.ScriptedEngine(say), fault=fault, cfg=cfg)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert max(turn.reward for turn in trajectory.turns) > 0.0
+    assert (trajectory.reward, trajectory.success) == (0.0, False)
+
+
 @pytest.mark.parametrize(
     "progress",
     [

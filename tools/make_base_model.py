@@ -2,24 +2,20 @@
 
     python -m tools.make_base_model --out=uirl_jax/assets/tiny-ui-base
 
-The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. It learns in
-two stages. `looking`: one screen, a conversation of several clicks on it, so that every screen that is
-drawn and encoded teaches as often as it can. `acting`: whole episodes of the desktop's tasks, mixed
-with looking, by a demonstrator who often makes the task's characteristic mistake (he clicks a button's
-caption instead of the button): the model that comes out sees well and acts badly, which is what RL is
-for. Nothing is downloaded; the same seed and versions give the same model on the same machine type.
+The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. It learns
+in two stages. `looking`: one screen, a conversation of several clicks on it, so that every screen
+that is drawn and encoded teaches as often as it can. `acting`: whole episodes of typing, mixed with
+looking, by a demonstrator who often makes the task's characteristic mistake (the caption of a
+button is clicked instead of the button): the model that comes out sees well and acts badly, which
+is what RL is for. Nothing is downloaded.
 """
 
 import concurrent.futures
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_onednn=true")
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +23,12 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 from tokenizers import Tokenizer
-from uirl_jax.models import qwen2_vl, qwen2_vl_weights
 
 from tools import base_tokenizer
-from uirl_jax import actions, chat, vision_inputs
+from uirl_jax import actions, chat, platform_flags, vision_inputs
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.models import qwen2_vl, qwen2_vl_weights
 from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers import desktop, drawing, tasks
 
@@ -183,6 +179,8 @@ def acting_example(talk: chat.Chat, rng: np.random.Generator, quality: float) ->
         patches.append(patches_pf)
         context = talk.context(session.instruction, grids, sampled).ids
         action = desktop.scripted_action(session, rng, quality)
+        if action.x is not None:
+            action = dataclasses.replace(action, x=_tens(action.x), y=_tens(action.y))
         text = actions.format_action(action, (session.width_px, session.height_px), "pixels")
         sampled.append(talk.completion_ids(text))
         mask += [0] * (len(context) - len(ids)) + [1] * len(sampled[-1])
@@ -335,6 +333,7 @@ def _printer(stage: str, steps: int, started_s: float) -> Callable[[int, dict[st
 
 def main(argv: list[str]) -> None:
     del argv
+    platform_flags.set_defaults()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     train(Path(_OUT.value), Path(_WORKDIR.value))
 

@@ -1,7 +1,8 @@
 """The one exception tree: everything a user can get wrong, or a boundary can do to us.
 
-A message says what was got, what was expected, where, and what to do. `main` prints such an error as
-one line and exits with its `exit_code`; anything else that escapes is a defect and keeps its traceback.
+A message says what was got, what was expected, where, and what to do. `main` prints such an error
+as one line and exits with its `exit_code`; anything else that escapes is a defect and keeps its
+traceback.
 """
 
 
@@ -24,7 +25,7 @@ class ImageError(UirlError):
 
 
 class ActionError(UirlError):
-    """Model text that is no action in the format that was asked for (a `format_error` of the turn)."""
+    """Model text that is no action in the format that was asked for: the turn's `format_error`."""
 
 
 class RecordError(UirlError):

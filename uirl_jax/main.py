@@ -22,16 +22,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from uirl_jax import platform_flags
-
-platform_flags.set_defaults()  # XLA reads them once, when JAX is imported
-
 import jax
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from uirl_jax import config, evaluate, metrics, policy_sync, report, seeds
+from uirl_jax import config, evaluate, metrics, platform_flags, policy_sync, report, seeds
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
 from uirl_jax.actor.player import Player
@@ -161,7 +157,9 @@ def open_run(workdir: Path, cfg: RunConfig) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         run_id, known = found["run_id"], found["config"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: is not a run's config ({error}); use another --workdir") from None
+        raise ConfigError(
+            f"{path}: is not a run's config ({error}); use another --workdir"
+        ) from None
     differences = sorted(_differences(known, resolved, "config"))
     if differences:
         raise ConfigError(
@@ -538,7 +536,9 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 # ------------------------------------------------------------------------------------ the command
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "an experiment, e.g. configs/quickstart.py")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "an experiment, e.g. configs/quickstart.py"
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "everything that the run writes is in here")
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
@@ -562,6 +562,7 @@ def run_role(role: Role, run: Run, stop: threading.Event) -> int:
 
 def main(argv: list[str]) -> int:
     del argv
+    platform_flags.set_defaults()  # before the first use of a device, when XLA reads them
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     stop = threading.Event()
     try:

@@ -1,4 +1,4 @@
-"""Flags that XLA reads once, when JAX is imported: set here first, by every command.
+"""Flags that XLA reads once, when JAX first uses a device: set before that, by every command.
 
 What the user has set stays. Imports nothing of JAX.
 """

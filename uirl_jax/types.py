@@ -1,6 +1,7 @@
-"""The words of the data path as frozen dataclasses. numpy only: actor, learner and tools all read them.
+"""The words of the data path as frozen dataclasses; actor, learner and tools all read them.
 
-Nothing here reads files, talks HTTP or knows a tokenizer; see `shards.record` for the byte format.
+numpy only. Nothing here reads files, talks HTTP or knows a tokenizer; the byte format is in
+`shards.record`.
 """
 
 import dataclasses
@@ -59,9 +60,9 @@ class Action:
 class Turn:
     """One observation and the action that the policy took on it.
 
-    context_ids is everything the policy read (chat template, image placeholders expanded, older turns
-    that its context still holds), token_ids what it sampled. Where the next turn's context_ids begin
-    with context_ids + token_ids, the two turns are one sequence for the learner.
+    context_ids is everything the policy read (chat template, image placeholders expanded, older
+    turns that its context still holds), token_ids what it sampled. Where the next turn's
+    context_ids begin with context_ids + token_ids, the two are one sequence for the learner.
     """
 
     context_ids: np.ndarray  # int32[C]
@@ -105,8 +106,8 @@ class Trajectory:
 class TrainBatch:
     """What one learner step reads. Row b holds one or more packed sequences.
 
-    A ten-token row with one image of two visual tokens and one turn of three sampled tokens (P prompt,
-    v visual, S sampled, . padding):
+    A ten-token row with one image of two visual tokens and one turn of three sampled tokens
+    (P prompt, v visual, S sampled, . padding):
 
         token_ids        P P v v P P S S S .
         segment_ids      1 1 1 1 1 1 1 1 1 0
@@ -124,5 +125,7 @@ class TrainBatch:
     behaviour_logprobs_bt: np.ndarray  # float32, 0 outside completion_mask
     advantages_bt: np.ndarray  # float32, 0 outside completion_mask
     patches_ipf: np.ndarray  # float32[I,P,F], distinct screenshots, padded patches
-    patch_positions_ip2: np.ndarray  # int32, (height, width) for the vision tower's rotary embedding
+    patch_positions_ip2: (
+        np.ndarray
+    )  # int32, (height, width) for the vision tower's rotary embedding
     patch_segments_ip: np.ndarray  # int32, 0 is padding

@@ -219,8 +219,6 @@ class Engine:
         loop = asyncio.get_running_loop()
         while await self._enough_wait():
             members, placed = self._take()
-            if not members:
-                continue
             try:
                 results = await loop.run_in_executor(
                     executor, self._run, members, placed, self._policy

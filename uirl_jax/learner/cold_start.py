@@ -1,8 +1,8 @@
 """The stage before RL: supervised steps on scripted demonstrations, written as a new base model.
 
-What comes out is a model directory like any other (workdir/cold_start/model), so that GRPO starts from
-it with fresh adapters and takes it, adapters off, as its reference. Uses `supervised` for the steps;
-publishes nothing.
+What comes out is a model directory like any other (workdir/cold_start/model), so that GRPO starts
+from it with fresh adapters and takes it, adapters off, as its reference. Uses `supervised` for the
+steps; publishes nothing.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from uirl_jax.chat import Chat
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import qwen2_vl_weights
-from uirl_jax.models.lora import LoRAParam
 from uirl_jax.models.loading import PolicyModel
+from uirl_jax.models.lora import LoRAParam
 from uirl_jax.shards import batching
 from uirl_jax.types import TaskSpec, TrainBatch
 from uirl_jax.verifiers.demonstrations import demonstrate
@@ -71,9 +71,7 @@ def run_cold_start(
                 kinds[index % len(kinds)], seed=seeds.train_seed(seed, index)
             )
             rng = np.random.default_rng([seed, index])
-            trajectories.append(
-                demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality)
-            )
+            trajectories.append(demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality))
         return batching.make_batch(
             trajectories,
             [0.0] * len(trajectories),
@@ -109,4 +107,3 @@ def run_cold_start(
             shutil.copyfile(model.path / name, temporary / name)
     temporary.rename(target)
     return target
-

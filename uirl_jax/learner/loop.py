@@ -20,7 +20,6 @@ import numpy as np
 
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.errors import ConfigError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.supervised import check_finite
@@ -87,6 +86,7 @@ def run_learner(
     """
     # 1. The state: fresh, or of the newest checkpoint that is whole.
     optimizer = learner_state.make_optimizer(cfg.optimizer, cfg.steps)
+    state = learner_state.init_state(model.lora, optimizer, mesh)
     steps = learner_step.make_steps(
         model.graphdef,
         optimizer,
@@ -95,8 +95,8 @@ def run_learner(
         use_reference=cfg.loss.kl_coefficient > 0,
         temperature=temperature,
         forbidden_ids=forbidden_ids,
+        state_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
     )
-    state = learner_state.init_state(model.lora, optimizer, mesh)
     checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.keep_checkpoints)
     metrics_writer = MetricsWriter(workdir)
     with checkpointer, metrics_writer:
@@ -250,9 +250,7 @@ def _describe(groups: list[list[Trajectory]], version: int) -> dict[str, float]:
         "episode/seconds": float(np.mean([trajectory.duration_s for trajectory in trajectories])),
         "groups/with_signal": float(np.mean(mixed)),
         "offpolicy/staleness": float(np.mean(staleness)),
-    } | {
-        f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()
-    }
+    } | {f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()}
 
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:

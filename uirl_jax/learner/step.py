@@ -1,7 +1,7 @@
 """One optimizer step: visual tokens once, old and ref logprobs once, then gradients by microbatch.
 
-Everything here is jitted at the edge and pure; `learner.loop` feeds it and writes down what it returns.
-Shapes come in a few fixed buckets (shards.batching), so that nothing compiles after warm-up.
+Everything here is jitted at the edge and pure; `learner.loop` feeds it and writes down what it
+returns. Shapes come in a few fixed buckets (shards.batching): nothing compiles after warm-up.
 """
 
 import dataclasses
@@ -61,19 +61,22 @@ def make_steps(
     use_reference: bool = True,
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
+    state_shardings: Any = None,
 ) -> Steps:
     """Builds the jitted steps of one run.
 
     Args:
       graphdef: of the model; merged with (trainable, frozen) inside.
-      microbatches: a batch's rows are cut into so many parts, taken one after the other; the loss is
-        the same (sums and denominators), memory is divided.
+      microbatches: a batch's rows are cut into so many parts, taken one after the other; the
+        loss is the same (sums and denominators), memory is divided.
       vision_trainable: the vision tower is among the trainable leaves, so its visual tokens are
         computed inside the loss, once a microbatch.
-      use_reference: compute the base's logprobs (adapters off). Off where nothing is frozen, or where
-        the KL coefficient is 0: it is a forward pass that would be thrown away.
+      use_reference: compute the base's logprobs (adapters off). Off where nothing is frozen, or
+        where the KL coefficient is 0: it is a forward pass that would be thrown away.
       temperature, forbidden_ids: as the actor samples, so that both mean the same distribution:
         without them old and behaviour differ by what the forbidden tokens would have got.
+      state_shardings: where a step leaves the train state. Left to the compiler it may come out
+        placed otherwise than it went in, and the second step compiles everything again.
     """
 
     def visual_tokens(model: nnx.Module, batch: Arrays) -> jax.Array:
@@ -148,19 +151,19 @@ def make_steps(
             total, _ = jax.lax.scan(body, total, jax.tree.map(lambda array: array[1:], parts))
         (loss, sums), grads = total
 
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
         metrics = {name: value / denominator for name, value in sums.items()}
         metrics |= {
             "learner/loss": loss,
             "learner/grad_norm": grad_norm,
-            "learner/update_norm": optax.global_norm(updates),
+            "learner/update_norm": optax.tree.norm(updates),
             "learner/tokens": batch["completion_mask_bt"].sum(),
         }
         return TrainState(trainable, opt_state, state.step + 1), metrics
 
-    @jax.jit(donate_argnames=("state",))
+    @jax.jit(donate_argnames=("state",), out_shardings=(state_shardings, None))
     def update(
         state: TrainState,
         frozen: nnx.State,
@@ -184,7 +187,7 @@ def make_steps(
         table_md = None if vision_trainable else visual_md
         return accumulate(state, frozen, batch, table_md, rows, loss_fn)
 
-    @jax.jit(donate_argnames=("state",))
+    @jax.jit(donate_argnames=("state",), out_shardings=(state_shardings, None))
     def supervised(
         state: TrainState, frozen: nnx.State, batch: Arrays
     ) -> tuple[TrainState, dict[str, jax.Array]]:

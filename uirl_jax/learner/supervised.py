@@ -1,7 +1,7 @@
 """Supervised training on demonstrations: the cold start before RL, and a base model from nothing.
 
-Batches come from the caller, by step, so that a run that is started again reads the batch it had been
-about to read. Reads no shard and publishes no policy: that is `learner.loop`.
+Batches come from the caller, by step, so that a run that is started again reads the batch it had
+been about to read. Reads no shard and publishes no policy: that is `learner.loop`.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ SUPPORTED = ("qwen2_vl",)
 
 @dataclasses.dataclass(frozen=True)
 class PolicyModel:
-    """One model, split once: `frozen` is shared by everything that computes, `lora` is where it starts.
+    """One model, split once: all that computes shares `frozen`; `lora` is where training starts.
 
     base_hash names the directory's weights: records and policies carry it, and belong to no other.
     """
@@ -81,6 +81,6 @@ def _family(path: Path) -> str:
         return json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{path}: no model in Hugging Face's format ({type(error).__name__}: {error}); expected "
-            "a directory with config.json, *.safetensors and tokenizer.json"
+            f"{path}: no model in Hugging Face's format ({type(error).__name__}: {error}); "
+            "expected a directory with config.json, *.safetensors and tokenizer.json"
         ) from None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from uirl_jax.errors import ConfigError
+from uirl_jax.models.sharding import constrain
 
 Target = Literal["attention", "mlp"]
 _TARGETS = ("attention", "mlp")
@@ -52,6 +53,10 @@ class Linear(nnx.Module):
 
     Leaves: kernel [in, out], bias [out] or None, lora_a [in, R] and lora_b [R, out] or None.
     B starts at zero, so that fresh adapters leave the base as it is, bit for bit.
+
+    `axes` says how the kernel lies while it is used (sharding.AXIS_RULES): (None, "wide") cuts its
+    outputs, ("wide", None) its inputs. The embedding side, cut along fsdp at rest, is gathered:
+    rows of x are cut along the same devices, and weights are what is cheap to move.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Linear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
+        axes: tuple[str | None, str | None] = (None, "wide"),
         use_bias: bool = False,
         lora: LoraConfig | None = None,
         rngs: nnx.Rngs,
@@ -68,6 +74,7 @@ class Linear(nnx.Module):
         # take 0.02 for every width; a small model trained from nothing needs the right scale.
         kernel_io = jax.random.normal(rngs.params(), (in_features, out_features), jnp.float32)
         self.kernel = nnx.Param((kernel_io / math.sqrt(in_features)).astype(param_dtype))
+        self.axes = axes
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
         if lora is None:
             self.lora_a = self.lora_b = None
@@ -84,11 +91,13 @@ class Linear(nnx.Module):
             self.scale = lora.scale
 
     def __call__(self, x: jax.Array, *, adapters: bool = True) -> jax.Array:
-        """[..., in] -> [..., out] in x's dtype. adapters=False computes the base alone."""
-        y = x @ self.kernel[...].astype(x.dtype)
+        """[B, ..., in] -> [B, ..., out] in x's dtype. adapters=False computes the base alone."""
+        wide_in, wide_out = self.axes
+        y = x @ constrain(self.kernel[...].astype(x.dtype), wide_in, wide_out)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         if adapters and self.lora_a is not None:
-            low_rank = x @ self.lora_a[...].astype(x.dtype)
-            y = y + (low_rank @ self.lora_b[...].astype(x.dtype)) * self.scale
-        return y
+            low_rank = x @ constrain(self.lora_a[...].astype(x.dtype), wide_in, None)
+            lora_b_ro = constrain(self.lora_b[...].astype(x.dtype), None, wide_out)
+            y = y + (low_rank @ lora_b_ro) * self.scale
+        return constrain(y, "batch", *[None] * (y.ndim - 2), wide_out)

@@ -222,10 +222,10 @@ class VisionBlock(nnx.Module):
         linear = functools.partial(Linear, use_bias=True, rngs=rngs, param_dtype=param_dtype)
         self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
         self.qkv = linear(dim, 3 * dim)
-        self.proj = linear(dim, dim)
+        self.proj = linear(dim, dim, axes=("wide", None))
         self.norm2 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
         self.fc1 = linear(dim, cfg.mlp_dim)
-        self.fc2 = linear(cfg.mlp_dim, dim)
+        self.fc2 = linear(cfg.mlp_dim, dim, axes=("wide", None))
         self.num_heads = cfg.num_heads
 
     def __call__(self, x_ipd: jax.Array, rotary: _Rotary, mask_ipp: jax.Array) -> jax.Array:
@@ -246,7 +246,7 @@ class VisionTower(nnx.Module):
     def __init__(self, cfg: VisionConfig, *, rngs: nnx.Rngs, param_dtype: jnp.dtype) -> None:
         linear = functools.partial(Linear, rngs=rngs, param_dtype=param_dtype)
         # The reference's Conv3d has its kernel's size as stride: a product with flat patches.
-        self.patch_embed = linear(cfg.patch_features, cfg.embed_dim)
+        self.patch_embed = linear(cfg.patch_features, cfg.embed_dim, axes=(None, None))
         self.blocks = _stack(
             lambda key: VisionBlock(cfg, rngs=nnx.Rngs(key), param_dtype=param_dtype),
             cfg.depth,
@@ -257,7 +257,7 @@ class VisionTower(nnx.Module):
         )
         merged = cfg.embed_dim * cfg.spatial_merge_size**2
         self.merger_fc1 = linear(merged, merged, use_bias=True)
-        self.merger_fc2 = linear(merged, cfg.hidden_size, use_bias=True)
+        self.merger_fc2 = linear(merged, cfg.hidden_size, axes=("wide", None), use_bias=True)
 
 
 class TextBlock(nnx.Module):
@@ -281,11 +281,11 @@ class TextBlock(nnx.Module):
         self.q_proj = linear(dim, dim, use_bias=True, lora=attention_lora)
         self.k_proj = linear(dim, kv_dim, use_bias=True, lora=attention_lora)
         self.v_proj = linear(dim, kv_dim, use_bias=True, lora=attention_lora)
-        self.o_proj = linear(dim, dim, lora=attention_lora)
+        self.o_proj = linear(dim, dim, axes=("wide", None), lora=attention_lora)
         self.post_attention_norm = norm()
         self.gate_proj = linear(dim, cfg.intermediate_size, lora=mlp_lora)
         self.up_proj = linear(dim, cfg.intermediate_size, lora=mlp_lora)
-        self.down_proj = linear(cfg.intermediate_size, dim, lora=mlp_lora)
+        self.down_proj = linear(cfg.intermediate_size, dim, axes=("wide", None), lora=mlp_lora)
         self.head_dim = head_dim
 
     def qkv(
@@ -337,7 +337,13 @@ class TextTower(nnx.Module):
         self.lm_head = (
             None
             if cfg.tie_word_embeddings
-            else Linear(cfg.hidden_size, cfg.vocab_size, rngs=rngs, param_dtype=param_dtype)
+            else Linear(
+                cfg.hidden_size,
+                cfg.vocab_size,
+                axes=(None, "vocab"),
+                rngs=rngs,
+                param_dtype=param_dtype,
+            )
         )
 
 
@@ -475,7 +481,8 @@ def _embed(
     vision_index_bt: jax.Array | None,
 ) -> jax.Array:
     """Token embeddings, with visual tokens in their places."""
-    x_btd = layers.lookup(model.text.embedding[...], token_ids_bt).astype(model.compute_dtype)
+    embedding_vd = constrain(model.text.embedding[...], "vocab", None)
+    x_btd = layers.lookup(embedding_vd, token_ids_bt).astype(model.compute_dtype)
     if visual_md is not None and vision_index_bt is not None:
         visual_btd = layers.lookup(visual_md, jnp.maximum(vision_index_bt, 0))
         x_btd = jnp.where((vision_index_bt >= 0)[..., None], visual_btd.astype(x_btd.dtype), x_btd)
@@ -547,10 +554,10 @@ def vision_block_outputs(
 def logits(model: Qwen2VL, x_btd: jax.Array) -> jax.Array:
     """float32[B,T,V]. For whole rows use token_logprobs, which never holds such an array."""
     if model.text.lm_head is not None:
-        kernel_dv = model.text.lm_head.kernel[...].astype(x_btd.dtype)
+        kernel_dv = constrain(model.text.lm_head.kernel[...].astype(x_btd.dtype), None, "vocab")
         logits_btv = jnp.einsum("btd,dv->btv", x_btd, kernel_dv, preferred_element_type=jnp.float32)
     else:
-        embedding_vd = model.text.embedding[...].astype(x_btd.dtype)
+        embedding_vd = constrain(model.text.embedding[...].astype(x_btd.dtype), "vocab", None)
         logits_btv = jnp.einsum(
             "btd,vd->btv", x_btd, embedding_vd, preferred_element_type=jnp.float32
         )

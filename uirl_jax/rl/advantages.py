@@ -23,12 +23,14 @@ def group_normalised(rewards_g: np.ndarray, *, epsilon: float = 1e-6) -> np.ndar
     """
     rewards_g = np.asarray(rewards_g, np.float64)
     if rewards_g.ndim != 1 or not rewards_g.size:
-        raise TrainingError(f"rewards of a group have shape {rewards_g.shape}, expected [G], G >= 1")
+        raise TrainingError(
+            f"rewards of a group have shape {rewards_g.shape}, expected [G], G >= 1"
+        )
     if not np.isfinite(rewards_g).all():
         raise TrainingError(f"rewards of a group are not all finite: {rewards_g.tolist()}")
     if np.ptp(rewards_g) == 0:
-        # Not left to rounding: the mean of G equal floats may differ from them by an ulp, and an ulp
-        # over an epsilon is an advantage.
+        # Not left to rounding: the mean of G equal floats may differ from them by an ulp, and an
+        # ulp over an epsilon is an advantage.
         return np.zeros(rewards_g.shape, np.float32)
     centred_g = rewards_g - rewards_g.mean()
     return (centred_g / (rewards_g.std() + epsilon)).astype(np.float32)

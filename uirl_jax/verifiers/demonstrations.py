@@ -1,7 +1,7 @@
 """Scripted episodes of the hermetic desktop as trajectories: what a cold start learns from.
 
-Played in this process, without HTTP: nothing here judges a policy. The records look like an actor's,
-but that nobody sampled them: their logprobs are 0 and their policy version is -1.
+Played in this process, without HTTP: nothing here judges a policy. The records look like an
+actor's, but that nobody sampled them: their logprobs are 0 and their policy version is -1.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def demonstrate(
     """One episode by the scripted demonstrator.
 
     Args:
-      quality: probability that an action is the right one and not the task's characteristic mistake.
+      quality: probability that an action is the right one, not the task's characteristic mistake.
     """
     session = desktop.open_session(task)
     screen_size = (session.width_px, session.height_px)

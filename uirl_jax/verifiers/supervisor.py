@@ -1,6 +1,7 @@
 """Keeps the bundled verifier server running in a process of its own, and knows where it listens.
 
-For `main`, which owns it. A server that dies is started again; one whose parent dies ends by itself.
+For `main`, which owns it. A server that dies is started again; one whose parent dies ends by
+itself.
 """
 
 import contextlib

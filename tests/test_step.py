@@ -1,0 +1,200 @@
+"""The step on a tiny model: what must not change a loss, and what must not change at all."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from uirl_jax.learner import state as learner_state
+from uirl_jax.learner import step as learner_step
+from uirl_jax.models import qwen2_vl, sharding
+from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.types import TrainBatch
+
+OPTIMIZER = learner_state.OptimizerConfig(lr=1e-2)
+
+
+def tiny_config() -> qwen2_vl.Qwen2VLConfig:
+    vision = qwen2_vl.VisionConfig(
+        depth=2, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=32, patch_size=4
+    )
+    return qwen2_vl.Qwen2VLConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vision=vision,
+        mrope_section=(2, 1, 1),
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+
+
+def make_model(seed: int = 0):
+    """(graphdef, adapters that are not zero, frozen)."""
+    model = qwen2_vl.Qwen2VL(
+        tiny_config(), lora=LoraConfig(rank=4), rngs=nnx.Rngs(seed), param_dtype=jnp.float32
+    )
+    graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
+    keys = iter(jax.random.split(jax.random.key(seed + 1), 100))
+    lora = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), lora)
+    return graphdef, lora, frozen
+
+
+def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) -> TrainBatch:
+    """Rows of one sequence each: 4 visual tokens, a prompt, sampled tokens, padding."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(16, tokens + 1, rows)
+    segments_bt = (np.arange(tokens) < lengths[:, None]).astype(np.int32)
+    mask_bt = ((np.arange(tokens) >= 10) & (segments_bt > 0)).astype(np.float32)
+    vision_bt = np.full((rows, tokens), -1, np.int32)
+    vision_bt[:, 2:6] = 4 * (np.arange(rows) % images)[:, None] + np.arange(4)
+    patch_positions = np.array([(row, column) for row in range(4) for column in range(4)])
+    return TrainBatch(
+        token_ids_bt=rng.integers(0, 64, (rows, tokens)).astype(np.int32) * segments_bt,
+        segment_ids_bt=segments_bt,
+        positions_3bt=np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, rows, tokens)).copy(),
+        completion_mask_bt=mask_bt,
+        vision_index_bt=vision_bt,
+        behaviour_logprobs_bt=-rng.exponential(1, (rows, tokens)).astype(np.float32) * mask_bt,
+        advantages_bt=rng.normal(0, 1, (rows, 1)).astype(np.float32) * mask_bt,
+        patches_ipf=rng.normal(0, 1, (images, 16, 96)).astype(np.float32),
+        patch_positions_ip2=np.broadcast_to(patch_positions, (images, 16, 2)).astype(np.int32),
+        patch_segments_ip=np.ones((images, 16), np.int32),
+    )
+
+
+def take_steps(batch: TrainBatch, *, microbatches: int = 1, steps: int = 1, mesh=None):
+    """Metrics of the last step, adapters after it."""
+    graphdef, lora, frozen = make_model()
+    optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
+    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), microbatches=microbatches)
+    state = learner_state.init_state(lora, optimizer, mesh)
+    shardings = None
+    if mesh is not None:
+        frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
+        shardings = sharding.batch_shardings(mesh)
+    arrays = learner_step.to_device(batch, shardings)
+    for _ in range(steps):
+        scored = run.score(state.trainable, frozen, arrays)
+        state, metrics = run.update(state, frozen, arrays, *scored)
+    return learner_step.to_floats(metrics), jax.device_get(state.trainable)
+
+
+def assert_trees_close(left, right, **tolerance):
+    for (path, a), b in zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, err_msg=jax.tree_util.keystr(path), **tolerance)
+
+
+def test_update_in_microbatches_equals_the_whole_batch():
+    batch = make_batch()
+    whole, whole_lora = take_steps(batch)
+    parts, parts_lora = take_steps(batch, microbatches=4)
+    for name, value in whole.items():
+        assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    # AdamW's first step is lr * sign(gradient) wherever the gradient is not tiny: what differs
+    # there is what rounding made of gradients near 0.
+    assert_trees_close(whole_lora, parts_lora, atol=2e-4)
+
+
+def test_update_with_more_padding_is_the_same_update():
+    batch = make_batch()
+    padded = dataclasses.replace(
+        batch,
+        **{
+            name: np.pad(
+                getattr(batch, name),
+                [(0, 0)] * (getattr(batch, name).ndim - 2) + [(0, 8), (0, 8)],
+                constant_values=-1 if name == "vision_index_bt" else 0,
+            )
+            for name in (
+                *("token_ids_bt", "segment_ids_bt", "positions_3bt", "completion_mask_bt"),
+                *("vision_index_bt", "behaviour_logprobs_bt", "advantages_bt"),
+            )
+        },
+    )
+    metrics, lora = take_steps(batch)
+    padded_metrics, padded_lora = take_steps(padded)
+    assert padded_metrics["learner/loss"] == pytest.approx(metrics["learner/loss"], abs=1e-6)
+    assert padded_metrics["learner/grad_norm"] == pytest.approx(metrics["learner/grad_norm"], 1e-4)
+    assert_trees_close(lora, padded_lora, atol=2e-4)
+
+
+def test_update_with_zero_advantages_and_no_kl_changes_nothing():
+    batch = make_batch()
+    batch = dataclasses.replace(batch, advantages_bt=np.zeros_like(batch.advantages_bt))
+    graphdef, lora, frozen = make_model()
+    before = jax.device_get(lora)
+    optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
+    run = learner_step.make_steps(
+        graphdef, optimizer, GrpoConfig(kl_coefficient=0.0), use_reference=False
+    )
+    state = learner_state.init_state(lora, optimizer)
+    arrays = learner_step.to_device(batch, None)
+    state, _ = run.update(state, frozen, arrays, *run.score(state.trainable, frozen, arrays))
+    assert_trees_close(before, jax.device_get(state.trainable), atol=0)
+
+
+def test_update_leaves_frozen_weights_bit_for_bit_and_learns():
+    graphdef, lora, frozen = make_model()
+    before = jax.device_get(frozen)
+    batch = make_batch()
+    optimizer = learner_state.make_optimizer(OPTIMIZER, 50)
+    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+    state = learner_state.init_state(lora, optimizer)
+    arrays = learner_step.to_device(batch, None)
+    losses = []
+    for _ in range(12):
+        state, metrics = run.supervised(state, frozen, arrays)
+        losses.append(float(metrics["sft/loss"]))
+    assert losses[-1] < 0.9 * losses[0]
+    assert_trees_close(before, jax.device_get(frozen), atol=0)
+    assert run.compile_count() == 1
+
+
+def test_reference_is_the_base_without_adapters():
+    graphdef, lora, frozen = make_model()
+    optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
+    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+    arrays = learner_step.to_device(make_batch(), None)
+    _, old_bt, ref_bt = run.score(lora, frozen, arrays)
+    zero = jax.tree.map(jnp.zeros_like, lora)
+    _, base_bt, _ = run.score(zero, frozen, arrays)
+    np.testing.assert_allclose(ref_bt, base_bt, atol=1e-6)
+    assert np.abs(np.asarray(old_bt - ref_bt)).max() > 1e-3
+
+
+def test_update_on_eight_devices_equals_one_device():
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.test_step"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    on_eight = json.loads(process.stdout.splitlines()[-1])
+    metrics, _ = take_steps(make_batch())
+    for name in ("learner/loss", "learner/grad_norm", "actor/kl_loss", "offpolicy/drift"):
+        assert on_eight[name] == pytest.approx(metrics[name], rel=1e-4), name
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8
+    test_mesh = sharding.make_mesh(2, 2, 2)
+    with jax.set_mesh(test_mesh):
+        print(json.dumps(take_steps(make_batch(), mesh=test_mesh)[0]))

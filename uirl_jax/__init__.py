@@ -1,0 +1,1 @@
+"""Trains vision-language agents that operate user interfaces, on JAX. Start at `main`."""
