@@ -4,23 +4,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import small_model
 from uirl_jax.errors import ConfigError
 from uirl_jax.models import qwen2_vl
 from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
+from uirl_jax.models.qwen2_vl import Qwen2VL
 
-CFG = Qwen2VLConfig(
-    vocab_size=30,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    mrope_section=(2, 1, 1),
-    tie_word_embeddings=True,
-    vision=VisionConfig(depth=1, embed_dim=8, num_heads=1, mlp_ratio=2, hidden_size=16),
-)
-IDS_BT = np.random.default_rng(0).integers(0, 30, (2, 6)).astype(np.int32)
+IDS_BT = np.random.default_rng(0).integers(0, 50, (2, 6)).astype(np.int32)
 POSITIONS_3BT = np.broadcast_to(np.arange(6, dtype=np.int32), (3, 2, 6))
 
 
@@ -35,22 +25,19 @@ def forward(model: Qwen2VL, *, adapters: bool = True) -> np.ndarray:
 
 
 def with_adapters(value: float) -> Qwen2VL:
-    model = Qwen2VL(CFG, lora=LoraConfig(rank=2), rngs=nnx.Rngs(0))
-    graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
+    graphdef, adapters, frozen = nnx.split(small_model.fresh(), LoRAParam, ...)
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.full_like(x, value), adapters), frozen)
 
 
 def base() -> Qwen2VL:
     """The frozen leaves of the same model, in a model that has no adapters."""
-    _, _, frozen = nnx.split(
-        Qwen2VL(CFG, lora=LoraConfig(rank=2), rngs=nnx.Rngs(0)), LoRAParam, ...
-    )
-    graphdef, _ = nnx.split(Qwen2VL(CFG, lora=None, rngs=nnx.Rngs(1)))
+    _, _, frozen = nnx.split(small_model.fresh(), LoRAParam, ...)
+    graphdef, _ = nnx.split(small_model.fresh(lora=None))
     return nnx.merge(graphdef, frozen)
 
 
 def test_hidden_fresh_adapters_equal_the_base_bit_for_bit():
-    fresh = Qwen2VL(CFG, lora=LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    fresh = small_model.fresh()
     np.testing.assert_array_equal(forward(fresh), forward(base()))
 
 
@@ -69,7 +56,7 @@ def test_hidden_adapters_off_equals_the_base_and_reads_no_adapter():
     ],
 )
 def test_split_counts_the_leaves_of_the_targets(targets, projections):
-    model = Qwen2VL(CFG, lora=LoraConfig(rank=2, targets=targets), rngs=nnx.Rngs(0))
+    model = small_model.fresh(lora=LoraConfig(rank=2, targets=targets))
     _, adapters, frozen = nnx.split(model, LoRAParam, ...)
     blocks = adapters["text"]["blocks"]
     assert set(adapters) == {"text"}
@@ -87,12 +74,12 @@ def test_split_counts_the_leaves_of_the_targets(targets, projections):
 
 
 def test_split_without_lora_leaves_no_adapters():
-    _, adapters, _ = nnx.split(Qwen2VL(CFG, lora=None, rngs=nnx.Rngs(0)), LoRAParam, ...)
+    _, adapters, _ = nnx.split(small_model.fresh(lora=None), LoRAParam, ...)
     assert jax.tree.leaves(adapters) == []
 
 
 def test_stacked_layers_have_weights_of_their_own():
-    model = Qwen2VL(CFG, lora=LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    model = small_model.fresh()
     for leaf in (model.text.blocks.q_proj.kernel[...], model.text.blocks.q_proj.lora_a[...]):
         assert len({float(layer[0, 0]) for layer in leaf}) == 3
     assert not np.array_equal(
@@ -121,9 +108,7 @@ def test_linear_adapters_add_scale_times_the_low_rank_product():
 
 
 def test_gradient_of_fresh_adapters_moves_b_and_not_yet_a():
-    graphdef, adapters, frozen = nnx.split(
-        Qwen2VL(CFG, lora=LoraConfig(rank=2), rngs=nnx.Rngs(0)), LoRAParam, ...
-    )
+    graphdef, adapters, frozen = nnx.split(small_model.fresh(), LoRAParam, ...)
 
     def loss(adapters):
         model = nnx.merge(graphdef, adapters, frozen)

@@ -8,11 +8,12 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+from tests import small_model
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ModelError
 from uirl_jax.models import layers, qwen2_vl, qwen2_vl_weights
-from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
+from uirl_jax.models.lora import LoRAParam
+from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 
 V = 90  # image token of the oracle's configs
 MERGE = 2
@@ -29,38 +30,9 @@ CASES = {
 }
 
 
-def small_config(**changes) -> Qwen2VLConfig:
-    return dataclasses.replace(
-        Qwen2VLConfig(
-            vocab_size=50,
-            hidden_size=32,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            mrope_section=(2, 3, 3),
-            tie_word_embeddings=True,
-            vision=VisionConfig(
-                depth=1, embed_dim=16, num_heads=2, mlp_ratio=2, hidden_size=32, patch_size=2
-            ),
-        ),
-        **changes,
-    )
-
-
 @functools.cache
-def small_model(lora: bool = True, remat: str = "none") -> Qwen2VL:
-    """Adapters whose B is not zero, so that they matter."""
-    model = Qwen2VL(
-        small_config(),
-        lora=LoraConfig(rank=2, alpha=8.0) if lora else None,
-        rngs=nnx.Rngs(0),
-        remat=remat,
-    )
-    noise = np.random.default_rng(0)
-    graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
-    adapters = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape), adapters)
-    return nnx.merge(graphdef, adapters, frozen)
+def noisy_model(remat: str = "none") -> Qwen2VL:
+    return small_model.noisy(remat=remat)
 
 
 def text_inputs(rows: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -152,7 +124,7 @@ def make_case(name: str) -> Case:
 def towers(request, tmp_path_factory):
     """transformers' model and ours, with the same weights."""
     pytest.importorskip("torch")
-    from oracles import qwen2_vl_torch
+    from tests.oracles import qwen2_vl_torch
 
     model_dir = tmp_path_factory.mktemp("reference")
     reference = qwen2_vl_torch.make_reference(**request.param)
@@ -185,7 +157,7 @@ def assert_close_to_largest(got: np.ndarray, expected: np.ndarray, what: str) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_block_and_logits_equal_transformers(name, towers):
-    from oracles import qwen2_vl_torch
+    from tests.oracles import qwen2_vl_torch
 
     reference, model = towers
     case = make_case(name)
@@ -235,7 +207,7 @@ def test_every_block_and_logits_equal_transformers(name, towers):
 
 
 def test_hidden_packed_segments_equal_rows_of_their_own():
-    model = small_model()
+    model = noisy_model()
     ids_bt, positions_3bt = text_inputs(2, 7)
     lengths = (7, 4)
     alone = [
@@ -264,7 +236,7 @@ def test_hidden_packed_segments_equal_rows_of_their_own():
 
 
 def test_gradients_with_a_row_of_padding_are_finite_and_the_same_without_it():
-    model = small_model()
+    model = noisy_model()
     graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
     ids_bt, positions_3bt = text_inputs(2, 6)
     segments_bt = np.ones((2, 6), np.int32)
@@ -290,7 +262,7 @@ def test_remat_policies_give_the_gradients_of_none(remat):
     ids_bt, positions_3bt = text_inputs(1, 5)
 
     def gradient(policy):
-        graphdef, adapters, frozen = nnx.split(small_model(remat=policy), LoRAParam, ...)
+        graphdef, adapters, frozen = nnx.split(noisy_model(policy), LoRAParam, ...)
 
         def loss(adapters):
             model = nnx.merge(graphdef, adapters, frozen)
@@ -320,7 +292,7 @@ def numpy_logprobs(model, x_btd, ids_bt, temperature=1.0, forbidden_v=None) -> n
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 512])
 def test_token_logprobs_any_chunk_equals_numpy(chunk):
-    model = small_model()
+    model = noisy_model()
     ids_bt, _ = text_inputs(2, 8)
     x_btd = np.random.default_rng(1).normal(size=(2, 8, 32)).astype(np.float32)
     got_bt = qwen2_vl.token_logprobs(model, x_btd, ids_bt, chunk=chunk)
@@ -328,7 +300,7 @@ def test_token_logprobs_any_chunk_equals_numpy(chunk):
 
 
 def test_token_logprobs_temperature_and_forbidden_ids_are_those_of_the_sampled_distribution():
-    model = small_model()
+    model = noisy_model()
     ids_bt = np.arange(10, 18, dtype=np.int32)[None]
     forbidden_v = np.arange(50) < 10
     x_btd = np.random.default_rng(1).normal(size=(1, 8, 32)).astype(np.float32)
@@ -338,7 +310,7 @@ def test_token_logprobs_temperature_and_forbidden_ids_are_those_of_the_sampled_d
 
 
 def test_token_logprobs_gradient_holds_no_array_of_the_whole_vocabulary():
-    model = small_model()
+    model = noisy_model()
     ids_bt, _ = text_inputs(2, 129)
     x_btd = jnp.ones((2, 129, 32))
 
@@ -353,7 +325,7 @@ def test_token_logprobs_gradient_holds_no_array_of_the_whole_vocabulary():
 
 def test_extend_prefill_and_decode_equal_hidden():
     """Two rows of different length, an image in the first; decode continues each where it ends."""
-    model = small_model()
+    model = noisy_model()
     rng = np.random.default_rng(3)
     ids_bt, positions_3bt = text_inputs(2, 11)
     vision_index_bt = np.full((2, 11), -1, np.int32)
@@ -392,7 +364,7 @@ def test_extend_prefill_and_decode_equal_hidden():
 
 
 def test_extend_slots_past_the_end_leave_the_cache_as_it_is():
-    model = small_model()
+    model = noisy_model()
     cache = jax.tree.map(jnp.ones_like, qwen2_vl.init_cache(model.cfg, 1, 4, jnp.float32))
     ids_bt, positions_3bt = text_inputs(1, 1)
     x_btd, after = extend(model, ids_bt, None, None, positions_3bt, cache, np.array([4], np.int32))
@@ -442,8 +414,9 @@ def test_bfloat16_angles_at_high_positions_stay_those_of_float32():
 @pytest.mark.parametrize("tied", [True, False])
 def test_config_both_layouts_of_transformers_give_the_same(tied):
     pytest.importorskip("torch")
-    from oracles import qwen2_vl_torch
     from transformers import Qwen2VLConfig as Reference
+
+    from tests.oracles import qwen2_vl_torch
 
     flat = qwen2_vl_torch.config_dict(head_dim=64, tied=tied)
     cfg = Qwen2VLConfig.from_dict(flat)
@@ -469,7 +442,7 @@ def test_config_both_layouts_of_transformers_give_the_same(tied):
     ],
 )
 def test_config_that_cannot_be_computed_is_a_model_error(change, message):
-    config = small_config().to_dict()
+    config = small_model.CONFIG.to_dict()
     for key, value in change.items():
         config[key] = {**config[key], **value} if key == "vision_config" else value
     with pytest.raises(ModelError, match=message):

@@ -10,25 +10,13 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from tests import small_model
 from uirl_jax.errors import ModelError
 from uirl_jax.models import qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
+from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 
-CFG = Qwen2VLConfig(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    mrope_section=(2, 3, 3),
-    tie_word_embeddings=False,
-    vision=VisionConfig(
-        depth=2, embed_dim=16, num_heads=2, mlp_ratio=2, hidden_size=32, patch_size=4
-    ),
-)
-IDS_BT = np.random.default_rng(0).integers(0, 40, (1, 7)).astype(np.int32)
+IDS_BT = np.random.default_rng(0).integers(0, 50, (1, 7)).astype(np.int32)
 POSITIONS_3BT = np.broadcast_to(np.arange(7, dtype=np.int32), (3, 1, 7))
 # The vision tower's weights show in the logits through two visual tokens.
 PATCHES_IPF = np.random.default_rng(1).normal(size=(1, 8, 96)).astype(np.float32)
@@ -51,19 +39,10 @@ def load(model_dir, **options) -> Qwen2VL:
     return qwen2_vl_weights.load_pretrained(model_dir, **options)
 
 
-def random_model(lora: LoraConfig | None = None) -> Qwen2VL:
-    """No leaf is constant: a norm or a bias read from the wrong place must show."""
-    graphdef, state = nnx.split(Qwen2VL(CFG, lora=lora, rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(0)
-    return nnx.merge(
-        graphdef, jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype("f4"), state)
-    )
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     model_dir = tmp_path_factory.mktemp("saved")
-    model = random_model()
+    model = small_model.noisy(small_model.UNTIED, lora=None)
     qwen2_vl_weights.save_pretrained(model, model_dir)
     return model_dir, model
 
@@ -71,7 +50,7 @@ def saved(tmp_path_factory):
 def test_save_then_load_gives_every_leaf_back(saved):
     model_dir, model = saved
     loaded = load(model_dir)
-    assert loaded.cfg == CFG
+    assert loaded.cfg == small_model.UNTIED
     jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
     assert sorted(path.name for path in model_dir.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -80,8 +59,9 @@ def test_save_then_load_gives_every_leaf_back(saved):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_save_merged_adapters_transformers_gives_the_same_logits(tmp_path, tied, dtype):
     torch = pytest.importorskip("torch")
-    from oracles import qwen2_vl_torch
     from transformers import Qwen2VLForConditionalGeneration
+
+    from tests.oracles import qwen2_vl_torch
 
     cfg = Qwen2VLConfig.from_dict(qwen2_vl_torch.config_dict(head_dim=32, tied=tied))
     model = Qwen2VL(cfg, lora=LoraConfig(rank=2, alpha=6.0), rngs=nnx.Rngs(0))
@@ -136,7 +116,7 @@ def test_load_any_layout_of_names_and_files_gives_the_same(saved, tmp_path, layo
 
 
 def test_load_param_dtype_casts_the_base_and_not_the_adapters(saved):
-    model = load(saved[0], lora=LoraConfig(rank=2), param_dtype=jnp.bfloat16)
+    model = load(saved[0], lora=small_model.LORA, param_dtype=jnp.bfloat16)
     _, adapters, frozen = nnx.split(model, LoRAParam, ...)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {"float32"}
@@ -147,7 +127,7 @@ def test_load_param_dtype_casts_the_base_and_not_the_adapters(saved):
 
 def test_load_fresh_adapters_leave_the_base_and_follow_the_key(saved):
     keys = [jax.random.key(seed) for seed in (0, 0, 1)]
-    models = [load(saved[0], lora=LoraConfig(rank=2), init_key=key) for key in keys]
+    models = [load(saved[0], lora=small_model.LORA, init_key=key) for key in keys]
     np.testing.assert_array_equal(logits(models[0]), logits(saved[1]))
     first, same, other = (
         qwen2_vl_weights.adapters_to_numpy(nnx.state(model, LoRAParam)) for model in models
@@ -164,7 +144,7 @@ def test_load_fresh_adapters_leave_the_base_and_follow_the_key(saved):
 def damaged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     tensors = dict(tensors)
     del tensors["model.layers.1.self_attn.q_proj.bias"]
-    tensors["model.layers.2.mlp.up_proj.weight"] = np.ones((24, 32), np.float32)
+    tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((24, 32), np.float32)
     tensors["model.norm.weight"] = np.ones(33, np.float32)
     tensors["visual.merger.ln_q.bias"] = np.ones(16, np.int32)
     return tensors
@@ -180,7 +160,7 @@ def test_load_everything_that_does_not_fit_is_in_one_error(saved, tmp_path):
     for part in (
         str(tmp_path),
         "missing model.layers.1.self_attn.q_proj.bias",
-        "unexpected model.layers.2.mlp.up_proj.weight",
+        "unexpected model.layers.3.mlp.up_proj.weight",
         "model.norm.weight is [33], expected [32]",
         "visual.merger.ln_q.bias has dtype I32",
     ):
@@ -272,15 +252,15 @@ def test_save_that_fails_leaves_the_old_files(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr(qwen2_vl_weights, "_tensors_of", full_disk)
     with pytest.raises(OSError, match="No space"):
-        qwen2_vl_weights.save_pretrained(random_model(), model_dir)
+        qwen2_vl_weights.save_pretrained(small_model.noisy(), model_dir)
     assert qwen2_vl_weights.base_hash(model_dir) == before
     assert sorted(path.name for path in model_dir.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_adapters_round_trip_gives_every_leaf_back():
-    adapters = nnx.state(random_model(LoraConfig(rank=2)), LoRAParam)
+    adapters = nnx.state(small_model.noisy(), LoRAParam)
     flat = qwen2_vl_weights.adapters_to_numpy(adapters)
-    assert flat["text/blocks/q_proj/lora_a"].shape == (2, 32, 2)
+    assert flat["text/blocks/q_proj/lora_a"].shape == (3, 32, 2)
     assert len(flat) == 14
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapters)
     for target in (adapters, abstract):
@@ -290,7 +270,7 @@ def test_adapters_round_trip_gives_every_leaf_back():
 
 
 def test_adapters_that_do_not_fit_are_all_in_one_error():
-    adapters = nnx.state(random_model(LoraConfig(rank=2)), LoRAParam)
+    adapters = nnx.state(small_model.noisy(), LoRAParam)
     flat = qwen2_vl_weights.adapters_to_numpy(adapters)
     flat["text/blocks/x"] = flat.pop("text/blocks/q_proj/lora_a")
     flat["text/blocks/v_proj/lora_b"] = flat["text/blocks/v_proj/lora_b"][:1]

@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -189,14 +190,13 @@ def check_eight_devices() -> None:
 def test_eight_fake_devices_on_a_2x2x2_mesh_equal_one_device():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-c", "import test_sharding; test_sharding.check_eight_devices()"],
-        cwd=os.path.dirname(__file__),
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags,
-            "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.dirname(__file__))]),
-        },
+        [
+            sys.executable,
+            "-c",
+            "from tests import test_sharding; test_sharding.check_eight_devices()",
+        ],
+        cwd=pathlib.Path(__file__).parents[1],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=300,

@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +38,20 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", "runs/base_model", "checkpoints; a run carries on from here"
 )
 _SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the screens")
-_LOOKING_STEPS = flags.DEFINE_integer("looking_steps", 1500, "optimizer steps of the first stage")
-_ACTING_STEPS = flags.DEFINE_integer("acting_steps", 800, "optimizer steps of the second stage")
+STEPS = {
+    name: flags.DEFINE_integer(f"{name}_steps", steps, f"optimizer steps of the stage `{name}`")
+    for name, steps in {"finding": 1500, "naming": 1500, "acting": 500}.items()
+}
 _BATCH_ROWS = flags.DEFINE_integer("batch_rows", 32, "conversations a step")
-_LR = flags.DEFINE_float("lr", 2e-3, "peak learning rate of the first stage")
 _QUALITY = flags.DEFINE_float("quality", 0.4, "share of right demonstrations in the second stage")
 
 CHAT = chat.ChatConfig(
     system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
 )
 IMAGE = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
-ROW_TOKENS = {"looking": 176, "acting": 288}
-EASY_STEPS, EASY_ROW_TOKENS = 300, 104  # two buttons a screen at first
-IMAGES_A_ROW = {"looking": 1, "acting": 3}
+EASY_STEPS = 300  # two buttons a screen at first
+WARMUP_STEPS = 200
+LR = 2e-3  # peak, of the first stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,29 +131,37 @@ def tokenizer_texts() -> list[str]:
 
 
 def looking_example(
-    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int
+    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int, *, naming: bool
 ) -> Example:
-    """One screen of buttons, and a click on each of them in turn without the screen changing."""
+    """One screen of buttons and a conversation about them, without the screen changing.
+
+    Args:
+      naming: the place of a button is given and its colour asked, else the other way round.
+    """
     seed = int(rng.integers(2**30))
-    variant = f"buttons={buttons}"
-    session = desktop.open_session(TaskSpec("desktop/click_button", seed, variant))
+    session = desktop.open_session(TaskSpec("desktop/click_button", seed, f"buttons={buttons}"))
+    screen = (session.width_px, session.height_px)
     patches, grid = vision_inputs.process_image(session.screenshot(), IMAGE)
     colors = [name for name in session.targets if not name.endswith("_plate")]
     ids: list[int] = []
     mask: list[int] = []
-    for index in rng.permutation(len(colors))[:5]:
-        instruction = f"Click the {colors[index]} button."
+    for index in rng.permutation(len(colors))[: 3 if naming else 5]:
+        color = colors[index]
+        wrong = rng.random() >= quality
+        x0, y0, x1, y1 = session.targets[f"{color}_plate" if wrong else color]
+        x, y = _tens((x0 + x1) // 2), _tens((y0 + y1) // 2)
+        if naming:
+            instruction, text = f"Which button is at ({x}, {y})?", f"the {color} button"
+        else:
+            instruction = f"Click the {color} button."
+            text = actions.format_action(Action("click", x=x, y=y), screen, "pixels")
         question = talk.context(instruction, [grid], []).ids.tolist()
         if ids:
             # A later question is the same message without the screen.
             start = question.index(talk.image_token_id) - 1
             after = len(question) - question[::-1].index(talk.image_token_id) + 1
             question = [*talk.encode("\n").tolist(), *question[:start], *question[after:]]
-        wrong = rng.random() >= quality
-        x0, y0, x1, y1 = session.targets[colors[index] + ("_plate" if wrong else "")]
-        action = Action("click", x=_tens((x0 + x1) // 2), y=_tens((y0 + y1) // 2))
-        screen = (session.width_px, session.height_px)
-        answer = talk.completion_ids(actions.format_action(action, screen, "pixels")).tolist()
+        answer = talk.completion_ids(text).tolist()
         ids += [*question, *answer]
         mask += [0] * len(question) + [1] * len(answer)
     return Example(np.array(ids, np.int32), np.array(mask, np.int32), (patches,), (grid,))
@@ -232,44 +242,62 @@ def make_batch(
     return batch
 
 
-def batches(
-    talk: chat.Chat, stage: str, seed: int, rows: int, quality: float
-) -> Callable[[int], TrainBatch]:
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One supervised stage."""
+
+    name: str
+    steps: int
+    lr: float
+    quality: float
+    schedule: Literal["constant", "cosine"]
+
+
+def draw(talk: chat.Chat, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
+    """The batch of one step."""
+    rng = np.random.default_rng([seed, list(STEPS).index(stage.name), step])
+
+    def looking(most_buttons: int, *, naming: bool = False) -> Example:
+        buttons = int(rng.integers(2, most_buttons + 1))
+        return looking_example(talk, rng, stage.quality, buttons, naming=naming)
+
+    images_a_row = 1
+    if stage.name == "finding" and step < EASY_STEPS:
+        examples, row_tokens = [looking(2) for _ in range(rows)], 104
+    elif stage.name == "finding":
+        examples, row_tokens = [looking(6) for _ in range(rows)], 176
+    elif stage.name == "naming":
+        examples = [looking(4, naming=row % 2 == 1) for row in range(rows)]
+        row_tokens = 168
+    elif step % 2:  # acting: typing and clicking take turns, so that neither is forgotten
+        # Three screens a row: it costs as much as two of the others.
+        examples = [acting_example(talk, rng, stage.quality) for _ in range(rows // 2)]
+        row_tokens, images_a_row = 288, 3
+    else:
+        examples, row_tokens = [looking(6) for _ in range(rows)], 176
+    return make_batch(
+        examples,
+        row_tokens=row_tokens,
+        images_a_row=images_a_row,
+        image_token_id=talk.image_token_id,
+    )
+
+
+def batches(talk: chat.Chat, stage: Stage, seed: int, rows: int) -> Callable[[int], TrainBatch]:
     """The batch of a step; the next one is drawn while a step runs."""
-
-    def draw(step: int) -> TrainBatch:
-        rng = np.random.default_rng([seed, {"looking": 0, "acting": 1}[stage], step])
-        # In the second stage typing and looking take turns, so that neither is forgotten.
-        if stage == "acting" and step % 2:
-            kind, count = "acting", rows // 2  # a row costs as much as two of the others
-            examples = [acting_example(talk, rng, quality) for _ in range(count)]
-        else:
-            kind = "looking"
-            most = 2 if stage == "looking" and step < EASY_STEPS else 6
-            examples = [
-                looking_example(talk, rng, quality, int(rng.integers(2, most + 1)))
-                for _ in range(rows)
-            ]
-        return make_batch(
-            examples,
-            row_tokens=ROW_TOKENS[kind] if kind == "acting" or most > 2 else EASY_ROW_TOKENS,
-            images_a_row=IMAGES_A_ROW[kind],
-            image_token_id=talk.image_token_id,
-        )
-
     pool = concurrent.futures.ThreadPoolExecutor(1)
     drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
 
     def batch_at(step: int) -> TrainBatch:
-        batch = drawn.pop(step).result() if step in drawn else draw(step)
-        drawn[step + 1] = pool.submit(draw, step + 1)
-        return batch
+        future = drawn.pop(step, None) or pool.submit(draw, talk, stage, seed, rows, step)
+        drawn[step + 1] = pool.submit(draw, talk, stage, seed, rows, step + 1)
+        return future.result()
 
     return batch_at
 
 
 def train(out: Path, workdir: Path) -> None:
-    """Both stages, then the directory in Hugging Face's format with its model card."""
+    """All stages, then the directory in Hugging Face's format with its model card."""
     started_s = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
     tokenizer = base_tokenizer.train_tokenizer(tokenizer_texts(), 512)
@@ -281,31 +309,27 @@ def train(out: Path, workdir: Path) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     print(f"parameters={parameters} vocabulary={talk.vocab_size}", flush=True)
 
-    stages = {
-        "looking": (_LOOKING_STEPS.value, 1.0, _LR.value),
-        "acting": (_ACTING_STEPS.value, _QUALITY.value, _LR.value / 3),
-    }
-    for stage, (steps, quality, lr) in stages.items():
+    for stage in stages():
         trainable = supervised.train(
             graphdef,
             trainable,
             frozen,
-            batches(talk, stage, _SEED.value, _BATCH_ROWS.value, quality),
+            batches(talk, stage, _SEED.value, _BATCH_ROWS.value),
             supervised.SupervisedConfig(
-                steps=steps,
+                steps=stage.steps,
                 optimizer=OptimizerConfig(
                     name="muon",
-                    lr=lr,
-                    warmup_steps=min(200, steps),
-                    schedule="cosine",
+                    lr=stage.lr,
+                    warmup_steps=min(WARMUP_STEPS, stage.steps),
+                    schedule=stage.schedule,
                     weight_decay=0.01,
                 ),
                 checkpoint_every=250,
                 log_every=25,
             ),
-            checkpoint_dir=workdir / stage,
+            checkpoint_dir=workdir / stage.name,
             vision_trainable=True,
-            on_step=_printer(stage, steps, started_s),
+            on_step=_printer(stage, started_s),
         )
     write_model(nnx.merge(graphdef, trainable, frozen), tokenizer, out)
 
@@ -318,10 +342,20 @@ def write_model(model: qwen2_vl.Qwen2VL, tokenizer: Tokenizer, out: Path) -> Non
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 
-def _printer(stage: str, steps: int, started_s: float) -> Callable[[int, dict[str, float]], None]:
+def stages() -> tuple[Stage, ...]:
+    """As the flags say."""
+    finding, naming, acting = (flag.value for flag in STEPS.values())
+    return (
+        Stage("finding", finding, LR, 1.0, "cosine"),
+        Stage("naming", naming, 0.75 * LR, 1.0, "constant"),
+        Stage("acting", acting, LR / 3, _QUALITY.value, "cosine"),
+    )
+
+
+def _printer(stage: Stage, started_s: float) -> Callable[[int, dict[str, float]], None]:
     def on_step(step: int, metrics: dict[str, float]) -> None:
         print(
-            f"stage={stage} step={step}/{steps} loss={metrics['sft/loss']:.4f} "
+            f"stage={stage.name} step={step}/{stage.steps} loss={metrics['sft/loss']:.4f} "
             f"grad_norm={metrics['learner/grad_norm']:.2f} "
             f"steps_per_s={metrics['learner/steps_per_s']:.2f} "
             f"minutes={(time.monotonic() - started_s) / 60:.1f}",
