@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -41,5 +42,7 @@ def noisy(
     rng = np.random.default_rng(0)
     return nnx.merge(
         graphdef,
-        jax.tree.map(lambda x: np.asarray(x) + 0.1 * rng.normal(size=x.shape).astype("f4"), state),
+        jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x) + 0.1 * rng.normal(size=x.shape), x.dtype), state
+        ),
     )

@@ -369,6 +369,7 @@ def test_engine_cancelled_request_leaves_the_queue(patient):
             kept = asyncio.create_task(patient.sample(request(1)))
             await asyncio.sleep(0.05)
             assert not kept.done()  # the cancelled one does not count as waiting
+            patient.expect(1)
             await asyncio.gather(kept, patient.sample(request(2)))
 
     asyncio.run(run())

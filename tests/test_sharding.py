@@ -1,8 +1,10 @@
 import dataclasses
+import functools
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.models import qwen2_vl, sharding
+from uirl_jax.models import qwen2_vl, qwen2_vl_weights, sharding
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
 from uirl_jax.types import TrainBatch
@@ -144,7 +146,10 @@ def loss_and_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
         shardings = sharding.batch_shardings(mesh)
         rows = {name: jax.device_put(array, shardings[name]) for name, array in rows.items()}
 
-    @jax.jit
+    # Left to the compiler, gradients come back elsewhere than the leaves they belong to.
+    out = None if mesh is None else (None, sharding.state_shardings(mesh, state))
+
+    @functools.partial(jax.jit, out_shardings=out)
     def step(state, rows):
         def loss(state):
             model = nnx.merge(graphdef, state)
@@ -161,8 +166,7 @@ def loss_and_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
             )
             return qwen2_vl.token_logprobs(model, x_btd, rows["token_ids_bt"]).mean()
 
-        loss, grads = jax.value_and_grad(loss)(state)
-        return loss, sharding.constrain_state(grads)
+        return jax.value_and_grad(loss)(state)
 
     if mesh is None:
         return step(state, rows)
@@ -185,6 +189,21 @@ def check_eight_devices() -> None:
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), grads, expected_grads
     )
+
+    # A directory is read onto the mesh: every device has its part of every leaf, and only that.
+    mesh = sharding.make_mesh(data=1, fsdp=4, model=2)
+    base = nnx.state(model, nnx.Not(LoRAParam))
+    with tempfile.TemporaryDirectory() as model_dir:
+        qwen2_vl_weights.save_pretrained(model, model_dir)  # fresh adapters: the base itself
+        loaded = qwen2_vl_weights.load_pretrained(
+            model_dir, lora=None, param_dtype=jnp.float32, init_key=jax.random.key(0), mesh=mesh
+        )
+    state = nnx.state(loaded)
+    jax.tree.map(np.testing.assert_array_equal, state, base)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert jax.tree.leaves(placed) == jax.tree.leaves(sharding.state_shardings(mesh, state))
+    kernel = state["text"]["blocks"]["gate_proj"]["kernel"][...]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 12)}
 
 
 def test_eight_fake_devices_on_a_2x2x2_mesh_equal_one_device():

@@ -3,16 +3,20 @@
     python -m tools.make_base_model --out=uirl_jax/assets/tiny-ui-base
 
 The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. It learns
-in two stages. `looking`: one screen, a conversation of several clicks on it, so that every screen
-that is drawn and encoded teaches as often as it can. `acting`: whole episodes of typing, mixed with
-looking, by a demonstrator who often makes the task's characteristic mistake (the caption of a
-button is clicked instead of the button): the model that comes out sees well and acts badly, which
-is what RL is for. Nothing is downloaded.
+in three stages. `finding`: one screen, a conversation of several clicks on it, so that every screen
+that is drawn and encoded teaches as often as it can; it learns where buttons are. `listing`: half
+of the rows name each button's colour and place instead; it learns which button has which colour.
+`acting`: whole episodes of typing, mixed with clicks, by a demonstrator who often makes the task's
+characteristic mistake (the caption of a button is clicked instead of the button): the model that
+comes out sees well and acts badly, which is what RL is for. Nothing is downloaded.
 """
 
 import concurrent.futures
 import dataclasses
+import importlib.metadata
 import json
+import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +44,7 @@ _WORKDIR = flags.DEFINE_string(
 _SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the screens")
 STEPS = {
     name: flags.DEFINE_integer(f"{name}_steps", steps, f"optimizer steps of the stage `{name}`")
-    for name, steps in {"finding": 1500, "naming": 1500, "acting": 500}.items()
+    for name, steps in {"finding": 1250, "listing": 1000, "acting": 400}.items()
 }
 _BATCH_ROWS = flags.DEFINE_integer("batch_rows", 32, "conversations a step")
 _QUALITY = flags.DEFINE_float("quality", 0.4, "share of right demonstrations in the second stage")
@@ -131,40 +135,61 @@ def tokenizer_texts() -> list[str]:
 
 
 def looking_example(
-    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int, *, naming: bool
+    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int
 ) -> Example:
-    """One screen of buttons and a conversation about them, without the screen changing.
-
-    Args:
-      naming: the place of a button is given and its colour asked, else the other way round.
-    """
-    seed = int(rng.integers(2**30))
-    session = desktop.open_session(TaskSpec("desktop/click_button", seed, f"buttons={buttons}"))
-    screen = (session.width_px, session.height_px)
-    patches, grid = vision_inputs.process_image(session.screenshot(), IMAGE)
-    colors = [name for name in session.targets if not name.endswith("_plate")]
+    """One screen of buttons, and a click on each of them in turn without the screen changing."""
+    screen = _Screen(rng, buttons)
     ids: list[int] = []
     mask: list[int] = []
-    for index in rng.permutation(len(colors))[: 3 if naming else 5]:
-        color = colors[index]
-        wrong = rng.random() >= quality
-        x0, y0, x1, y1 = session.targets[f"{color}_plate" if wrong else color]
-        x, y = _tens((x0 + x1) // 2), _tens((y0 + y1) // 2)
-        if naming:
-            instruction, text = f"Which button is at ({x}, {y})?", f"the {color} button"
-        else:
-            instruction = f"Click the {color} button."
-            text = actions.format_action(Action("click", x=x, y=y), screen, "pixels")
-        question = talk.context(instruction, [grid], []).ids.tolist()
+    for color in screen.colors[:5]:
+        x, y = screen.place(color, wrong=bool(rng.random() >= quality))
+        question = talk.context(f"Click the {color} button.", [screen.grid], []).ids.tolist()
         if ids:
             # A later question is the same message without the screen.
             start = question.index(talk.image_token_id) - 1
             after = len(question) - question[::-1].index(talk.image_token_id) + 1
             question = [*talk.encode("\n").tolist(), *question[:start], *question[after:]]
+        text = actions.format_action(Action("click", x=x, y=y), screen.size, "pixels")
         answer = talk.completion_ids(text).tolist()
         ids += [*question, *answer]
         mask += [0] * len(question) + [1] * len(answer)
-    return Example(np.array(ids, np.int32), np.array(mask, np.int32), (patches,), (grid,))
+    return Example(
+        np.array(ids, np.int32), np.array(mask, np.int32), (screen.patches,), (screen.grid,)
+    )
+
+
+def listing_example(talk: chat.Chat, rng: np.random.Generator, buttons: int) -> Example:
+    """One screen, and a list of its buttons: " red110,70 blue40,130".
+
+    The coordinates follow the colour's token at once, so that one step of attention, from the word
+    to what looks like it, answers. In a click the word and its coordinates are a sentence apart:
+    from clicks alone the model had learnt where buttons are, and not which of them is red.
+    """
+    screen = _Screen(rng, buttons)
+    question = talk.context("List the buttons.", [screen.grid], []).ids
+    places = [(color, screen.place(color)) for color in screen.colors]
+    answer = talk.completion_ids("".join(f" {color}{x},{y}" for color, (x, y) in places))
+    mask = np.repeat(np.array([0, 1], np.int32), [len(question), len(answer)])
+    ids = np.concatenate([question, answer])
+    return Example(ids, mask, (screen.patches,), (screen.grid,))
+
+
+class _Screen:
+    """A drawn screen of buttons, cut into patches, and its colours in a random order."""
+
+    def __init__(self, rng: np.random.Generator, buttons: int) -> None:
+        task = TaskSpec("desktop/click_button", int(rng.integers(2**30)), f"buttons={buttons}")
+        session = desktop.open_session(task)
+        self.targets = session.targets
+        self.size = (session.width_px, session.height_px)
+        self.patches, self.grid = vision_inputs.process_image(session.screenshot(), IMAGE)
+        colors = [name for name in self.targets if not name.endswith("_plate")]
+        self.colors = [colors[index] for index in rng.permutation(len(colors))]
+
+    def place(self, color: str, *, wrong: bool = False) -> tuple[int, int]:
+        """Where to click; `wrong` is on the caption."""
+        x0, y0, x1, y1 = self.targets[f"{color}_plate" if wrong else color]
+        return _tens((x0 + x1) // 2), _tens((y0 + y1) // 2)
 
 
 def _tens(pixel: int) -> int:
@@ -257,18 +282,20 @@ def draw(talk: chat.Chat, stage: Stage, seed: int, rows: int, step: int) -> Trai
     """The batch of one step."""
     rng = np.random.default_rng([seed, list(STEPS).index(stage.name), step])
 
-    def looking(most_buttons: int, *, naming: bool = False) -> Example:
-        buttons = int(rng.integers(2, most_buttons + 1))
-        return looking_example(talk, rng, stage.quality, buttons, naming=naming)
+    def looking(most_buttons: int) -> Example:
+        return looking_example(talk, rng, stage.quality, int(rng.integers(2, most_buttons + 1)))
 
     images_a_row = 1
     if stage.name == "finding" and step < EASY_STEPS:
         examples, row_tokens = [looking(2) for _ in range(rows)], 104
     elif stage.name == "finding":
         examples, row_tokens = [looking(6) for _ in range(rows)], 176
-    elif stage.name == "naming":
-        examples = [looking(4, naming=row % 2 == 1) for row in range(rows)]
-        row_tokens = 168
+    elif stage.name == "listing":
+        examples = [
+            looking(4) if row % 2 else listing_example(talk, rng, int(rng.integers(2, 7)))
+            for row in range(rows)
+        ]
+        row_tokens = 152
     elif step % 2:  # acting: typing and clicking take turns, so that neither is forgotten
         # Three screens a row: it costs as much as two of the others.
         examples = [acting_example(talk, rng, stage.quality) for _ in range(rows // 2)]
@@ -332,6 +359,8 @@ def train(out: Path, workdir: Path) -> None:
             on_step=_printer(stage, started_s),
         )
     write_model(nnx.merge(graphdef, trainable, frozen), tokenizer, out)
+    card = model_card(parameters, (time.monotonic() - started_s) / 60)
+    (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_model(model: qwen2_vl.Qwen2VL, tokenizer: Tokenizer, out: Path) -> None:
@@ -342,12 +371,40 @@ def write_model(model: qwen2_vl.Qwen2VL, tokenizer: Tokenizer, out: Path) -> Non
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 
+def model_card(parameters: int, minutes: float) -> str:
+    """What the model is, and how to make it again."""
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "pillow", "tokenizers")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    command = " ".join(
+        [
+            "python -m tools.make_base_model",
+            *(f"--{name}_steps={flag.value}" for name, flag in STEPS.items()),
+            f"--batch_rows={_BATCH_ROWS.value} --quality={_QUALITY.value} --seed={_SEED.value}",
+        ]
+    )
+    return f"""# tiny-ui-base
+
+A Qwen2-VL of {parameters:,} parameters for the quickstart of uirl_jax, trained from nothing on
+drawn screens with scripted demonstrations: no pretrained weights, no data but what
+`uirl_jax.verifiers` draws. It knows the buttons and fields of the hermetic desktop, its sentences,
+and nothing else.
+
+In the last stage {1 - _QUALITY.value:.0%} of the demonstrated clicks were wrong on purpose: they
+hit the caption below the target. That is the habit that GRPO unlearns in the quickstart.
+
+    {command}
+
+Took {minutes:.0f} minutes (of the last process, where it was started more than once) on
+{os.cpu_count()} cores. Python {platform.python_version()}, {versions}. Weights in bfloat16.
+"""
+
+
 def stages() -> tuple[Stage, ...]:
     """As the flags say."""
-    finding, naming, acting = (flag.value for flag in STEPS.values())
+    finding, listing, acting = (flag.value for flag in STEPS.values())
     return (
         Stage("finding", finding, LR, 1.0, "cosine"),
-        Stage("naming", naming, 0.75 * LR, 1.0, "constant"),
+        Stage("listing", listing, 0.75 * LR, 1.0, "constant"),
         Stage("acting", acting, LR / 3, _QUALITY.value, "cosine"),
     )
 

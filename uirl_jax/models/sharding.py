@@ -144,45 +144,24 @@ def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
         Leaves of no dimension (counters) are replicated.
     Raises: ModelError that lists every leaf without a rule.
     """
-    specs = _state_specs(abstract_state, dict(mesh.shape))
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-
-
-def constrain_state(state: Any) -> Any:
-    """States the shardings of state_shardings inside jit; nothing without a mesh (`jax.set_mesh`).
-
-    What a step returns has to lie as what it took: left to the compiler, gradients and moments come
-    back elsewhere, and the next call compiles again.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return state
-    return jax.lax.with_sharding_constraint(state, _state_specs(state, dict(mesh.shape)))
-
-
-def _state_specs(state: Any, mesh_sizes: Mapping[str, int]) -> Any:
     unknown: list[str] = []
 
-    def rule(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    def rule(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         if not leaf.shape:
-            return PartitionSpec()
+            return NamedSharding(mesh, PartitionSpec())
         names = leaf_names(path)
         axes = PARAM_RULES.get("/".join(names[-2:]), PARAM_RULES.get(names[-1] if names else ""))
         if axes is None:
             unknown.append("/".join(names))
             axes = ()
-        return partition_spec(axes, leaf.shape, mesh_sizes)
+        return NamedSharding(mesh, partition_spec(axes, leaf.shape, dict(mesh.shape)))
 
-    specs = jax.tree.map_with_path(rule, state)
+    shardings = jax.tree.map_with_path(rule, abstract_state)
     if unknown:
         raise ModelError(
             f"no sharding rule for {', '.join(sorted(unknown))}: add it to PARAM_RULES"
         )
-    return specs
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
+    return shardings
 
 
 def leaf_names(path: tuple[Any, ...]) -> list[str]:

@@ -1,0 +1,75 @@
+"""The tool that makes the shipped base model, cut down; and the model that ships."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tools import make_base_model
+from uirl_jax import actions
+from uirl_jax.chat import Chat
+from uirl_jax.models import loading
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import desktop
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
+
+
+def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(tmp_path):
+    out = tmp_path / "model"
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "tools.make_base_model"),
+            *(f"--out={out}", f"--workdir={tmp_path / 'work'}", "--batch_rows=4"),
+            *("--finding_steps=2", "--naming_steps=1", "--acting_steps=2"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    model = loading.load(out, lora=None, seed=0)
+    assert 1_000_000 < sum(x.size for x in _leaves(model.frozen)) < 4_000_000
+    assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
+    assert "--finding_steps=2" in (out / "README.md").read_text()
+    chat = Chat(out, make_base_model.CHAT, model.image_cfg.merge_size)
+    assert chat.vocab_size <= model.cfg.vocab_size
+    assert chat.image_token_id == model.cfg.image_token_id
+
+
+def test_shipped_base_model_is_whole():
+    model = loading.load(SHIPPED, lora=None, seed=0)
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 8 * 2**20
+    assert json.loads((SHIPPED / "config.json").read_text())["model_type"] == "qwen2_vl"
+    assert "make_base_model" in (SHIPPED / "README.md").read_text()
+    assert all(np.isfinite(leaf).all() for leaf in _leaves(model.frozen))
+
+
+def test_looking_example_answers_hit_what_was_asked_for():
+    chat = Chat(SHIPPED, make_base_model.CHAT, 2)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        example = make_base_model.looking_example(chat, rng, 1.0, 4, naming=False)
+        again = np.random.default_rng(seed)
+        task = TaskSpec("desktop/click_button", int(again.integers(2**30)), "buttons=4")
+        session = desktop.open_session(task)
+        boxes = [box for name, box in session.targets.items() if not name.endswith("_plate")]
+        answers = np.split(example.token_ids_t, np.flatnonzero(np.diff(example.mask_t)) + 1)[1::2]
+        assert len(answers) == 4
+        hit = set()
+        for answer in answers:
+            click = actions.parse(chat.decode(answer), (224, 168))
+            inside = [i for i, (x0, y0, x1, y1) in enumerate(boxes)
+                      if x0 <= click.x < x1 and y0 <= click.y < y1]  # fmt: skip
+            hit.update(inside)
+        assert hit == {0, 1, 2, 3}
+
+
+def _leaves(state) -> list:
+    import jax
+
+    return jax.tree.leaves(state)
