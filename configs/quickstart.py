@@ -23,7 +23,9 @@ def get_config() -> ConfigDict:
     cfg.chat.max_screenshots = 6
     cfg.chat.drop_screenshots = 3
 
-    cfg.tasks = (ConfigDict({"name": "desktop/click_button", "variant": "", "max_turns": 1}),)
+    cfg.tasks = (
+        ConfigDict({"name": "desktop/click_button", "variant": "buttons=1", "max_turns": 1}),
+    )
 
     cfg.actor = ConfigDict()
     cfg.actor.group_size = 8

@@ -5,11 +5,11 @@ import contextlib
 import shutil
 import time
 
-import actor_world as world
 import numpy as np
 import pytest
-from sample_trajectories import make_trajectory, make_writer
 
+from tests import actor_world as world
+from tests.sample_trajectories import make_trajectory, make_writer
 from uirl_jax import policy_sync
 from uirl_jax.actor.admission import Ledger, PublishedShards, ShardGroup, group_id
 from uirl_jax.actor.fleet import FIRST_REST_S, Fleet

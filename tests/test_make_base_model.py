@@ -24,7 +24,7 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(tmp_path):
         [
             *(sys.executable, "-m", "tools.make_base_model"),
             *(f"--out={out}", f"--workdir={tmp_path / 'work'}", "--batch_rows=4"),
-            *("--finding_steps=2", "--naming_steps=1", "--acting_steps=2"),
+            *("--finding_steps=2", "--acting_steps=2"),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -53,7 +53,7 @@ def test_looking_example_answers_hit_what_was_asked_for():
     chat = Chat(SHIPPED, make_base_model.CHAT, 2)
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        example = make_base_model.looking_example(chat, rng, 1.0, 4, naming=False)
+        example = make_base_model.looking_example(chat, rng, 1.0, 4)
         again = np.random.default_rng(seed)
         task = TaskSpec("desktop/click_button", int(again.integers(2**30)), "buttons=4")
         session = desktop.open_session(task)

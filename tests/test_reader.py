@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_trajectories import LAYOUT, make_group, make_trajectory, make_writer
 
+from tests.sample_trajectories import LAYOUT, make_group, make_trajectory, make_writer
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, reader, record, writer
 from uirl_jax.shards.reader import ShardQueue

@@ -10,8 +10,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_trajectories import LAYOUT, assert_same, make_trajectory
 
+from tests.sample_trajectories import LAYOUT, assert_same, make_trajectory
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import example, framing, record
 from uirl_jax.types import Action, Trajectory, Turn

@@ -6,10 +6,10 @@ import hashlib
 import itertools
 import math
 
-import actor_world as world
 import numpy as np
 import pytest
 
+from tests import actor_world as world
 from uirl_jax import actions
 from uirl_jax.actor.rollout import RolloutConfig, derive_seed, run_episode
 from uirl_jax.engine.engine import Engine, SampleRequest

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from sample_trajectories import LAYOUT, assert_same, make_group, make_trajectory, make_writer
 
+from tests.sample_trajectories import LAYOUT, assert_same, make_group, make_trajectory, make_writer
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, reader, record, writer
 
@@ -170,8 +170,7 @@ def test_writer_removes_what_a_killed_one_left(tmp_path):
 PUBLISH_FOREVER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, "tests")
-from sample_trajectories import make_trajectory, make_writer
+from tests.sample_trajectories import make_trajectory, make_writer
 writer = make_writer(Path(sys.argv[1]))
 group = [make_trajectory(f"e{n}", versions=(0,), image_bytes=300_000) for n in range(4)]
 while True:

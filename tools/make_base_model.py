@@ -3,14 +3,17 @@
     python -m tools.make_base_model --out=uirl_jax/assets/tiny-ui-base
 
 The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. It learns
-in three stages. `finding`: one screen, a conversation of several clicks on it, so that every screen
-that is drawn and encoded teaches as often as it can; it learns where buttons are. `listing`: half
-of the rows name each button's colour and place instead; it learns which button has which colour.
-`acting`: whole episodes of typing, mixed with clicks, by a demonstrator who often makes the task's
-characteristic mistake (the caption of a button is clicked instead of the button): the model that
-comes out sees well and acts badly, which is what RL is for. Nothing is downloaded.
+in two stages. `finding`: one screen, a conversation of several clicks on it, so that every screen
+that is drawn and encoded teaches as often as it can; it learns where buttons are. `acting`: screens
+of one button, clicked by a demonstrator who often makes the task's characteristic mistake (the
+caption is clicked instead of the button): the model that comes out sees where to click and clicks
+beside it, which is what RL is for. Nothing is downloaded.
+
+What it does not learn in this time is which button has which colour (docs/performance.md says what
+was tried), so the quickstart's screens have one button.
 """
 
+import argparse
 import concurrent.futures
 import dataclasses
 import importlib.metadata
@@ -25,7 +28,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
@@ -37,25 +40,23 @@ from uirl_jax.models import qwen2_vl, qwen2_vl_weights
 from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers import desktop, drawing, tasks
 
-_OUT = flags.DEFINE_string("out", "uirl_jax/assets/tiny-ui-base", "directory to write the model to")
-_WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/base_model", "checkpoints; a run carries on from here"
-)
-_SEED = flags.DEFINE_integer("seed", 0, "of the weights and of the screens")
-STEPS = {
-    name: flags.DEFINE_integer(f"{name}_steps", steps, f"optimizer steps of the stage `{name}`")
-    for name, steps in {"finding": 1250, "listing": 1000, "acting": 400}.items()
-}
-_BATCH_ROWS = flags.DEFINE_integer("batch_rows", 32, "conversations a step")
-_QUALITY = flags.DEFINE_float("quality", 0.4, "share of right demonstrations in the second stage")
-
 CHAT = chat.ChatConfig(
     system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
 )
 IMAGE = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
-EASY_STEPS = 300  # two buttons a screen at first
-WARMUP_STEPS = 200
+STAGE_STEPS = {"finding": 1250, "acting": 200}
+EASY_STEPS = 300  # of finding with two buttons a screen
 LR = 2e-3  # peak, of the first stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the command says."""
+
+    steps: dict[str, int]  # optimizer steps by stage
+    batch_rows: int  # conversations a step
+    quality: float  # share of right demonstrations in the last stage
+    seed: int  # of the weights and of the screens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,22 +159,6 @@ def looking_example(
     )
 
 
-def listing_example(talk: chat.Chat, rng: np.random.Generator, buttons: int) -> Example:
-    """One screen, and a list of its buttons: " red110,70 blue40,130".
-
-    The coordinates follow the colour's token at once, so that one step of attention, from the word
-    to what looks like it, answers. In a click the word and its coordinates are a sentence apart:
-    from clicks alone the model had learnt where buttons are, and not which of them is red.
-    """
-    screen = _Screen(rng, buttons)
-    question = talk.context("List the buttons.", [screen.grid], []).ids
-    places = [(color, screen.place(color)) for color in screen.colors]
-    answer = talk.completion_ids("".join(f" {color}{x},{y}" for color, (x, y) in places))
-    mask = np.repeat(np.array([0, 1], np.int32), [len(question), len(answer)])
-    ids = np.concatenate([question, answer])
-    return Example(ids, mask, (screen.patches,), (screen.grid,))
-
-
 class _Screen:
     """A drawn screen of buttons, cut into patches, and its colours in a random order."""
 
@@ -199,31 +184,6 @@ def _tens(pixel: int) -> int:
     look was hardly learnt through that noise.
     """
     return round(pixel / 10) * 10
-
-
-def acting_example(talk: chat.Chat, rng: np.random.Generator, quality: float) -> Example:
-    """One whole episode of typing, turn by turn, each on the screen that the last action left."""
-    seed = int(rng.integers(2**30))
-    session = desktop.open_session(TaskSpec("desktop/enter_text", seed))
-    grids, patches, sampled = [], [], []
-    ids = np.zeros(0, np.int32)
-    mask: list[int] = []
-    for _ in range(3):
-        patches_pf, grid = vision_inputs.process_image(session.screenshot(), IMAGE)
-        grids.append(grid)
-        patches.append(patches_pf)
-        context = talk.context(session.instruction, grids, sampled).ids
-        action = desktop.scripted_action(session, rng, quality)
-        if action.x is not None:
-            action = dataclasses.replace(action, x=_tens(action.x), y=_tens(action.y))
-        text = actions.format_action(action, (session.width_px, session.height_px), "pixels")
-        sampled.append(talk.completion_ids(text))
-        mask += [0] * (len(context) - len(ids)) + [1] * len(sampled[-1])
-        ids = np.concatenate([context, sampled[-1]])
-        session.act(action)
-        if session.progress()["done"]:
-            break
-    return Example(ids, np.array(mask, np.int32), tuple(patches), tuple(grids))
 
 
 def make_batch(
@@ -273,6 +233,7 @@ class Stage:
 
     name: str
     steps: int
+    warmup_steps: int
     lr: float
     quality: float
     schedule: Literal["constant", "cosine"]
@@ -280,33 +241,19 @@ class Stage:
 
 def draw(talk: chat.Chat, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
     """The batch of one step."""
-    rng = np.random.default_rng([seed, list(STEPS).index(stage.name), step])
+    rng = np.random.default_rng([seed, list(STAGE_STEPS).index(stage.name), step])
 
-    def looking(most_buttons: int) -> Example:
-        return looking_example(talk, rng, stage.quality, int(rng.integers(2, most_buttons + 1)))
+    def looking(fewest: int, most: int) -> Example:
+        return looking_example(talk, rng, stage.quality, int(rng.integers(fewest, most + 1)))
 
-    images_a_row = 1
-    if stage.name == "finding" and step < EASY_STEPS:
-        examples, row_tokens = [looking(2) for _ in range(rows)], 104
-    elif stage.name == "finding":
-        examples, row_tokens = [looking(6) for _ in range(rows)], 176
-    elif stage.name == "listing":
-        examples = [
-            looking(4) if row % 2 else listing_example(talk, rng, int(rng.integers(2, 7)))
-            for row in range(rows)
-        ]
-        row_tokens = 152
-    elif step % 2:  # acting: typing and clicking take turns, so that neither is forgotten
-        # Three screens a row: it costs as much as two of the others.
-        examples = [acting_example(talk, rng, stage.quality) for _ in range(rows // 2)]
-        row_tokens, images_a_row = 288, 3
+    if stage.name == "acting":
+        examples, row_tokens = [looking(1, 1) for _ in range(rows)], 80
+    elif step < EASY_STEPS:
+        examples, row_tokens = [looking(2, 2) for _ in range(rows)], 104
     else:
-        examples, row_tokens = [looking(6) for _ in range(rows)], 176
+        examples, row_tokens = [looking(2, 6) for _ in range(rows)], 176
     return make_batch(
-        examples,
-        row_tokens=row_tokens,
-        images_a_row=images_a_row,
-        image_token_id=talk.image_token_id,
+        examples, row_tokens=row_tokens, images_a_row=1, image_token_id=talk.image_token_id
     )
 
 
@@ -323,7 +270,7 @@ def batches(talk: chat.Chat, stage: Stage, seed: int, rows: int) -> Callable[[in
     return batch_at
 
 
-def train(out: Path, workdir: Path) -> None:
+def train(recipe: Recipe, out: Path, workdir: Path) -> None:
     """All stages, then the directory in Hugging Face's format with its model card."""
     started_s = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
@@ -331,23 +278,23 @@ def train(out: Path, workdir: Path) -> None:
     base_tokenizer.save(tokenizer, workdir / "tokenizer")
     talk = chat.Chat(workdir / "tokenizer", CHAT, IMAGE.merge_size)
     cfg = model_config(tokenizer)
-    model = qwen2_vl.Qwen2VL(cfg, lora=None, rngs=nnx.Rngs(_SEED.value), param_dtype=jnp.float32)
+    model = qwen2_vl.Qwen2VL(cfg, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none")
     graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     print(f"parameters={parameters} vocabulary={talk.vocab_size}", flush=True)
 
-    for stage in stages():
+    for stage in stages(recipe):
         trainable = supervised.train(
             graphdef,
             trainable,
             frozen,
-            batches(talk, stage, _SEED.value, _BATCH_ROWS.value),
+            batches(talk, stage, recipe.seed, recipe.batch_rows),
             supervised.SupervisedConfig(
                 steps=stage.steps,
                 optimizer=OptimizerConfig(
                     name="muon",
                     lr=stage.lr,
-                    warmup_steps=min(WARMUP_STEPS, stage.steps),
+                    warmup_steps=min(stage.warmup_steps, stage.steps),
                     schedule=stage.schedule,
                     weight_decay=0.01,
                 ),
@@ -359,7 +306,7 @@ def train(out: Path, workdir: Path) -> None:
             on_step=_printer(stage, started_s),
         )
     write_model(nnx.merge(graphdef, trainable, frozen), tokenizer, out)
-    card = model_card(parameters, (time.monotonic() - started_s) / 60)
+    card = model_card(recipe, parameters, (time.monotonic() - started_s) / 60)
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -371,26 +318,26 @@ def write_model(model: qwen2_vl.Qwen2VL, tokenizer: Tokenizer, out: Path) -> Non
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 
-def model_card(parameters: int, minutes: float) -> str:
+def model_card(recipe: Recipe, parameters: int, minutes: float) -> str:
     """What the model is, and how to make it again."""
     packages = ("jax", "jaxlib", "flax", "optax", "numpy", "pillow", "tokenizers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     command = " ".join(
         [
             "python -m tools.make_base_model",
-            *(f"--{name}_steps={flag.value}" for name, flag in STEPS.items()),
-            f"--batch_rows={_BATCH_ROWS.value} --quality={_QUALITY.value} --seed={_SEED.value}",
+            *(f"--{name}_steps={steps}" for name, steps in recipe.steps.items()),
+            f"--batch_rows={recipe.batch_rows} --quality={recipe.quality} --seed={recipe.seed}",
         ]
     )
     return f"""# tiny-ui-base
 
 A Qwen2-VL of {parameters:,} parameters for the quickstart of uirl_jax, trained from nothing on
 drawn screens with scripted demonstrations: no pretrained weights, no data but what
-`uirl_jax.verifiers` draws. It knows the buttons and fields of the hermetic desktop, its sentences,
-and nothing else.
+`uirl_jax.verifiers` draws. It finds the buttons of the hermetic desktop and says where to click. It
+does not tell their colours apart, reads no captions and knows nothing else.
 
-In the last stage {1 - _QUALITY.value:.0%} of the demonstrated clicks were wrong on purpose: they
-hit the caption below the target. That is the habit that GRPO unlearns in the quickstart.
+In the last stage {1 - recipe.quality:.0%} of the demonstrated clicks were wrong on purpose: they
+hit the caption below the button. That is the habit that GRPO unlearns in the quickstart.
 
     {command}
 
@@ -399,13 +346,12 @@ Took {minutes:.0f} minutes (of the last process, where it was started more than 
 """
 
 
-def stages() -> tuple[Stage, ...]:
-    """As the flags say."""
-    finding, listing, acting = (flag.value for flag in STEPS.values())
+def stages(recipe: Recipe) -> tuple[Stage, ...]:
+    """In their order; each starts from what the one before it ended with."""
+    finding, acting = (recipe.steps[name] for name in STAGE_STEPS)
     return (
-        Stage("finding", finding, LR, 1.0, "cosine"),
-        Stage("listing", listing, 0.75 * LR, 1.0, "constant"),
-        Stage("acting", acting, LR / 3, _QUALITY.value, "cosine"),
+        Stage("finding", finding, 200, LR, 1.0, "cosine"),
+        Stage("acting", acting, 20, LR / 3, recipe.quality, "cosine"),
     )
 
 
@@ -422,12 +368,24 @@ def _printer(stage: Stage, started_s: float) -> Callable[[int, dict[str, float]]
     return on_step
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.make_base_model", allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--out", type=Path, default=Path("uirl_jax/assets/tiny-ui-base"), help="the model goes here"
+    )
+    add("--workdir", type=Path, default=Path("runs/base_model"), help="checkpoints: it carries on")
+    for name, steps in STAGE_STEPS.items():
+        add(f"--{name}_steps", type=int, default=steps, help=f"steps of the stage {name}")
+    add("--batch_rows", type=int, default=32, help="conversations a step")
+    add("--quality", type=float, default=0.4, help="share of right clicks in the last stage")
+    add("--seed", type=int, default=0, help="of the weights and of the screens")
+    args = parser.parse_args()
     platform_flags.set_defaults()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
-    train(Path(_OUT.value), Path(_WORKDIR.value))
+    steps = {name: getattr(args, f"{name}_steps") for name in STAGE_STEPS}
+    train(Recipe(steps, args.batch_rows, args.quality, args.seed), args.out, args.workdir)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

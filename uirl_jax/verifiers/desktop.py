@@ -27,7 +27,7 @@ TASKS = {
 _EVERYWHERE: dict[str, tuple[str, ...]] = {"popup": ("0", "1"), "shift": ("0", "1")}
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "desktop/click_button": {
-        "buttons": ("2", "3", "4", "5", "6"),
+        "buttons": ("1", "2", "3", "4", "5", "6"),
         "by": ("color", "label"),
         "misses": tuple("0123456789"),
         **_EVERYWHERE,
