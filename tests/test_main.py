@@ -124,6 +124,8 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.learner.steps=many"], "config.learner.steps"),
         (["--config.model.path=/nowhere"], "/nowhere: no model in Hugging Face's format"),
         (["--config.tasks.0.name=x"], "config.tasks"),
+        (["--config.learner.groups_per_step=3"], "learner.batch.rows=8: a step has 12 episodes"),
+        (["--config.actor.rollout.max_new_tokens=9"], "engine.max_new_tokens is 8"),
     ],
 )
 def test_main_mistake_of_the_user_is_one_line(tmp_path, arguments: list[str], said: str):

@@ -126,8 +126,29 @@ class RunConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
+        faults = []
         if not self.tasks:
-            raise ConfigError("tasks is empty, expected at least one")
+            faults.append("tasks is empty, expected at least one")
+        new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
+        if new_tokens > most_new:
+            faults.append(
+                f"actor.rollout.max_new_tokens={new_tokens}: engine.max_new_tokens is {most_new}"
+            )
+        batch, episodes = self.learner.batch, self.learner.groups_per_step * self.actor.group_size
+        if self.max_context_tokens + new_tokens > batch.row_lengths[-1]:
+            faults.append(
+                f"learner.batch.row_lengths={batch.row_lengths}: an episode may have "
+                f"{self.max_context_tokens} tokens of context and {new_tokens} new ones"
+            )
+        if episodes > batch.rows and not batch.pack:
+            faults.append(f"learner.batch.rows={batch.rows}: a step has {episodes} episodes")
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    @property
+    def max_context_tokens(self) -> int:
+        """What the engine can read at once bounds an episode: longer ones end as max_tokens."""
+        return min(self.actor.rollout.max_context_tokens, self.engine.context_lengths[-1])
 
     @property
     def kinds(self) -> list[TaskSpec]:
@@ -282,7 +303,11 @@ class Players:
             self.engine,
             self.talk,
             self.model.image_cfg,
-            dataclasses.replace(cfg.rollout, temperature=temperature),
+            dataclasses.replace(
+                cfg.rollout,
+                temperature=temperature,
+                max_context_tokens=self.run.cfg.max_context_tokens,
+            ),
             concurrency=cfg.concurrency,
             run_id=self.run.run_id,
             actor_id=actor_id,
