@@ -5,8 +5,8 @@ What the user has set stays. Imports nothing of JAX.
 
 import os
 
-# Matrix products by oneDNN: on two AMD EPYC cores float32 products of the small model's shapes ran
-# between 1.0 and 2.9 times as fast with it (see docs/performance.md), never slower beyond noise.
+# Matrix products by oneDNN: up to 3 times as fast on a busy machine, no difference that could be
+# told from noise on an idle one (docs/performance.md).
 _CPU_FLAGS = {"--xla_cpu_use_onednn": "true"}
 
 
