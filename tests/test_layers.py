@@ -13,7 +13,7 @@ LAYERS = (
     {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluate"},
-    {"report", "charts"},
+    {"report", "charts", "run_config"},
     {"main", "vlm"},
 )
 ALLOWED = {

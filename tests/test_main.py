@@ -1,5 +1,6 @@
 """The command as a user runs it: real processes, a real verifier over HTTP, a tiny random model."""
 
+import dataclasses
 import json
 import os
 import random
@@ -13,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 from tests import tiny_model
-from uirl_jax import main
+from uirl_jax import main, run_config
 from uirl_jax.errors import ConfigError
 from uirl_jax.shards import journal
 
@@ -136,13 +137,13 @@ def test_main_mistake_of_the_user_is_one_line(tmp_path, arguments: list[str], sa
 
 
 def test_open_run_with_another_config_names_the_difference(tmp_path):
-    cfg = main.RunConfig(
-        model=main.ModelConfig(path="m"),
-        tasks=(main.TaskConfig("desktop/click_button"),),
-        learner=main.LearnerConfig(steps=3),
+    cfg = run_config.RunConfig(
+        model=run_config.ModelConfig(path="m"),
+        tasks=(run_config.TaskConfig("desktop/click_button"),),
+        learner=run_config.LearnerConfig(steps=3),
     )
     run_id = main.open_run(tmp_path, cfg)
     assert main.open_run(tmp_path, cfg) == run_id
-    other = main.dataclasses.replace(cfg, learner=main.LearnerConfig(steps=4))
+    other = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=4))
     with pytest.raises(ConfigError, match=r"config\.learner\.steps is 3 there and 4 here"):
         main.open_run(tmp_path, other)

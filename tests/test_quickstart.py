@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from uirl_jax import config, evaluate, main
+from uirl_jax import config, evaluate, main, run_config
 
 STEPS = 60
 
@@ -16,8 +16,8 @@ def train(workdir: Path, advantages) -> dict[str, evaluate.EvalResult]:
     cfg = quickstart.get_config()
     cfg.model.path = str(Path(__file__).parents[1] / cfg.model.path)
     cfg.learner.steps = STEPS
-    run_config = config.from_config(main.RunConfig, cfg)
-    run = main.Run(run_config, workdir, main.open_run(workdir, run_config))
+    resolved = config.from_config(run_config.RunConfig, cfg)
+    run = main.Run(resolved, workdir, main.open_run(workdir, resolved))
     main.run_all(run, threading.Event(), advantages)
     return evaluate.read_results(workdir)
 

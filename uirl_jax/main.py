@@ -31,17 +31,14 @@ from uirl_jax import config, evaluate, metrics, platform_flags, policy_sync, rep
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
 from uirl_jax.actor.player import Player
-from uirl_jax.actor.rollout import RolloutConfig
-from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.chat import Chat
 from uirl_jax.engine.engine import Engine
-from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
-from uirl_jax.learner.cold_start import ColdStartConfig, run_cold_start
-from uirl_jax.learner.loop import Advantages, LearnerConfig, LearnerResult, run_learner
+from uirl_jax.learner.cold_start import run_cold_start
+from uirl_jax.learner.loop import Advantages, LearnerResult, run_learner
 from uirl_jax.models import loading, qwen2_vl_weights, sharding
-from uirl_jax.models.lora import LoraConfig
-from uirl_jax.models.qwen2_vl import Remat
 from uirl_jax.rl.advantages import group_normalised
+from uirl_jax.run_config import MeshConfig, RunConfig
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import supervisor
@@ -50,109 +47,6 @@ from uirl_jax.verifiers.client import VerifierClient
 T = TypeVar("T")
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
 ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
-
-
-# ------------------------------------------------------------------------------------- the config
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The base model and its adapters."""
-
-    path: str
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Remat = "none"
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskConfig:
-    """One kind of task; its instances differ by their seed."""
-
-    name: str
-    variant: str = ""
-    max_turns: int = dataclasses.field(default=1, metadata={"min": 1})
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifierConfig:
-    """Which verifiers the actor plays against."""
-
-    urls: tuple[str, ...] = ()  # none: the bundled server, through verifier.port in the workdir
-    port: int = 0  # of the bundled server; 0 takes a free one
-    action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
-
-
-@dataclasses.dataclass(frozen=True)
-class ActorSection:
-    """How many episodes at a time, and how each is sampled."""
-
-    group_size: int = dataclasses.field(default=8, metadata={"min": 1})
-    concurrency: int = dataclasses.field(default=64, metadata={"min": 1})
-    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
-    """Held-out instances, before and after."""
-
-    episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
-    temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0})  # 0 is greedy
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """Sizes of the mesh's axes; -1 takes what the others leave."""
-
-    data: int = -1
-    fsdp: int = 1
-    model: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """Everything that `main` hands down."""
-
-    model: ModelConfig
-    tasks: tuple[TaskConfig, ...]
-    learner: LearnerConfig
-    seed: int = dataclasses.field(default=0, metadata={"min": 0, "max": 2**31 - 1})
-    chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
-    verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)
-    actor: ActorSection = dataclasses.field(default_factory=ActorSection)
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    cold_start: ColdStartConfig = dataclasses.field(default_factory=ColdStartConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-
-    def __post_init__(self) -> None:
-        faults = []
-        if not self.tasks:
-            faults.append("tasks is empty, expected at least one")
-        new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
-        if new_tokens > most_new:
-            faults.append(
-                f"actor.rollout.max_new_tokens={new_tokens}: engine.max_new_tokens is {most_new}"
-            )
-        batch, episodes = self.learner.batch, self.learner.groups_per_step * self.actor.group_size
-        if self.max_context_tokens + new_tokens > batch.row_lengths[-1]:
-            faults.append(
-                f"learner.batch.row_lengths={batch.row_lengths}: an episode may have "
-                f"{self.max_context_tokens} tokens of context and {new_tokens} new ones"
-            )
-        if episodes > batch.rows and not batch.pack:
-            faults.append(f"learner.batch.rows={batch.rows}: a step has {episodes} episodes")
-        if faults:
-            raise ConfigError("; ".join(faults))
-
-    @property
-    def max_context_tokens(self) -> int:
-        """What the engine can read at once bounds an episode: longer ones end as max_tokens."""
-        return min(self.actor.rollout.max_context_tokens, self.engine.context_lengths[-1])
-
-    @property
-    def kinds(self) -> list[TaskSpec]:
-        return [TaskSpec(task.name, 0, task.variant, task.max_turns) for task in self.tasks]
 
 
 # ---------------------------------------------------------------------------------- the workdir

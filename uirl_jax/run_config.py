@@ -1,0 +1,118 @@
+"""The schema of a config file: one frozen dataclass a section, most of them the rooms' own.
+
+`main` builds a RunConfig from the ConfigDict and hands its parts down. What two rooms must agree on
+is checked here, before anything starts; reading files and flags is `config`'s business.
+"""
+
+import dataclasses
+from typing import Literal
+
+from uirl_jax.actor.rollout import RolloutConfig
+from uirl_jax.chat import ChatConfig
+from uirl_jax.engine.requests import EngineConfig
+from uirl_jax.errors import ConfigError
+from uirl_jax.learner.cold_start import ColdStartConfig
+from uirl_jax.learner.loop import LearnerConfig
+from uirl_jax.models.lora import LoraConfig
+from uirl_jax.models.qwen2_vl import Remat
+from uirl_jax.types import TaskSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The base model and its adapters."""
+
+    path: str
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Remat = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """One kind of task; its instances differ by their seed."""
+
+    name: str
+    variant: str = ""
+    max_turns: int = dataclasses.field(default=1, metadata={"min": 1})
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifierConfig:
+    """Which verifiers the actor plays against."""
+
+    urls: tuple[str, ...] = ()  # none: the bundled server, through verifier.port in the workdir
+    port: int = 0  # of the bundled server; 0 takes a free one
+    action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorSection:
+    """How many episodes at a time, and how each is sampled."""
+
+    group_size: int = dataclasses.field(default=8, metadata={"min": 1})
+    concurrency: int = dataclasses.field(default=64, metadata={"min": 1})
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out instances, before and after."""
+
+    episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
+    temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0})  # 0 is greedy
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh's axes; -1 takes what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    model: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that `main` hands down."""
+
+    model: ModelConfig
+    tasks: tuple[TaskConfig, ...]
+    learner: LearnerConfig
+    seed: int = dataclasses.field(default=0, metadata={"min": 0, "max": 2**31 - 1})
+    chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
+    verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)
+    actor: ActorSection = dataclasses.field(default_factory=ActorSection)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    cold_start: ColdStartConfig = dataclasses.field(default_factory=ColdStartConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not self.tasks:
+            faults.append("tasks is empty, expected at least one")
+        new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
+        if new_tokens > most_new:
+            faults.append(
+                f"actor.rollout.max_new_tokens={new_tokens}: engine.max_new_tokens is {most_new}"
+            )
+        batch, episodes = self.learner.batch, self.learner.groups_per_step * self.actor.group_size
+        if self.max_context_tokens + new_tokens > batch.row_lengths[-1]:
+            faults.append(
+                f"learner.batch.row_lengths={batch.row_lengths}: an episode may have "
+                f"{self.max_context_tokens} tokens of context and {new_tokens} new ones"
+            )
+        if episodes > batch.rows and not batch.pack:
+            faults.append(f"learner.batch.rows={batch.rows}: a step has {episodes} episodes")
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    @property
+    def max_context_tokens(self) -> int:
+        """What the engine can read at once bounds an episode: longer ones end as max_tokens."""
+        return min(self.actor.rollout.max_context_tokens, self.engine.context_lengths[-1])
+
+    @property
+    def kinds(self) -> list[TaskSpec]:
+        return [TaskSpec(task.name, 0, task.variant, task.max_turns) for task in self.tasks]
