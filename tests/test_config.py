@@ -160,25 +160,43 @@ def test_check_overrides_passes_known_keys_and_other_flags() -> None:
     cfg.required = config_dict.required_placeholder(int)
     argv = ["main", "--config=c.py", "--config.learner.steps", "7", "-config.name=a=b.c"]
     argv += ["--noconfig.learner.flag", "--configs.x=1", "--workdir=--config.x"]
-    config.check_overrides([*argv, "--config.required=2"], cfg)
+    # Of the schema, and of a file that does not keep to it: that is from_config's business.
+    config.check_overrides([*argv, "--config.required=2", "--config.learner.clip=1"], cfg, Root)
     with pytest.raises(ConfigError) as caught:
-        config.check_overrides(["main", "--config.learner.step=5", "--config.zzz.y=1"], cfg)
+        config.check_overrides(["main", "--config.learner.step=5", "--config.zzz.y=1"], cfg, Root)
     assert str(caught.value) == (
         "config.learner.step: unknown key; did you mean config.learner.steps?; "
-        "config.zzz.y: unknown key; known are config.learner, config.name, config.required"
+        "config.zzz.y: unknown key; known are config.learner, config.name, config.required, "
+        "config.verbose, config.tasks, config.actor"
     )
 
 
 MAIN = """
+import dataclasses
 from absl import app, flags
-from ml_collections import config_flags
 from uirl_jax import config
 
-CONFIG = config_flags.DEFINE_config_file("config")
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    steps: int
+    lr: float
+    warmup_steps: int = 0
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    data: int = -1
+
+@dataclasses.dataclass(frozen=True)
+class Root:
+    learner: Learner
+    name: str
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+
+CONFIG = config.define_config_file(Root)
 flags.DEFINE_string("workdir", None, "")
 
 def main(argv):
-    print(config.resolved_config_json(CONFIG.value))
+    print(config.resolved_config_json(config.from_config(Root, CONFIG.value)))
 
 app.run(main, flags_parser=config.parse_flags)
 """
@@ -209,7 +227,18 @@ def run_main(tmp_path: Path) -> Any:
 def test_command_line_good_overrides_arrive(run_main: Any) -> None:
     done = run_main("--config=good.py", "--config.learner.steps=7", "--config.name", "y")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"learner": {"steps": 7, "lr": 1e-3}, "name": "y"}
+    assert json.loads(done.stdout) == {
+        "learner": {"steps": 7, "lr": 1e-3, "warmup_steps": 0},
+        "name": "y",
+        "mesh": {"data": -1},
+    }
+
+
+def test_command_line_overrides_what_the_file_leaves_out(run_main: Any) -> None:
+    done = run_main("--config=good.py", "--config.learner.warmup_steps=3", "--config.mesh.data=2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["learner"]["warmup_steps"], found["mesh"]) == (3, {"data": 2})
 
 
 @pytest.mark.parametrize(

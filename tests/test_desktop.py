@@ -387,8 +387,9 @@ def test_data_entry_copies_a_cell_into_a_field():
     [
         ("desktop/click_buton", "", ["desktop/click_buton", "did you mean 'desktop/click_button'"]),
         (BUTTON, "button=5", ["'button'", "did you mean 'buttons'"]),
-        (BUTTON, "rows=3", ["'rows'", "known are buttons, by, misses, popup, shift"]),
+        (BUTTON, "rows=3", ["'rows'", "known are buttons, colors, by, misses, popup, shift"]),
         (BUTTON, "buttons=7", ["'7'", "2, 3, 4, 5, 6"]),
+        (BUTTON, "buttons=3,colors=2", ["3 buttons of 2 colors"]),
         (BUTTON, "by=size", ["'size'", "color, label"]),
         (TEXT, "popup", ["'popup' is not key=value"]),
         (TEXT, "popup=1,popup=0", ["'popup' is given twice"]),
@@ -399,6 +400,11 @@ def test_variant_that_is_wrong_says_what_and_names_the_nearest(name, variant, wo
     with pytest.raises(VerifierError) as caught:
         open_session(TaskSpec(name, 0, variant))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_variant_colors_takes_the_first_few():
+    seen = {_open(BUTTON, seed, "buttons=2,colors=3").goal for seed in range(40)}
+    assert seen == set(list(drawing.BUTTON_COLORS)[:3])
 
 
 def test_variant_is_read_with_spaces_and_defaults():

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from uirl_jax.errors import ConfigError
 from uirl_jax.shards import journal
 
 ROOT = Path(__file__).parents[1]
+SHIPPED_MODEL = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
 STEPS, GROUPS, MEMBERS = 4, 2, 4  # of tiny_config
 
 
@@ -34,11 +36,17 @@ def command(workdir: Path, model_dir: Path | str, *arguments: str) -> list[str]:
     ]
 
 
-def run(workdir: Path, model_dir: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    workdir: Path, model_dir: Path | str, *arguments: str, devices: int = 1
+) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
     return subprocess.run(
         command(workdir, model_dir, *arguments),
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -58,9 +66,7 @@ def assert_whole(workdir: Path, process: subprocess.CompletedProcess[str]) -> di
     assert episodes["trained"] == STEPS * GROUPS * MEMBERS
     fates = ("trained", "stale", "quarantined", "duplicate", "pending")
     assert episodes["published"] == sum(episodes[name] for name in fates)
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
-    assert steps == list(range(1, STEPS + 1))
+    assert metric_by_step(workdir, "step") == list(range(1, STEPS + 1))
     shards = [line.shard for line in journal.Journal(workdir / "shards" / "journal.jsonl").lines]
     assert len(shards) == len(set(shards))
     assert summary["before"]["attempts"] == summary["after"]["attempts"] == 4
@@ -78,6 +84,26 @@ def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model
         tmp_path / "run", model_dir
     )  # a finished run says the same again, and trains nothing
     assert assert_whole(tmp_path / "run", again) == summary
+
+
+def metric_by_step(workdir: Path, name: str) -> list[float]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)[name] for line in lines]
+
+
+def test_main_eight_devices_train_as_one_does(tmp_path):
+    # A temperature other than 1: the learner has to score by the distribution that was sampled.
+    temperature = "--config.actor.rollout.temperature=0.7"
+    for name, devices in (("one", 1), ("eight", 8)):
+        # The base model that ships: a random one is never rewarded, and its loss is 0.
+        process = run(tmp_path / name, SHIPPED_MODEL, temperature, devices=devices)
+        assert_whole(tmp_path / name, process)
+    for name in ("learner/loss", "learner/grad_norm", "actor/kl_loss", "actor/entropy"):
+        one, eight = (metric_by_step(tmp_path / devices, name) for devices in ("one", "eight"))
+        assert eight == pytest.approx(one, abs=1e-4), name
+    assert max(metric_by_step(tmp_path / "one", "actor/kl_loss")) > 1e-7  # something was learnt
+    # Float32 rounding of two programs; without forbidden ids or temperature it is 0.08 and more.
+    assert max(metric_by_step(tmp_path / "one", "offpolicy/drift")) < 1e-5
 
 
 def test_main_killed_at_random_moments_carries_on(tmp_path, model_dir):
@@ -134,6 +160,15 @@ def test_main_mistake_of_the_user_is_one_line(tmp_path, arguments: list[str], sa
     assert process.returncode == 1
     assert said in process.stderr
     assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1, process.stderr
+
+
+def test_main_port_in_use_is_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = run(tmp_path / "run", SHIPPED_MODEL, f"--config.verifier.port={port}")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1, process.stderr
+    assert f"{port}" in process.stderr and "in use" in process.stderr
 
 
 def test_open_run_with_another_config_names_the_difference(tmp_path):

@@ -1,6 +1,7 @@
 """The tool that makes the shipped base model, cut down; and the model that ships."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from uirl_jax import actions
 from uirl_jax.chat import Chat
 from uirl_jax.models import loading
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers import desktop, drawing
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
@@ -24,7 +25,7 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(tmp_path):
         [
             *(sys.executable, "-m", "tools.make_base_model"),
             *(f"--out={out}", f"--workdir={tmp_path / 'work'}", "--batch_rows=4"),
-            *("--finding_steps=2", "--acting_steps=2"),
+            *("--finding_steps=2", "--telling_steps=2", "--acting_steps=2"),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -51,22 +52,23 @@ def test_shipped_base_model_is_whole():
 
 def test_looking_example_answers_hit_what_was_asked_for():
     chat = Chat(SHIPPED, make_base_model.CHAT, 2)
+    asked_for = set()
     for seed in range(20):
-        rng = np.random.default_rng(seed)
-        example = make_base_model.looking_example(chat, rng, 1.0, 4)
-        again = np.random.default_rng(seed)
-        task = TaskSpec("desktop/click_button", int(again.integers(2**30)), "buttons=4")
-        session = desktop.open_session(task)
-        boxes = [box for name, box in session.targets.items() if not name.endswith("_plate")]
-        answers = np.split(example.token_ids_t, np.flatnonzero(np.diff(example.mask_t)) + 1)[1::2]
-        assert len(answers) == 4
-        hit = set()
-        for answer in answers:
+        example = make_base_model.looking_example(chat, np.random.default_rng(seed), 1.0, 3, 5)
+        task_seed = int(np.random.default_rng(seed).integers(2**30))
+        session = desktop.open_session(
+            TaskSpec("desktop/click_button", task_seed, "buttons=3,colors=5")
+        )
+        turns = np.split(example.token_ids_t, np.flatnonzero(np.diff(example.mask_t)) + 1)
+        assert len(turns) == 2 * make_base_model.QUESTIONS
+        for question, answer in zip(turns[::2], turns[1::2], strict=True):
+            (color,) = re.findall(r"Click the (\w+) button", chat.decode(question))
             click = actions.parse(chat.decode(answer), (224, 168))
-            inside = [i for i, (x0, y0, x1, y1) in enumerate(boxes)
-                      if x0 <= click.x < x1 and y0 <= click.y < y1]  # fmt: skip
-            hit.update(inside)
-        assert hit == {0, 1, 2, 3}
+            x0, y0, x1, y1 = session.targets[color]
+            assert x0 <= click.x < x1 and y0 <= click.y < y1
+            asked_for.add(color)
+        assert len(example.token_ids_t) <= make_base_model.ROW_TOKENS
+    assert asked_for == set(list(drawing.BUTTON_COLORS)[:5])
 
 
 def _leaves(state) -> list:

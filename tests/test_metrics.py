@@ -6,6 +6,8 @@ import math
 import os
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import google_crc32c
@@ -252,6 +254,21 @@ def test_progress_after_restart_measures_only_its_own_steps() -> None:
 )
 def test_format_duration_is_short(seconds: float, text: str) -> None:
     assert metrics.format_duration(seconds) == text
+
+
+def test_peak_rss_counts_a_living_child() -> None:
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no /proc on this system")
+    before_gib = metrics.peak_rss_gib()
+    program = "block = b'x' * 2**28; print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with_child_gib = metrics.peak_rss_gib()
+        child.communicate(b"\n")
+    assert 0.25 < with_child_gib - before_gib < 0.3  # the block, and an interpreter
 
 
 def test_peak_rss_equals_the_kernels_high_water_mark() -> None:

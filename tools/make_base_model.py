@@ -2,15 +2,14 @@
 
     python -m tools.make_base_model --out=uirl_jax/assets/tiny-ui-base
 
-The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. It learns
-in two stages. `finding`: one screen, a conversation of several clicks on it, so that every screen
-that is drawn and encoded teaches as often as it can; it learns where buttons are. `acting`: screens
-of one button, clicked by a demonstrator who often makes the task's characteristic mistake (the
-caption is clicked instead of the button): the model that comes out sees where to click and clicks
-beside it, which is what RL is for. Nothing is downloaded.
-
-What it does not learn in this time is which button has which colour (docs/performance.md says what
-was tried), so the quickstart's screens have one button.
+The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. A row is
+one screen and a conversation of several clicks on it, so that every screen that is drawn and
+encoded teaches as often as it can. It learns in three stages. `finding`: two buttons, two colours;
+it learns where buttons are, and then which one is meant. `telling`: more colours, then more
+buttons. That it begins with two colours is what makes the second thing learnable: with eight it
+stayed at chance (docs/performance.md). `acting`: a demonstrator who often makes the task's
+characteristic mistake (the caption is clicked instead of the button): the model that comes out sees
+where to click and clicks beside it, which is what RL is for. Nothing is downloaded.
 """
 
 import argparse
@@ -44,9 +43,9 @@ CHAT = chat.ChatConfig(
     system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
 )
 IMAGE = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
-STAGE_STEPS = {"finding": 1250, "acting": 200}
-EASY_STEPS = 300  # of finding with two buttons a screen
-LR = 2e-3  # peak, of the first stage
+STAGE_STEPS = {"finding": 500, "telling": 2000, "acting": 400}
+QUESTIONS = 3  # clicks a screen
+ROW_TOKENS = 136  # of the longest conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ def model_config(tokenizer: Tokenizer) -> qwen2_vl.Qwen2VLConfig:
             "hidden_size": 192,
             "num_hidden_layers": 4,
             "num_attention_heads": 3,
-            "num_key_value_heads": 1,
+            "num_key_value_heads": 3,
             "intermediate_size": 512,
             # A multiple of 64, as accelerators like it; the ids on top stand for nothing.
             "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,
@@ -136,13 +135,17 @@ def tokenizer_texts() -> list[str]:
 
 
 def looking_example(
-    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int
+    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int, colors: int
 ) -> Example:
-    """One screen of buttons, and a click on each of them in turn without the screen changing."""
-    screen = _Screen(rng, buttons)
+    """One screen of buttons, and clicks on some of them without the screen changing.
+
+    A button may be asked for again: if every one were asked for once, the last could be told by
+    elimination.
+    """
+    screen = _Screen(rng, buttons, colors)
     ids: list[int] = []
     mask: list[int] = []
-    for color in screen.colors[:5]:
+    for color in rng.choice(screen.colors, QUESTIONS):
         x, y = screen.place(color, wrong=bool(rng.random() >= quality))
         question = talk.context(f"Click the {color} button.", [screen.grid], []).ids.tolist()
         if ids:
@@ -160,16 +163,16 @@ def looking_example(
 
 
 class _Screen:
-    """A drawn screen of buttons, cut into patches, and its colours in a random order."""
+    """A drawn screen of buttons, cut into patches, and where they are."""
 
-    def __init__(self, rng: np.random.Generator, buttons: int) -> None:
-        task = TaskSpec("desktop/click_button", int(rng.integers(2**30)), f"buttons={buttons}")
+    def __init__(self, rng: np.random.Generator, buttons: int, colors: int) -> None:
+        variant = f"buttons={buttons},colors={colors}"
+        task = TaskSpec("desktop/click_button", int(rng.integers(2**30)), variant)
         session = desktop.open_session(task)
         self.targets = session.targets
         self.size = (session.width_px, session.height_px)
         self.patches, self.grid = vision_inputs.process_image(session.screenshot(), IMAGE)
-        colors = [name for name in self.targets if not name.endswith("_plate")]
-        self.colors = [colors[index] for index in rng.permutation(len(colors))]
+        self.colors = [name for name in self.targets if not name.endswith("_plate")]
 
     def place(self, color: str, *, wrong: bool = False) -> tuple[int, int]:
         """Where to click; `wrong` is on the caption."""
@@ -242,19 +245,23 @@ class Stage:
 def draw(talk: chat.Chat, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
     """The batch of one step."""
     rng = np.random.default_rng([seed, list(STAGE_STEPS).index(stage.name), step])
-
-    def looking(fewest: int, most: int) -> Example:
-        return looking_example(talk, rng, stage.quality, int(rng.integers(fewest, most + 1)))
-
-    if stage.name == "acting":
-        examples, row_tokens = [looking(1, 1) for _ in range(rows)], 80
-    elif step < EASY_STEPS:
-        examples, row_tokens = [looking(2, 2) for _ in range(rows)], 104
-    else:
-        examples, row_tokens = [looking(2, 6) for _ in range(rows)], 176
+    fewest, most, colors = _screens(stage.name, step)
+    examples = [
+        looking_example(talk, rng, stage.quality, int(rng.integers(fewest, most + 1)), colors)
+        for _ in range(rows)
+    ]
     return make_batch(
-        examples, row_tokens=row_tokens, images_a_row=1, image_token_id=talk.image_token_id
+        examples, row_tokens=ROW_TOKENS, images_a_row=1, image_token_id=talk.image_token_id
     )
+
+
+def _screens(stage: str, step: int) -> tuple[int, int, int]:
+    """Fewest and most buttons on a screen, and of how many colours they are."""
+    if stage == "finding":
+        return 2, 2, 2
+    if stage == "telling" and step < 300:
+        return 2, 2, 3 if step < 100 else 5
+    return 2, 4, 8
 
 
 def batches(talk: chat.Chat, stage: Stage, seed: int, rows: int) -> Callable[[int], TrainBatch]:
@@ -348,10 +355,11 @@ Took {minutes:.0f} minutes (of the last process, where it was started more than 
 
 def stages(recipe: Recipe) -> tuple[Stage, ...]:
     """In their order; each starts from what the one before it ended with."""
-    finding, acting = (recipe.steps[name] for name in STAGE_STEPS)
+    finding, telling, acting = (recipe.steps[name] for name in STAGE_STEPS)
     return (
-        Stage("finding", finding, 200, LR, 1.0, "cosine"),
-        Stage("acting", acting, 20, LR / 3, recipe.quality, "cosine"),
+        Stage("finding", finding, 200, 2e-3, 1.0, "constant"),
+        Stage("telling", telling, 20, 2e-3, 1.0, "constant"),
+        Stage("acting", acting, 20, 1e-3, recipe.quality, "cosine"),
     )
 
 

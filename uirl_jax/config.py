@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from absl import flags
-from ml_collections import config_dict
+from ml_collections import config_dict, config_flags
 
 from uirl_jax.errors import ConfigError
 
@@ -62,6 +62,51 @@ def from_config(cls: type[T], cfg: Any, path: str = "config") -> T:
     return built
 
 
+def define_config_file(schema: type, name: str = "config", help: str = "") -> Any:
+    """The flag `--config=FILE`, with `--config.x.y=` for every key of the schema.
+
+    Also for keys that the file leaves at their defaults: ml_collections alone takes only those
+    that the file sets.
+
+    Args:
+        schema: the dataclass that `from_config` will build of it.
+
+    Returns:
+        The flag's holder; its value is the ConfigDict.
+    """
+    holder = config_flags.DEFINE_config_file(
+        name, None, help, lock_config=False, accept_new_attributes=True
+    )
+    flags.FLAGS[name].parser = _ConfigFile(schema)
+    return holder
+
+
+class _ConfigFile(flags.ArgumentParser):
+    """What a config file returns, with an empty section for each that it leaves out."""
+
+    def __init__(self, schema: type) -> None:
+        self.schema = schema
+
+    def parse(self, argument: str) -> config_dict.ConfigDict:
+        config = _load_config_file(argument)
+        with config.unlocked():
+            _add_sections(config, self.schema)
+        return config
+
+    def flag_type(self) -> str:
+        return "config file"
+
+
+def _add_sections(config: config_dict.ConfigDict, schema: type) -> None:
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[field.name]):
+            if field.name not in config:
+                config[field.name] = config_dict.ConfigDict()
+            if isinstance(config[field.name], config_dict.ConfigDict):
+                _add_sections(config[field.name], hints[field.name])
+
+
 def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
     """For app.run(main, flags_parser=parse_flags): a user's mistake is one line and exit code 1.
 
@@ -70,15 +115,16 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
 
     Args:
         argv: as sys.argv.
-        name: of the flag that config_flags.DEFINE_config_file defined.
+        name: of the flag that define_config_file defined.
 
     Returns:
         argv[0] alone: arguments that are no flags are refused.
     """
     try:
-        config = _config_of_argv(argv, name)
-        if config is not None:
-            check_overrides(argv, config, name)
+        file = _config_of_argv(argv, name)
+        if file is not None:
+            parser = flags.FLAGS[name].parser
+            check_overrides(argv, parser.parse(file), parser.schema, name)
         try:
             rest = flags.FLAGS(list(argv))
         except (flags.Error, ValueError, TypeError) as error:
@@ -92,19 +138,21 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
 
 
 def check_overrides(
-    argv: Sequence[str], config: config_dict.ConfigDict, name: str = "config"
+    argv: Sequence[str], config: config_dict.ConfigDict, schema: type, name: str = "config"
 ) -> None:
-    """Refuse every `--config.x.y` whose key the config file does not have.
+    """Refuse every `--config.x.y` whose key neither the config file nor the schema has.
 
     Args:
         argv: as sys.argv; other flags are passed over.
         config: what the config file returned.
+        schema: the dataclass that will be built of it.
         name: of the config flag.
 
     Raises:
         ConfigError: all unknown keys, each with the nearest known one.
     """
-    known = [f"{name}.{key}" for key in _paths_of_config(config)]
+    paths = dict.fromkeys([*_paths_of_config(config), *_paths_of_dataclass(schema)])
+    known = [f"{name}.{path}" for path in paths]
     faults = [
         f"{key}: unknown key; {_did_you_mean(key, known)}"
         for key in _overrides(argv, name)
@@ -238,17 +286,16 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, path: str, faults: li
             faults.append(f"{path}: got {number}, expected more than {metadata['above']}")
 
 
-def _config_of_argv(argv: Sequence[str], name: str) -> config_dict.ConfigDict | None:
-    """What the file of `--config=file` or `--config file` returns; None where it is not given."""
+def _config_of_argv(argv: Sequence[str], name: str) -> str | None:
+    """The file of `--config=file` or `--config file`; None where it is not given."""
     pattern = re.compile(rf"--?{re.escape(name)}(=(?P<file>.*))?$")
     for idx, argument in enumerate(argv[1:], start=1):
         match = pattern.match(argument)
         if not match:
             continue
-        file = match["file"]
-        if file is None:
-            file = argv[idx + 1] if idx + 1 < len(argv) else ""
-        return _load_config_file(file)
+        if match["file"] is not None:
+            return match["file"]
+        return argv[idx + 1] if idx + 1 < len(argv) else ""
     if _overrides(argv, name):
         raise ConfigError(f"--{name}.* changes a config file, and none is given; add --{name}=FILE")
     return None

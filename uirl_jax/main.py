@@ -25,7 +25,6 @@ from typing import Any, Literal, TypeVar
 import jax
 import numpy as np
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from uirl_jax import config, evaluate, metrics, platform_flags, policy_sync, report, seeds
 from uirl_jax.actor.fleet import Fleet
@@ -361,7 +360,8 @@ def run_all(
             )
         players.take_policy()
         after = background.run(players.evaluate("after"))
-    _conclude(run, result, actor_metrics)
+        peak_rss_gib = metrics.peak_rss_gib()  # here, where the verifier still lives
+    _conclude(run, result, actor_metrics, peak_rss_gib)
     return after
 
 
@@ -369,7 +369,9 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def _conclude(run: Run, result: LearnerResult, actor_metrics: dict[str, float]) -> None:
+def _conclude(
+    run: Run, result: LearnerResult, actor_metrics: dict[str, float], peak_rss_gib: float
+) -> None:
     """summary.json, report.html, and the table that a run ends with."""
     results = evaluate.read_results(run.workdir)
     summary_path = run.workdir / evaluate.SUMMARY_FILE
@@ -379,7 +381,7 @@ def _conclude(run: Run, result: LearnerResult, actor_metrics: dict[str, float]) 
             results,
             seed=run.cfg.seed,
             train_seconds=result.train_seconds,
-            peak_rss_gib=metrics.peak_rss_gib(),
+            peak_rss_gib=peak_rss_gib,
             accounting=result.accounting,
             lost=int(actor_metrics["actor/lost"]),
             env_error=int(actor_metrics["actor/env_error"]),
@@ -455,9 +457,7 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 # ------------------------------------------------------------------------------------ the command
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "an experiment, e.g. configs/quickstart.py"
-)
+_CONFIG = config.define_config_file(RunConfig, help="an experiment, e.g. configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "everything that the run writes is in here")
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)

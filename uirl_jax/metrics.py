@@ -7,6 +7,7 @@ is decided by the caller; names are `group/name`, as in `actor/policy_loss`, `ac
 talks to a network.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -340,8 +341,29 @@ class Progress:
 
 
 def peak_rss_gib() -> float:
-    """Largest resident memory of this process so far; its children are not in it."""
+    """Largest resident memory so far of this process and of its living children, added up.
+
+    An upper bound: their peaks need not fall together. Children are counted on Linux alone.
+    """
     import resource  # not on Windows, where nothing else of a run needs it either
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB elsewhere
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
+    return peak / unit + sum(_high_water_kib(pid) for pid in _children()) / 2**20
+
+
+def _children() -> list[str]:
+    lists = Path("/proc/self/task").glob("*/children")
+    return [pid for path in lists for pid in path.read_text().split()]
+
+
+def _high_water_kib(pid: str) -> int:
+    """VmHWM of a process; 0 of one that is gone or a zombie.
+
+    Not RUSAGE_CHILDREN: that counts what the parent held when it started the child.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1])
+    return 0

@@ -28,6 +28,7 @@ _EVERYWHERE: dict[str, tuple[str, ...]] = {"popup": ("0", "1"), "shift": ("0", "
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "desktop/click_button": {
         "buttons": ("1", "2", "3", "4", "5", "6"),
+        "colors": ("2", "3", "4", "5", "6", "7", "8"),
         "by": ("color", "label"),
         "misses": tuple("0123456789"),
         **_EVERYWHERE,
@@ -63,7 +64,13 @@ def parse_variant(name: str, variant: str) -> tasks.Options:
                 + ", ".join(known[key])
             )
         values[key] = int(value) if value.isdecimal() else value
-    return tasks.Options(**values)
+    options = tasks.Options(**values)
+    if options.buttons > options.colors:
+        raise VerifierError(
+            f"variant {variant!r} of {name}: {options.buttons} buttons of {options.colors} colors, "
+            "but no two have the same"
+        )
+    return options
 
 
 def _nearest(word: str, known: dict[str, object]) -> str:

@@ -15,10 +15,11 @@ from PIL import Image, ImageDraw, ImageFont
 Color = tuple[int, int, int]
 Box = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels; x1 and y1 are outside
 
+# Easy ones first: a task variant may take the first few only.
 BUTTON_COLORS: dict[str, Color] = {
     "red": (230, 20, 20),
-    "green": (0, 160, 30),
     "blue": (20, 40, 240),
+    "green": (0, 160, 30),
     "yellow": (255, 230, 0),
     "black": (10, 10, 10),
     "white": (255, 255, 255),

@@ -43,6 +43,7 @@ class Options:
     """A parsed variant. All fields but popup and shift are one task's (see desktop.VARIANTS)."""
 
     buttons: int = 4  # click_button: how many
+    colors: int = 8  # click_button: how many colours they are taken from, the easiest first
     by: str = "color"  # click_button: what the instruction names, color or label
     misses: int = 0  # click_button: clicks beside every button that do not end the episode
     rows: int = 3  # data_entry
@@ -117,7 +118,7 @@ class ClickButton:
     def __init__(self, rng: np.random.Generator, options: Options) -> None:
         self.width_px, self.height_px = SCREEN_PX
         count = options.buttons
-        names = list(drawing.BUTTON_COLORS)
+        names = list(drawing.BUTTON_COLORS)[: options.colors]
         self._colors = [names[i] for i in rng.permutation(len(names))[:count]]
         self._captions = [CAPTIONS[i] for i in rng.permutation(len(CAPTIONS))[:count]]
         self._sizes = [(_integer(rng, 44, 58), _integer(rng, 26, 32)) for _ in range(count)]
