@@ -23,9 +23,7 @@ def get_config() -> ConfigDict:
     cfg.chat.max_screenshots = 6
     cfg.chat.drop_screenshots = 3
 
-    cfg.tasks = (
-        ConfigDict({"name": "desktop/click_button", "variant": "buttons=1", "max_turns": 1}),
-    )
+    cfg.tasks = (ConfigDict({"name": "desktop/click_button", "max_turns": 1}),)  # four buttons
 
     cfg.actor = ConfigDict()
     cfg.actor.group_size = 8

@@ -43,7 +43,7 @@ CHAT = chat.ChatConfig(
     system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
 )
 IMAGE = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
-STAGE_STEPS = {"finding": 500, "telling": 2000, "acting": 400}
+STAGE_STEPS = {"finding": 500, "telling": 750, "acting": 400}
 QUESTIONS = 3  # clicks a screen
 ROW_TOKENS = 136  # of the longest conversation
 
@@ -340,8 +340,8 @@ def model_card(recipe: Recipe, parameters: int, minutes: float) -> str:
 
 A Qwen2-VL of {parameters:,} parameters for the quickstart of uirl_jax, trained from nothing on
 drawn screens with scripted demonstrations: no pretrained weights, no data but what
-`uirl_jax.verifiers` draws. It finds the buttons of the hermetic desktop and says where to click. It
-does not tell their colours apart, reads no captions and knows nothing else.
+`uirl_jax.verifiers` draws. It finds the buttons of the hermetic desktop, tells their eight colours
+apart and says where to click. It reads no captions and knows nothing else.
 
 In the last stage {1 - recipe.quality:.0%} of the demonstrated clicks were wrong on purpose: they
 hit the caption below the button. That is the habit that GRPO unlearns in the quickstart.

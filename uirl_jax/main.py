@@ -62,11 +62,13 @@ def open_run(workdir: Path, cfg: RunConfig) -> str:
     workdir.mkdir(parents=True, exist_ok=True)
     content = json.dumps({"run_id": uuid.uuid4().hex, "config": resolved}, indent=2) + "\n"
     temporary = workdir / f".config-{uuid.uuid4().hex}.tmp"
-    temporary.write_text(content, encoding="utf-8")
-    # A link is made only where no file is, so that of two roles that start together one wins.
-    with contextlib.suppress(FileExistsError):
-        os.link(temporary, path)
-    temporary.unlink()
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        # A link is made only where no file is, so that of two roles that start together one wins.
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         run_id, known = found["run_id"], found["config"]
@@ -502,7 +504,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # A full disk is often noticed where no file name is at hand any more.
+        where = "" if error.filename else f"{_WORKDIR.value}: "
+        print(f"error: {where}{error}; the same command carries on", file=sys.stderr)
         return 1
 
 
