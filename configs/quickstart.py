@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
     cfg.learner.batch.image_rows = (8,)
     cfg.learner.batch.patch_lengths = (192,)
     cfg.learner.batch.pack = False
-    cfg.learner.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "clip_norm": 1.0})
+    cfg.learner.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"})
     cfg.learner.loss = ConfigDict({"kl_coefficient": 0.01})
 
     cfg.evaluation = ConfigDict({"episodes": 200, "temperature": 0.0})

@@ -93,10 +93,13 @@ def metric_by_step(workdir: Path, name: str) -> list[float]:
 
 def test_main_eight_devices_train_as_one_does(tmp_path):
     # A temperature other than 1: the learner has to score by the distribution that was sampled.
-    temperature = "--config.actor.rollout.temperature=0.7"
+    arguments = (
+        "--config.actor.rollout.temperature=0.7",
+        *(f"--config.{room}.max_new_tokens=16" for room in ("actor.rollout", "engine")),
+    )
     for name, devices in (("one", 1), ("eight", 8)):
         # The base model that ships: a random one is never rewarded, and its loss is 0.
-        process = run(tmp_path / name, SHIPPED_MODEL, temperature, devices=devices)
+        process = run(tmp_path / name, SHIPPED_MODEL, *arguments, devices=devices)
         assert_whole(tmp_path / name, process)
     for name in ("learner/loss", "learner/grad_norm", "actor/kl_loss", "actor/entropy"):
         one, eight = (metric_by_step(tmp_path / devices, name) for devices in ("one", "eight"))

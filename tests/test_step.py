@@ -81,11 +81,9 @@ def take_steps(batch: TrainBatch, *, microbatches: int = 1, steps: int = 1, mesh
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
     run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), microbatches=microbatches)
     state = learner_state.init_state(lora, optimizer, mesh)
-    shardings = None
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
-        shardings = sharding.batch_shardings(mesh)
-    arrays = learner_step.to_device(batch, shardings)
+    arrays = learner_step.to_device(batch, mesh)
     for _ in range(steps):
         scored = run.score(state.trainable, frozen, arrays)
         state, metrics = run.update(state, frozen, arrays, *scored)

@@ -43,7 +43,7 @@ CHAT = chat.ChatConfig(
     system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
 )
 IMAGE = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
-STAGE_STEPS = {"finding": 500, "telling": 750, "acting": 400}
+STAGE_STEPS = {"finding": 500, "telling": 1250, "acting": 400}
 QUESTIONS = 3  # clicks a screen
 ROW_TOKENS = 136  # of the longest conversation
 

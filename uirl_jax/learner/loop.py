@@ -24,7 +24,7 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.metrics import MetricsWriter, Progress, key_values
-from uirl_jax.models import qwen2_vl_weights, sharding
+from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.rl.advantages import group_normalised
 from uirl_jax.rl.losses import GrpoConfig
@@ -161,7 +161,7 @@ def run_learner(
                 image_token_id=model.cfg.image_token_id,
                 cfg=cfg.batch,
             )
-            arrays = learner_step.to_device(batch, sharding.batch_shardings(mesh))
+            arrays = learner_step.to_device(batch, mesh)
             visual_md, old_bt, ref_bt = steps.score(state.trainable, model.frozen, arrays)
             state, device_metrics = steps.update(
                 state, model.frozen, arrays, visual_md, old_bt, ref_bt

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from uirl_jax.learner.state import TrainState
-from uirl_jax.models import qwen2_vl
+from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.rl import losses
 from uirl_jax.types import TrainBatch
 
@@ -43,11 +43,15 @@ class Steps:
         return sum(fn._cache_size() for fn in (self.score, self.update, self.supervised))
 
 
-def to_device(batch: TrainBatch, shardings: dict[str, jax.sharding.Sharding] | None) -> Arrays:
-    """The batch's arrays on the mesh (rows over its data axes), or on the one device there is."""
+def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
+    """The batch's arrays on the mesh (rows over its data axes), or on the one device there is.
+
+    Rows that the mesh does not divide go to every device whole: right, and slower.
+    """
     arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    if shardings is None:
+    if mesh is None:
         return {name: jnp.asarray(array) for name, array in arrays.items()}
+    shardings = sharding.batch_shardings(mesh, arrays)
     return {name: jax.device_put(array, shardings[name]) for name, array in arrays.items()}
 
 

@@ -25,9 +25,7 @@ class GrpoConfig:
     clip_low: float = 0.2  # PPO's range; DAPO raises the upper side only
     clip_high: float = 0.2
     kl_coefficient: float = 0.01  # of the k3 estimator against the base, adapters off
-    importance_cap: float = (
-        2.0  # truncates old / behaviour (TIS); 1 at staleness 0 but for rounding
-    )
+    importance_cap: float = 2.0  # truncates old / behaviour (TIS), which is 1 at staleness 0
 
 
 def clipped_policy_loss(
