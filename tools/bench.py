@@ -1,0 +1,366 @@
+"""How fast a training step is, beside its peers, in one run on one machine.
+
+    python -m tools.bench train --peers --json=bench.json
+
+The work is a group of eight trajectories of one turn: one screenshot of 448x280 (160 visual tokens)
+and a prompt of 64 tokens that all of them share, 32 sampled tokens each; a Qwen2-VL of 69.6 M
+parameters with random weights, LoRA of rank 16 on q, k, v and o, frozen vision tower, float32, the
+clipped policy loss with the KL term against the base (adapters off), AdamW. Every contender is a
+process of its own that starts from the same weights, adapters and arrays; they take turns, one step
+each, with the machine's matrix rate measured before every step, because it drifts. The losses that
+they print show that they do the same work.
+
+Peers (`bench_peers`, extra `bench`): transformers and peft in torch. Nothing is downloaded.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from uirl_jax import platform_flags
+
+THREADS = 2
+RATE_SIZE = 1536  # of the square matrix product that measures the machine
+KL_COEFFICIENT = 0.01
+LEARNING_RATE = 1e-4
+RANK, ALPHA = 16, 32.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What one step works on."""
+
+    group: int = 8
+    image_px: tuple[int, int] = (448, 280)
+    prompt_tokens: int = 64
+    sampled_tokens: int = 32
+
+
+SMALL = Size()
+PEERS = ("torch_peft", "torch_peft_encoded_once")
+
+
+def model_config() -> dict[str, Any]:
+    """config.json of the size "small": 69.6 M parameters."""
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "hidden_size": 640,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1728,
+        "vocab_size": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "image_token_id": 10,
+        "video_token_id": 11,
+        "vision_start_token_id": 12,
+        "vision_end_token_id": 13,
+        "vision_config": {
+            "depth": 8,
+            "embed_dim": 320,
+            "num_heads": 5,
+            "mlp_ratio": 4,
+            "hidden_size": 640,
+            "in_channels": 3,
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+        },
+    }
+
+
+# ------------------------------------------------------------------------------- the same work
+
+
+def write_work(directory: Path, size: Size) -> None:
+    """The model, its adapters (PEFT's format) and the arrays of a step, for every contender."""
+    import jax
+    from flax import nnx
+
+    from uirl_jax import vision_inputs
+    from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
+    from uirl_jax.models.lora import LoraConfig, LoRAParam
+
+    cfg = qwen2_vl.Qwen2VLConfig.from_dict(model_config())
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=("attention",))
+    model = qwen2_vl.Qwen2VL(cfg, lora=lora, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    # B is zero in fresh adapters: then the KL term and half of the gradients would be zero.
+    graphdef, adapters, base = nnx.split(model, LoRAParam, ...)
+    adapters = jax.tree.map(
+        lambda leaf: leaf + 0.01 * rng.normal(size=leaf.shape).astype(np.float32), adapters
+    )
+    model = nnx.merge(graphdef, adapters, base)
+    qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, base), directory / "model")
+    peft_adapters.save_adapter(model, directory / "adapter")
+
+    image_cfg = vision_inputs.ImageConfig()
+    width_px, height_px = size.image_px
+    pixels_hwc = rng.integers(0, 256, (height_px, width_px, 3), np.uint8)
+    from PIL import Image
+
+    patches_pf, grid = vision_inputs.process_image(Image.fromarray(pixels_hwc), image_cfg)
+    visual = vision_inputs.num_visual_tokens(grid, image_cfg.merge_size)
+    words = size.prompt_tokens - 2
+    prompt = [
+        *rng.integers(100, cfg.vocab_size, words // 2).tolist(),
+        cfg.vision_start_token_id,
+        *[cfg.image_token_id] * visual,
+        cfg.vision_end_token_id,
+        *rng.integers(100, cfg.vocab_size, words - words // 2).tolist(),
+    ]
+    sampled_gs = rng.integers(100, cfg.vocab_size, (size.group, size.sampled_tokens))
+    token_ids_bt = np.array([[*prompt, *sampled_s] for sampled_s in sampled_gs], np.int32)
+    rewards_g = rng.normal(size=size.group)
+    np.savez(
+        directory / "arrays.npz",
+        token_ids_bt=token_ids_bt,
+        prompt_length=len(prompt),
+        advantages_g=((rewards_g - rewards_g.mean()) / rewards_g.std()).astype(np.float32),
+        patches_pf=patches_pf,
+        grid_thw=np.array(grid),
+    )
+
+
+def jax_step(directory: Path) -> Callable[[], float]:
+    """Ours: the learner's own functions, on the arrays that its batches are made of."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from uirl_jax import vision_inputs
+    from uirl_jax.learner import state as learner_state
+    from uirl_jax.learner import step as learner_step
+    from uirl_jax.models import peft_adapters, qwen2_vl_weights
+    from uirl_jax.models.lora import LoRAParam
+    from uirl_jax.rl.losses import GrpoConfig
+    from uirl_jax.types import TrainBatch
+
+    arrays = np.load(directory / "arrays.npz")
+    lora = peft_adapters.read_config(directory / "adapter")
+    model = qwen2_vl_weights.load_pretrained(
+        directory / "model",
+        lora=lora,
+        param_dtype=jnp.float32,
+        init_key=jax.random.key(0),
+        remat="none",
+    )
+    model = peft_adapters.load_adapter(model, directory / "adapter")
+    graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
+    optimizer = learner_state.make_optimizer(
+        learner_state.OptimizerConfig(lr=LEARNING_RATE, clip_norm=1e9), 1000
+    )
+    steps = learner_step.make_steps(graphdef, optimizer, GrpoConfig(kl_coefficient=KL_COEFFICIENT))
+    state = learner_state.init_state(adapters, optimizer)
+    token_ids_bt, grid = arrays["token_ids_bt"], tuple(arrays["grid_thw"].tolist())
+    rows, tokens = token_ids_bt.shape
+    mask_bt = np.zeros((rows, tokens), np.float32)
+    mask_bt[:, int(arrays["prompt_length"]) :] = 1
+    positions_3t = vision_inputs.rope_positions(
+        token_ids_bt[0], [grid], model.cfg.image_token_id, 2
+    )
+    vision_index_t = np.full(tokens, -1, np.int32)
+    is_visual_t = token_ids_bt[0] == model.cfg.image_token_id
+    vision_index_t[is_visual_t] = np.arange(is_visual_t.sum())
+    patches = len(arrays["patches_pf"])
+    batch = TrainBatch(
+        token_ids_bt=token_ids_bt,
+        segment_ids_bt=np.ones((rows, tokens), np.int32),
+        positions_3bt=np.tile(positions_3t[:, None], (1, rows, 1)).astype(np.int32),
+        completion_mask_bt=mask_bt,
+        vision_index_bt=np.tile(vision_index_t, (rows, 1)),
+        behaviour_logprobs_bt=np.zeros((rows, tokens), np.float32),
+        advantages_bt=mask_bt * arrays["advantages_g"][:, None],
+        patches_ipf=arrays["patches_pf"][None],
+        patch_positions_ip2=vision_inputs.patch_positions(grid, 2)[None].astype(np.int32),
+        patch_segments_ip=np.ones((1, patches), np.int32),
+    )
+    behaviour_bt = None
+
+    def step() -> float:
+        nonlocal state, behaviour_bt
+        device_arrays = learner_step.to_device(batch, None)
+        if behaviour_bt is not None:
+            device_arrays["behaviour_logprobs_bt"] = behaviour_bt
+        visual_md, old_bt, ref_bt = steps.score(state.trainable, frozen, device_arrays)
+        if behaviour_bt is None:  # as if an actor of the same policy had sampled
+            behaviour_bt = old_bt * device_arrays["completion_mask_bt"]
+            device_arrays["behaviour_logprobs_bt"] = behaviour_bt
+        state, metrics = steps.update(state, frozen, device_arrays, visual_md, old_bt, ref_bt)
+        return learner_step.to_floats(metrics)["learner/loss"]
+
+    return step
+
+
+# -------------------------------------------------------------------------------- the contenders
+
+
+def matrix_rate() -> float:
+    """GFLOP/s of a plain float32 product in numpy, THREADS threads."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.random((RATE_SIZE, RATE_SIZE), np.float32) for _ in range(2))
+    seconds = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started_s)
+    return 2 * RATE_SIZE**3 / min(seconds) / 1e9
+
+
+def work(name: str, directory: Path) -> None:
+    """A contender's process: one step for every line on stdin, its seconds and loss on stdout."""
+    if name == "ours":
+        platform_flags.set_defaults()
+        step = jax_step(directory)
+    else:
+        from tools import bench_peers
+
+        step = bench_peers.torch_step(directory, encode_once=name == "torch_peft_encoded_once")
+    for _ in sys.stdin:
+        started_s = time.perf_counter()
+        loss = step()
+        seconds = time.perf_counter() - started_s
+        print(json.dumps({"seconds": seconds, "loss": loss, "rss_gib": peak_rss_gib()}), flush=True)
+
+
+def peak_rss_gib() -> float:
+    from uirl_jax import metrics
+
+    return metrics.peak_rss_gib()
+
+
+class Contender:
+    """One contender's process, told to take steps."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.steps: list[dict[str, float]] = []
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "OMP_NUM_THREADS": str(THREADS),
+            "OMP_WAIT_POLICY": "PASSIVE",  # a contender that waits takes nothing from the others
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tools.bench", "work", name, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def step(self) -> dict[str, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"error: {self.name} ended with exit code {self._process.wait()}")
+        self.steps.append(json.loads(line))
+        return self.steps[-1]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def train(peers: bool, rounds: int, size: Size) -> dict[str, Any]:
+    """Interleaved steps of all contenders; the first of each compiles and warms up."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_work(directory, size)
+        contenders = [Contender(n, directory) for n in ("ours", *(PEERS if peers else ()))]
+        try:
+            for contender in contenders:
+                first = contender.step()
+                print(f"{contender.name}: first step {first['seconds']:.1f} s", flush=True)
+            rates = []
+            for number in range(1, rounds + 1):
+                for contender in contenders:
+                    rates.append(matrix_rate())
+                    taken = contender.step()
+                    print(
+                        f"round={number}/{rounds} matrix_gflops={rates[-1]:.0f} "
+                        f"contender={contender.name} seconds={taken['seconds']:.2f} "
+                        f"loss={taken['loss']:.6f}",
+                        flush=True,
+                    )
+        finally:
+            for contender in contenders:
+                contender.close()
+    rows = {contender.name: _row(contender.steps) for contender in contenders}
+    ours = rows["ours"]["seconds"]
+    return {
+        **rows,
+        "ratio": {n: row["seconds"] / ours for n, row in rows.items() if n != "ours"},
+        "matrix_gflops": statistics.median(rates),
+    }
+
+
+def _row(steps: list[dict[str, float]]) -> dict[str, float]:
+    seconds = [taken["seconds"] for taken in steps[1:]]
+    return {
+        "seconds": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "peak_rss_gib": steps[-1]["rss_gib"],
+        "first_step_seconds": steps[0]["seconds"],
+    }
+
+
+def format_table(result: dict[str, Any]) -> str:
+    lines = [f"{'':26s}{'median':>9s}{'range':>16s}{'x ours':>8s}{'peak GiB':>10s}{'loss':>12s}"]
+    for name, row in result.items():
+        if name in ("ratio", "matrix_gflops"):
+            continue
+        spread = f"{row['fastest']:.2f} - {row['slowest']:.2f}"
+        ratio = result["ratio"].get(name, 1.0)
+        lines.append(
+            f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}{row['peak_rss_gib']:10.2f}"
+            f"{row['last_loss']:12.6f}"
+        )
+    lines.append(f"matrix rate {result['matrix_gflops']:.0f} GFLOP/s (numpy, median)")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train", help="a training step, beside its peers")
+    training.add_argument("--peers", action="store_true", help="also torch with transformers, peft")
+    training.add_argument("--rounds", type=int, default=5, help="steps of each, after the first")
+    training.add_argument("--json", type=Path, help="write the numbers here too")
+    working = commands.add_parser("work", help="one contender's process (used by train)")
+    working.add_argument("name", choices=("ours", *PEERS))
+    working.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    if args.command == "work":
+        work(args.name, args.directory)
+        return
+    platform_flags.set_defaults()
+    result = train(args.peers, args.rounds, SMALL)
+    print(format_table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The peers of `bench`: the same training step in torch, as users of transformers and peft write it.
+
+Apart from `bench` because torch and peft are no part of the product.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import peft
+import torch
+import transformers
+
+from tools import bench
+
+
+def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
+    """One optimizer step on the work that `bench.write_work` wrote.
+
+    Args:
+      encode_once: the screenshot that all rows share goes through the vision tower once. Otherwise
+        it stands in every row, as transformers' processor and TRL give it to the model.
+    """
+    torch.set_num_threads(bench.THREADS)
+    base = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
+        directory / "model", dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model = peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True)
+    model.train()
+    arrays = np.load(directory / "arrays.npz")
+    ids_bt = torch.tensor(arrays["token_ids_bt"]).long()
+    rows, first = len(ids_bt), int(arrays["prompt_length"])
+    kinds_bt = (ids_bt == base.config.image_token_id).int()
+    pixels = torch.tensor(arrays["patches_pf"])
+    grid = torch.tensor(arrays["grid_thw"])[None]
+    advantages_b1 = torch.tensor(arrays["advantages_g"])[:, None]
+    attention_bt = torch.ones_like(ids_bt)
+    positions_3bt, _ = base.model.get_rope_index(
+        ids_bt, kinds_bt, grid.repeat(rows, 1), attention_mask=attention_bt
+    )
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=bench.LEARNING_RATE,
+        betas=(0.9, 0.99),
+        weight_decay=0.0,
+    )
+
+    def inputs() -> dict[str, torch.Tensor]:
+        if not encode_once:
+            return {
+                "input_ids": ids_bt,
+                "mm_token_type_ids": kinds_bt,
+                "pixel_values": pixels.repeat(rows, 1),
+                "image_grid_thw": grid.repeat(rows, 1),
+            }
+        with torch.no_grad():
+            visual_md = base.model.get_image_features(pixels, grid).pooler_output[0]
+            embedded_btd = base.get_input_embeddings()(ids_bt).clone()
+            embedded_btd[kinds_bt.bool()] = visual_md.repeat(rows, 1)
+        return {"inputs_embeds": embedded_btd, "position_ids": positions_3bt}
+
+    def logprobs(shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of the sampled tokens, [B, S]; logits of these positions alone, as TRL does."""
+        kept = ids_bt.shape[1] - first + 1
+        logits_bsv = model(
+            attention_mask=attention_bt, use_cache=False, logits_to_keep=kept, **shared
+        ).logits[:, :-1]
+        targets_bs = ids_bt[:, first:]
+        picked_bs = logits_bsv.gather(-1, targets_bs[..., None])[..., 0]
+        return picked_bs - logits_bsv.logsumexp(-1)
+
+    def step() -> float:
+        shared = inputs()
+        with torch.no_grad(), model.disable_adapter():
+            ref_bs = logprobs(shared)
+        new_bs = logprobs(shared)
+        # One update a batch: the old policy is the one before this very update.
+        ratio_bs = torch.exp(new_bs - new_bs.detach())
+        clipped_bs = ratio_bs.clamp(0.8, 1.2)
+        surrogate_bs = torch.minimum(ratio_bs * advantages_b1, clipped_bs * advantages_b1)
+        to_ref_bs = ref_bs - new_bs
+        kl_bs = torch.exp(to_ref_bs) - to_ref_bs - 1
+        loss = (-surrogate_bs + bench.KL_COEFFICIENT * kl_bs).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
