@@ -373,30 +373,6 @@ def test_extend_slots_past_the_end_leave_the_cache_as_it_is():
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
-def naive_attention(q_btnh, k_bskh, v_bskh, mask_bts) -> np.ndarray:
-    out_btnh = np.zeros(q_btnh.shape)
-    group = q_btnh.shape[2] // k_bskh.shape[2]
-    for b, t, n in np.ndindex(q_btnh.shape[:3]):
-        seen = np.flatnonzero(mask_bts[b, t])
-        scores = k_bskh[b, seen, n // group] @ q_btnh[b, t, n] / np.sqrt(q_btnh.shape[-1])
-        weights = np.exp(scores - scores.max())
-        out_btnh[b, t, n] = weights @ v_bskh[b, seen, n // group] / weights.sum()
-    return out_btnh
-
-
-@pytest.mark.parametrize("most_bytes", [2**30, 700])
-def test_attention_whole_or_in_chunks_equals_a_loop(most_bytes, monkeypatch):
-    monkeypatch.setattr(layers, "_MAX_SCORES_BYTES", most_bytes)
-    rng = np.random.default_rng(0)
-    q_btnh = rng.normal(size=(2, 7, 6, 4)).astype(np.float32)
-    k_bskh, v_bskh = rng.normal(size=(2, 2, 5, 2, 4)).astype(np.float32)
-    mask_bts = rng.random((2, 7, 5)) < 0.5
-    mask_bts[..., 2] = True
-    got_btnh = layers.attention(q_btnh, k_bskh, v_bskh, mask_bts)
-    expected_btnh = naive_attention(q_btnh, k_bskh, v_bskh, mask_bts)
-    np.testing.assert_allclose(got_btnh, expected_btnh, atol=1e-5)
-
-
 def test_bfloat16_angles_at_high_positions_stay_those_of_float32():
     """bfloat16 rounds position 1001 to 1000; the angle must not."""
     positions = np.full((3, 1, 1), 1001, np.int32)

@@ -19,6 +19,7 @@ from flax import nnx
 
 from uirl_jax.errors import ModelError
 from uirl_jax.models import layers
+from uirl_jax.models.attention import attention, masked_attention
 from uirl_jax.models.lora import Linear, LoraConfig
 from uirl_jax.models.sharding import constrain
 
@@ -228,13 +229,12 @@ class VisionBlock(nnx.Module):
         self.fc2 = linear(cfg.mlp_dim, dim, axes=("wide", None))
         self.num_heads = cfg.num_heads
 
-    def __call__(self, x_ipd: jax.Array, rotary: _Rotary, mask_ipp: jax.Array) -> jax.Array:
+    def __call__(self, x_ipd: jax.Array, rotary: _Rotary, segments_ip: jax.Array) -> jax.Array:
         images, patches, dim = x_ipd.shape
         qkv_ip3nh = self.qkv(self.norm1(x_ipd)).reshape(images, patches, 3, self.num_heads, -1)
         q_ipnh, k_ipnh, v_ipnh = (qkv_ip3nh[:, :, i] for i in range(3))
-        out_ipnh = layers.attention(
-            layers.rotate(q_ipnh, *rotary), layers.rotate(k_ipnh, *rotary), v_ipnh, mask_ipp
-        )
+        q_ipnh, k_ipnh = (layers.rotate(x, *rotary) for x in (q_ipnh, k_ipnh))
+        out_ipnh = attention(q_ipnh, k_ipnh, v_ipnh, segments_ip, causal=False)
         x_ipd = x_ipd + self.proj(out_ipnh.reshape(images, patches, dim))
         x_ipd = x_ipd + self.fc2(layers.quick_gelu(self.fc1(self.norm2(x_ipd))))
         return constrain(x_ipd, "images", None, None)
@@ -433,10 +433,9 @@ def _vision_blocks(
     patches_ipf = constrain(patches_ipf.astype(model.compute_dtype), "images", None, None)
     x_ipd = model.visual.patch_embed(patches_ipf)
     rotary = _Rotary(*layers.axial_angles(patch_positions_ip2, vision.head_dim, _VISION_ROPE_THETA))
-    mask_ipp = layers.segment_mask(patch_segments_ip, causal=False)
 
     def body(x_ipd: jax.Array, block: VisionBlock) -> tuple[jax.Array, jax.Array | None]:
-        x_ipd = block(x_ipd, rotary, mask_ipp)
+        x_ipd = block(x_ipd, rotary, patch_segments_ip)
         return x_ipd, x_ipd if collect else None
 
     return jax.lax.scan(_checkpointed(body, model.remat), x_ipd, model.visual.blocks)
@@ -499,11 +498,10 @@ def _text_blocks(
     collect: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     rotary = _rotary(model.cfg, positions_3bt)
-    mask_bts = layers.segment_mask(segment_ids_bt, causal=True)
 
     def body(x_btd: jax.Array, block: TextBlock) -> tuple[jax.Array, jax.Array | None]:
         q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
-        attended_btnh = layers.attention(q_btnh, k_btkh, v_btkh, mask_bts)
+        attended_btnh = attention(q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=True)
         x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
         return x_btd, x_btd if collect else None
 
@@ -679,7 +677,7 @@ def extend(
         at = (layer, row_b1, slot_bt)
         k_lbskh = k_lbskh.at[at].set(k_btkh.astype(k_lbskh.dtype), mode="drop")
         v_lbskh = v_lbskh.at[at].set(v_btkh.astype(v_lbskh.dtype), mode="drop")
-        attended_btnh = layers.attention(
+        attended_btnh = masked_attention(
             q_btnh,
             k_lbskh[layer].astype(q_btnh.dtype),
             v_lbskh[layer].astype(q_btnh.dtype),

@@ -1,0 +1,302 @@
+"""Every implementation of attention against the plain one, and the plain one against a loop.
+
+The kernels run here as far as they can: the TPU's interpreted, and compiled by libtpu where it is
+installed (`pytest -m tpu_aot`); cuDNN's only on a GPU (`pytest -m gpu`).
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+
+from uirl_jax.errors import ModelError
+from uirl_jax.models import attention, sharding
+
+# How far a kernel may be from the plain implementation, as a part of the largest number there.
+# float32: sums in another order, measured 1e-6. bfloat16: its numbers are 2**-8 apart; plain rounds
+# the weights to it before the values are summed and the kernels do not, and all round results.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2**-7}
+
+
+def naive_attention(q_btnh, k_bskh, v_bskh, mask_bts) -> np.ndarray:
+    out_btnh = np.zeros(q_btnh.shape)
+    group = q_btnh.shape[2] // k_bskh.shape[2]
+    for b, t, n in np.ndindex(q_btnh.shape[:3]):
+        seen = np.flatnonzero(mask_bts[b, t])
+        scores = k_bskh[b, seen, n // group] @ q_btnh[b, t, n] / np.sqrt(q_btnh.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out_btnh[b, t, n] = weights @ v_bskh[b, seen, n // group] / weights.sum()
+    return out_btnh
+
+
+def packed_rows(tokens: int) -> np.ndarray:
+    """int32[3,T]: two segments and padding, one whole segment, nothing but padding."""
+    segment_ids_bt = np.zeros((3, tokens), np.int32)
+    segment_ids_bt[0, : tokens * 3 // 4] = 2
+    segment_ids_bt[0, : tokens // 3] = 1
+    segment_ids_bt[1] = 1
+    return segment_ids_bt
+
+
+def random_qkv(rows, tokens, heads, kv_heads, head_dim, dtype=jnp.float32) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [
+        jnp.asarray(rng.normal(size=(rows, tokens, n, head_dim)), dtype)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+def output_and_gradients(qkv, segment_ids_bt, *, causal, implementation, placed=None) -> list:
+    """[B,T,N,H], and the gradients of q, k and v of a sum with random weights; float32."""
+    weights_btnh = np.random.default_rng(1).normal(size=qkv[0].shape).astype(np.float32)
+
+    @functools.partial(jax.jit, in_shardings=placed)
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+    def run(q_btnh, k_btkh, v_btkh, segment_ids_bt):
+        out_btnh = attention.attention(
+            q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=causal, implementation=implementation
+        )
+        return jnp.sum(out_btnh.astype(jnp.float32) * weights_btnh), out_btnh
+
+    (_, out_btnh), gradients = run(*qkv, segment_ids_bt)
+    assert {x.dtype for x in (out_btnh, *gradients)} == {qkv[0].dtype}
+    return [np.asarray(x.astype(jnp.float32)) for x in (out_btnh, *gradients)]
+
+
+def assert_close(got: list, expected: list, tolerance: float) -> None:
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=name, equal_nan=False
+        )
+
+
+# --------------------------------------------------------------------------------------- the oracle
+
+
+@pytest.mark.parametrize("most_bytes", [2**30, 700])
+def test_masked_attention_whole_or_in_chunks_equals_a_loop(most_bytes, monkeypatch):
+    monkeypatch.setattr(attention, "_MAX_SCORES_BYTES", most_bytes)
+    rng = np.random.default_rng(0)
+    q_btnh = rng.normal(size=(2, 7, 6, 4)).astype(np.float32)
+    k_bskh, v_bskh = rng.normal(size=(2, 2, 5, 2, 4)).astype(np.float32)
+    mask_bts = rng.random((2, 7, 5)) < 0.5
+    mask_bts[..., 2] = True
+    got_btnh = attention.masked_attention(q_btnh, k_bskh, v_bskh, mask_bts)
+    expected_btnh = naive_attention(q_btnh, k_bskh, v_bskh, mask_bts)
+    np.testing.assert_allclose(got_btnh, expected_btnh, atol=1e-5)
+
+
+def test_masked_attention_in_chunks_has_the_gradients_of_the_whole(monkeypatch):
+    qkv, rows = random_qkv(3, 7, 4, 2, 8), packed_rows(7)
+    expected = output_and_gradients(qkv, rows, causal=True, implementation="xla")
+    monkeypatch.setattr(attention, "_MAX_SCORES_BYTES", 700)
+    got = output_and_gradients(qkv, rows, causal=True, implementation="xla")
+    assert_close(got, expected, 1e-5)
+
+
+def test_segment_mask_of_two_segments_and_padding_is_the_table():
+    causal = np.array(
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]], bool
+    )
+    segment_ids_bt = np.array([[1, 1, 2, 2, 0]], np.int32)
+    got_bts = attention.segment_mask(jnp.asarray(segment_ids_bt), causal=True)
+    np.testing.assert_array_equal(got_bts[0], causal)
+    got_bts = attention.segment_mask(jnp.asarray(segment_ids_bt), causal=False)
+    np.testing.assert_array_equal(got_bts[0], causal | causal.T)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_packed_rows_equals_a_loop(causal):
+    segment_ids_bt = packed_rows(9)
+    qkv = random_qkv(3, 9, 6, 2, 4)
+    mask_bts = segment_ids_bt[:, :, None] == segment_ids_bt[:, None, :]
+    if causal:
+        mask_bts &= np.tril(np.ones((9, 9), bool))
+    got_btnh = attention.attention(*qkv, segment_ids_bt, causal=causal)  # auto: xla on a CPU
+    expected_btnh = naive_attention(*(np.asarray(x) for x in qkv), mask_bts)
+    np.testing.assert_allclose(got_btnh, expected_btnh, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------- the kernels
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "kv_heads", "causal"),
+    [
+        (jnp.float32, 64, 2, True),
+        (jnp.float32, 80, 4, False),  # as in the vision tower
+        (jnp.float32, 128, 1, True),
+        (jnp.bfloat16, 80, 4, False),
+        (jnp.bfloat16, 128, 2, True),  # as in the text tower
+    ],
+)
+def test_splash_interpreted_equals_plain(dtype, head_dim, kv_heads, causal, monkeypatch):
+    monkeypatch.setattr(attention, "_SPLASH_BLOCK", 128)  # two blocks, the second one padded
+    segment_ids_bt = packed_rows(200)
+    qkv = random_qkv(3, 200, 4, kv_heads, head_dim, dtype)
+    run = functools.partial(output_and_gradients, qkv, segment_ids_bt, causal=causal)
+    assert_close(run(implementation="splash"), run(implementation="xla"), TOLERANCE[dtype])
+
+
+def check_four_devices() -> None:
+    """The body of the test below, in a process of its own: the device count is fixed at start."""
+    mesh = sharding.make_mesh(data=1, fsdp=2, model=2)
+    for rows, heads, kv_heads in (
+        (2, 4, 2),  # everything is cut
+        (2, 6, 3),  # both devices of the model axis need the second kv head
+        (3, 3, 3),  # neither rows nor heads divide: every device computes all
+    ):
+        qkv, segment_ids_bt = random_qkv(rows, 20, heads, kv_heads, 8), packed_rows(20)[:rows]
+        expected = output_and_gradients(qkv, segment_ids_bt, causal=True, implementation="xla")
+        axes = [("batch", None, "wide", None)] * 3 + [("batch", None)]
+        placed = tuple(
+            NamedSharding(mesh, sharding.partition_spec(a, x.shape, dict(mesh.shape)))
+            for a, x in zip(axes, (*qkv, segment_ids_bt), strict=True)
+        )
+        with jax.set_mesh(mesh):
+            got = output_and_gradients(
+                qkv, segment_ids_bt, causal=True, implementation="splash", placed=placed
+            )
+        assert_close(got, expected, 1e-5)
+
+
+def test_splash_on_four_fake_devices_equals_one():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from tests import test_attention; test_attention.check_four_devices()",
+        ],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "tokens", "head_dim", "kernel"),
+    [
+        ("cpu", jnp.bfloat16, 16, 64, False),
+        ("tpu", jnp.bfloat16, 16, 64, True),
+        ("tpu", jnp.float32, 15, 80, True),
+        ("tpu", jnp.float16, 16, 64, False),
+        ("gpu", jnp.float32, 16, 64, False),
+        ("gpu", jnp.bfloat16, 15, 64, False),
+        ("gpu", jnp.bfloat16, 16, 12, False),
+        ("gpu", jnp.bfloat16, 16, 136, False),
+    ],
+)
+def test_auto_is_decided_by_the_mesh_and_the_arrays(platform, dtype, tokens, head_dim, kernel):
+    """Of the mesh that is compiled for: this host has a CPU alone."""
+    device = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
+    mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    q_btnh = jax.ShapeDtypeStruct((1, tokens, 2, head_dim), dtype)
+    segment_ids_bt = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    run = jax.jit(functools.partial(attention.attention, causal=True))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = str(run.trace(q_btnh, q_btnh, q_btnh, segment_ids_bt).jaxpr)
+    assert ("pallas_call" in jaxpr) == kernel
+    assert "interpret=True" not in jaxpr
+
+
+@pytest.mark.parametrize(("devices", "kernel"), [(1, True), (8, False)])
+def test_auto_without_a_mesh_is_a_kernel_on_one_device_alone(devices, kernel, monkeypatch):
+    """On several the arrays may be cut, and a Pallas kernel is cut by shard_map or not at all."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    q_btnh = jnp.ones((1, 16, 2, 64))
+    run = jax.make_jaxpr(functools.partial(attention.attention, causal=True))
+    jaxpr = str(run(q_btnh, q_btnh, q_btnh, jnp.ones((1, 16), jnp.int32)))
+    assert ("pallas_call" in jaxpr) == kernel
+
+
+def test_cudnn_without_a_gpu_is_a_model_error():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ModelError, match=r"the platform is .*, expected an NVIDIA GPU"):
+        attention.attention(
+            *random_qkv(3, 8, 2, 2, 8), packed_rows(8), causal=True, implementation="cudnn"
+        )
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim", "causal"),
+    [
+        (jnp.bfloat16, 12, 2, 128, True),  # the text tower of the 2B model
+        (jnp.bfloat16, 16, 16, 80, False),  # the vision tower
+        (jnp.float32, 4, 1, 64, True),
+    ],
+)
+def test_auto_for_v5e_compiles_to_splash_without_scores(
+    dtype, heads, kv_heads, head_dim, causal, monkeypatch
+):
+    pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
+    from jax.experimental import topologies
+
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # libtpu asks a server of the cloud otherwise
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    mesh = sharding.make_mesh(data=1, fsdp=2, model=2, devices=list(topology.devices))
+    rows, tokens = 2, 2000
+
+    def array(*shape, dtype=dtype, axes=("batch", None, "wide", None)) -> jax.ShapeDtypeStruct:
+        spec = sharding.partition_spec(axes, shape, dict(mesh.shape))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def loss(q_btnh, k_btkh, v_btkh, segment_ids_bt):
+        out_btnh = attention.attention(q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=causal)
+        return jnp.sum(jnp.square(out_btnh.astype(jnp.float32)))
+
+    kv_btkh = array(rows, tokens, kv_heads, head_dim)
+    with jax.set_mesh(mesh):
+        compiled = (
+            jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+            .lower(
+                array(rows, tokens, heads, head_dim),
+                kv_btkh,
+                kv_btkh,
+                array(rows, tokens, dtype=jnp.int32, axes=("batch", None)),
+            )
+            .compile()
+        )
+    # One kernel forward, two backward: of q, and of k and v.
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
+    one_head_bytes = 4 * tokens**2
+    assert compiled.memory_analysis().temp_size_in_bytes < one_head_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 2), (80, 4), (128, 2), (128, 1)])
+def test_cudnn_equals_plain(head_dim, kv_heads, causal):
+    if jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU, this is {jax.default_backend()}")
+    segment_ids_bt = packed_rows(200)
+    qkv = random_qkv(3, 200, 4, kv_heads, head_dim, jnp.bfloat16)
+    run = functools.partial(output_and_gradients, qkv, segment_ids_bt, causal=causal)
+    # cuDNN rounds the weights before the sum too, and the scores' gradient before the products.
+    assert_close(
+        run(implementation="cudnn"), run(implementation="xla"), 2 * TOLERANCE[jnp.bfloat16]
+    )
+
+
+@pytest.mark.gpu
+def test_auto_on_a_gpu_is_cudnn_for_bfloat16_and_plain_for_float32():
+    if jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU, this is {jax.default_backend()}")
+    run = jax.jit(functools.partial(attention.attention, causal=True))
+    for dtype, fused in ((jnp.bfloat16, True), (jnp.float32, False)):
+        with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+            lowered = run.lower(*random_qkv(3, 16, 4, 2, 64, dtype), packed_rows(16))
+        assert ("__cudnn$fmha" in lowered.as_text()) == fused

@@ -1,0 +1,301 @@
+"""Softmax attention with grouped heads: whole rows, and queries under a given mask.
+
+`attention` is what learner and vision tower run: rows of packed segments, computed by the kernel of
+the platform that is compiled for. `masked_attention` is plain XLA: the engine's step on its cache,
+and the oracle of the kernels. Queries and keys arrive rotated; nothing here knows of positions.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from uirl_jax.errors import ModelError
+from uirl_jax.models.sharding import AXIS_RULES, partition_spec
+
+# auto: splash on a TPU, cudnn on an NVIDIA GPU, each where it accepts the arrays; otherwise, and
+# on several devices without `jax.set_mesh`, xla.
+Implementation = Literal["auto", "splash", "cudnn", "xla"]
+
+# Scores above this many bytes are not held at once: masked_attention then goes through the queries
+# in chunks. 512 MiB is 16 heads of 2,900 x 2,900 in float32.
+_MAX_SCORES_BYTES = 512 * 2**20
+
+# The TPU kernel's tiles are this many tokens at most: its float32 scores are then 1 MiB of the
+# 16 MiB of fast memory that a kernel may use.
+_SPLASH_BLOCK = 512
+_TPU_LANES = 128  # a tile is a multiple of it
+
+_Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def attention(
+    q_btnh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    segment_ids_bt: jax.Array,
+    *,
+    causal: bool,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Attention within the segments of whole rows; query head n reads kv head n // (N / K).
+
+    Who looks at whom is segment_mask; no such array exists in splash, one a row in cudnn.
+
+    Args:
+      segment_ids_bt: int32[B,T], 0 at padding, none negative.
+      implementation: other than auto for tests. splash is interpreted where there is no TPU.
+    Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
+    Raises: ModelError where cudnn is asked for and cannot be had.
+    """
+    if implementation == "auto":
+        implementation = _for_platform(q_btnh)
+    if implementation == "xla":
+        # A mask for every layer: XLA computes it inside the softmax, where it was measured to cost
+        # no more than to read one that was made before the layers.
+        return masked_attention(q_btnh, k_btkh, v_btkh, segment_mask(segment_ids_bt, causal=causal))
+    if implementation == "splash":
+        kernel = functools.partial(_splash, causal=causal, interpret=_platform() != "tpu")
+    else:
+        if reason := _why_not_cudnn(q_btnh):
+            raise ModelError(f"attention by cudnn: {reason}; ask for implementation='auto'")
+        kernel = functools.partial(_cudnn, causal=causal)
+    return _on_every_device(kernel, q_btnh, k_btkh, v_btkh, segment_ids_bt)
+
+
+def segment_mask(segment_ids_bt: jax.Array, *, causal: bool) -> jax.Array:
+    """bool[B,T,T], True where the query (row) may look at the key (column).
+
+    Padding is segment 0 and looks at padding: no query is without a key, so no softmax is 0 / 0,
+    and nothing of it reaches a real token. Two packed sequences and padding, causal:
+
+        segment 1 1 2 2 0
+              1 x . . . .
+              1 x x . . .
+              2 . . x . .
+              2 . . x x .
+              0 . . . . x
+    """
+    mask_bts = segment_ids_bt[:, :, None] == segment_ids_bt[:, None, :]
+    if causal:
+        index_t = jnp.arange(segment_ids_bt.shape[-1])
+        mask_bts &= index_t[:, None] >= index_t
+    return mask_bts
+
+
+# ----------------------------------------------------------------------------------- the platform
+
+
+def _platform() -> str:
+    """cpu, tpu or gpu: of the mesh that is compiled for, which need not be what this host has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.abstract_device is None:
+        return jax.default_backend()
+    return mesh.abstract_device.platform
+
+
+def _for_platform(q_btnh: jax.Array) -> Implementation:
+    # Decided while tracing: `jax.lax.platform_dependent` would decide later, but traces every
+    # branch (cuDNN's needs cuDNN), and a backward pass then saves what any of them would need.
+    if jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1:
+        return "xla"  # nobody says how the arrays lie on the devices, and a kernel must be told
+    platform = _platform()
+    if platform == "tpu" and q_btnh.dtype in (jnp.bfloat16, jnp.float32):
+        return "splash"
+    if platform == "gpu" and not _why_not_cudnn(q_btnh):
+        return "cudnn"
+    return "xla"
+
+
+def _why_not_cudnn(q_btnh: jax.Array) -> str:
+    """What cuDNN's flash attention cannot do with these arrays here; empty where it can.
+
+    Source: jax/_src/cudnn/fused_attention_stablehlo.py, check_layout and check_is_flash_attention.
+    """
+    tokens, _, head_dim = q_btnh.shape[1:]
+    if _platform() != "gpu":
+        return f"the platform is {_platform()}, expected an NVIDIA GPU"
+    if q_btnh.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"arrays of {q_btnh.dtype}, expected bfloat16 or float16"
+    if head_dim % 8 or head_dim > 128:
+        return f"head_dim={head_dim}, expected a multiple of 8 up to 128"
+    if tokens % 2:
+        return f"rows of {tokens} tokens, expected an even number"
+    capability = jax.local_devices(backend="gpu")[0].compute_capability  # AMD's is a name: gfx942
+    if not capability[0].isdigit() or float(capability) < 8:
+        return f"the GPU's compute capability is {capability}, expected at least 8.0 of NVIDIA's"
+    return ""
+
+
+def _on_every_device(
+    kernel: _Kernel,
+    q_btnh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    segment_ids_bt: jax.Array,
+) -> jax.Array:
+    """The kernel on every device's own rows and heads: the compiler cannot cut a kernel itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return kernel(q_btnh, k_btkh, v_btkh, segment_ids_bt)
+    sizes = dict(mesh.shape)
+    heads, kv_heads = q_btnh.shape[2], k_btkh.shape[2]
+    parts = math.prod(sizes[name] for name in AXIS_RULES["wide"])
+    if heads % parts == 0:
+        # 12 heads that share 2 kv heads, over 4 devices: every kv head is needed on two of them.
+        repeats = math.lcm(kv_heads, parts) // kv_heads
+        k_btkh, v_btkh = (jnp.repeat(x, repeats, axis=2) for x in (k_btkh, v_btkh))
+
+    def spec(x: jax.Array, *axes: str | None) -> PartitionSpec:
+        return partition_spec(axes, x.shape, sizes)
+
+    q_spec, k_spec, v_spec = (
+        spec(x, "batch", None, "wide", None) for x in (q_btnh, k_btkh, v_btkh)
+    )
+    # Pallas does not say along which axes a kernel's result varies, so that cannot be checked.
+    return jax.shard_map(
+        kernel,
+        in_specs=(q_spec, k_spec, v_spec, spec(segment_ids_bt, "batch", None)),
+        out_specs=q_spec,
+        check_vma=False,
+    )(q_btnh, k_btkh, v_btkh, segment_ids_bt)
+
+
+# ------------------------------------------------------------------------------ the implementations
+
+
+def _splash(
+    q_btnh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    segment_ids_bt: jax.Array,
+    *,
+    causal: bool,
+    interpret: bool,
+) -> jax.Array:
+    """attention() by JAX's flash attention for TPUs: memory linear in T, forward and backward.
+
+    Source: jax.experimental.pallas.ops.tpu.splash_attention.
+    """
+    # Imported here: it takes about as long as importing JAX, and only a TPU needs it.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    tokens, heads, head_dim = q_btnh.shape[1:]
+    # Equal blocks waste the least padding: 1,100 tokens are 3 blocks of 384.
+    blocks = -(-tokens // _SPLASH_BLOCK)
+    block = -(-tokens // (blocks * _TPU_LANES)) * _TPU_LANES
+    padding = blocks * block - tokens
+
+    def kernel_layout(x_btnh: jax.Array) -> jax.Array:
+        return jnp.pad(x_btnh, ((0, 0), (0, padding), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
+
+    # A segment of its own: padding that was there before must not look at padding from here.
+    segment_ids_bt = jnp.pad(segment_ids_bt, ((0, 0), (0, padding)), constant_values=-1)
+    mask = (splash.CausalMask if causal else splash.FullMask)((tokens + padding,) * 2)
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    out_bnth = jax.vmap(kernel)(
+        kernel_layout(q_btnh * head_dim**-0.5),  # the kernel does not scale
+        kernel_layout(k_btkh),
+        kernel_layout(v_btkh),
+        splash.SegmentIds(segment_ids_bt, segment_ids_bt),
+    )
+    return out_bnth.transpose(0, 2, 1, 3)[:, :tokens]
+
+
+def _cudnn(
+    q_btnh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    segment_ids_bt: jax.Array,
+    *,
+    causal: bool,
+) -> jax.Array:
+    """attention() by cuDNN's flash attention.
+
+    Its own packed layout wants the number of segments before it runs, so segments come as a mask:
+    JAX makes it a bias of q's dtype, shared by the heads, and always computes the bias' gradient.
+    That is 4 bytes a query and key: 268 MB for a row of 8,192 tokens, where all scores of 12 heads
+    would be 3.2 GB. The causal half is said apart, because cuDNN then skips the other one.
+    """
+    mask_b1ts = segment_mask(segment_ids_bt, causal=False)[:, None]
+    return jax.nn.dot_product_attention(
+        q_btnh, k_btkh, v_btkh, mask=mask_b1ts, is_causal=causal, implementation="cudnn"
+    )
+
+
+def masked_attention(
+    q_btnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bts: jax.Array
+) -> jax.Array:
+    """Attention under any mask, in plain XLA; query head n reads kv head n // (N / K).
+
+    Args:
+      mask_bts: bool[B,T,S], True where a query may look; every query needs at least one key.
+    Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
+    """
+    batch, tokens, heads, _ = q_btnh.shape
+    slots = k_bskh.shape[1]
+    chunks = -(-4 * batch * heads * tokens * slots // _MAX_SCORES_BYTES)
+    if chunks > 1 and tokens > 1:
+        return _attend_in_chunks(q_btnh, k_bskh, v_bskh, mask_bts, min(chunks, tokens))
+    return _attend(q_btnh, k_bskh, v_bskh, mask_bts)
+
+
+def _attend(
+    q_btnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bts: jax.Array
+) -> jax.Array:
+    """masked_attention() with all scores at once."""
+    batch, tokens, heads, head_dim = q_btnh.shape
+    slots, kv_heads = k_bskh.shape[1:3]
+    # The group goes next to the queries, so that one matrix product serves a kv head's whole group
+    # and no key is repeated.
+    group = heads // kv_heads
+    q_bkgth = q_btnh.reshape(batch, tokens, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    q_bkmh = (q_bkgth * head_dim**-0.5).reshape(batch, kv_heads, group * tokens, head_dim)
+    scores_bkms = jnp.einsum("bkmh,bskh->bkms", q_bkmh, k_bskh, preferred_element_type=jnp.float32)
+    scores_bkgts = scores_bkms.reshape(batch, kv_heads, group, tokens, slots)
+    scores_bkgts = jnp.where(mask_bts[:, None, None], scores_bkgts, jnp.finfo(jnp.float32).min)
+    weights_bkgts = jax.nn.softmax(scores_bkgts, axis=-1).astype(v_bskh.dtype)
+    weights_bkms = weights_bkgts.reshape(batch, kv_heads, group * tokens, slots)
+    out_bkmh = jnp.einsum("bkms,bskh->bkmh", weights_bkms, v_bskh)
+    out_bkgth = out_bkmh.reshape(batch, kv_heads, group, tokens, head_dim)
+    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, head_dim)
+
+
+def _attend_in_chunks(
+    q_btnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bts: jax.Array, chunks: int
+) -> jax.Array:
+    """masked_attention() chunk by chunk of queries, each recomputed in the backward pass."""
+    tokens = q_btnh.shape[1]
+    size = -(-tokens // chunks)
+    padding = chunks * size - tokens
+    q_btnh = jnp.pad(q_btnh, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    # Padded queries look at everything: their result is cut off, but must not be 0 / 0.
+    mask_bts = jnp.pad(mask_bts, ((0, 0), (0, padding), (0, 0)), constant_values=True)
+
+    def split(array: jax.Array) -> jax.Array:
+        return jnp.moveaxis(array.reshape(array.shape[0], chunks, size, *array.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _attend(part[0], k_bskh, v_bskh, part[1])
+
+    out_cbtnh = jax.lax.map(one, (split(q_btnh), split(mask_bts)))
+    out_btnh = jnp.moveaxis(out_cbtnh, 0, 1).reshape(q_btnh.shape)
+    return out_btnh[:, :tokens]
