@@ -1,6 +1,8 @@
+import dataclasses
 import json
 import re
 import shutil
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -242,19 +244,95 @@ def test_base_hash_changes_with_any_byte_and_with_nothing_else(saved, tmp_path):
     assert len({first, changed, qwen2_vl_weights.base_hash(copy)}) == 3
 
 
-def test_save_that_fails_leaves_the_old_files(saved, tmp_path, monkeypatch):
-    model_dir = tmp_path / "model"
-    shutil.copytree(saved[0], model_dir)
-    before = qwen2_vl_weights.base_hash(model_dir)
+def contents(model_dir) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in model_dir.iterdir()}
+
+
+@pytest.mark.parametrize("function", ["uirl_jax.models.qwen2_vl_weights._tensors_of", "os.fsync"])
+@pytest.mark.parametrize("old_shard_bytes", [10**9, 20_000])
+def test_save_that_fails_leaves_the_old_files(
+    saved, tmp_path, monkeypatch, function, old_shard_bytes
+):
+    save = qwen2_vl_weights.save_pretrained
+    save(saved[1], tmp_path, max_shard_bytes=old_shard_bytes)
+    before = contents(tmp_path)
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(qwen2_vl_weights, "_tensors_of", full_disk)
+    monkeypatch.setattr(function, full_disk)
     with pytest.raises(OSError, match="No space"):
-        qwen2_vl_weights.save_pretrained(small_model.noisy(), model_dir)
-    assert qwen2_vl_weights.base_hash(model_dir) == before
-    assert sorted(path.name for path in model_dir.iterdir()) == ["config.json", "model.safetensors"]
+        save(saved[1], tmp_path, dtype="bfloat16", max_shard_bytes=20_000)
+    assert contents(tmp_path) == before
+
+
+def test_save_in_shards_transformers_and_we_read_every_tensor(saved, tmp_path):
+    pytest.importorskip("torch")
+    from transformers import Qwen2VLForConditionalGeneration
+
+    model_dir, model = saved
+    qwen2_vl_weights.save_pretrained(model, tmp_path, max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert [path.name for path in shards] == [
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+    ]
+    size_bytes = {path.name: sum(x.nbytes for x in load_file(path).values()) for path in shards}
+    assert max(size_bytes.values()) <= 20_000
+    assert index["metadata"]["total_size"] == sum(size_bytes.values())
+    assert index["weight_map"] == {n: path.name for path in shards for n in load_file(path)}
+
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(load(tmp_path)), nnx.state(model))
+    from_shards, from_one = (
+        Qwen2VLForConditionalGeneration.from_pretrained(directory, output_loading_info=True)
+        for directory in (tmp_path, model_dir)
+    )
+    assert not any(from_shards[1].values()), from_shards[1]
+    expected = from_one[0].state_dict()
+    assert len(expected) == len(index["weight_map"])
+    for name, tensor in from_shards[0].state_dict().items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+
+
+def test_save_a_tensor_larger_than_a_shard_has_one_of_its_own(saved, tmp_path):
+    qwen2_vl_weights.save_pretrained(saved[1], tmp_path, max_shard_bytes=1)
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert len(shards) == len(load_file(saved[0] / "model.safetensors"))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(load(tmp_path)), nnx.state(saved[1]))
+
+
+def test_save_over_an_earlier_one_leaves_its_own_weights_and_other_files(saved, tmp_path):
+    others = ["README.md", "adapter_model.safetensors", "model-of-mine.safetensors"]
+    for name in others:
+        (tmp_path / name).write_text("not a weight file of ours")
+    for max_shard_bytes in (20_000, 10**9, 50_000, 20_000):
+        qwen2_vl_weights.save_pretrained(saved[1], tmp_path, max_shard_bytes=max_shard_bytes)
+        weights = {path.name for path in tmp_path.iterdir()} - {"config.json", *others}
+        if max_shard_bytes == 10**9:
+            assert weights == {"model.safetensors"}
+        else:
+            index_path = tmp_path / "model.safetensors.index.json"
+            named = set(json.loads(index_path.read_text())["weight_map"].values())
+            assert weights == named | {index_path.name}
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(load(tmp_path)), nnx.state(saved[1]))
+
+
+def test_save_holds_a_few_tensors_in_host_memory_and_not_the_model(tmp_path):
+    cfg = dataclasses.replace(small_model.CONFIG, intermediate_size=32_768)
+    model = small_model.fresh(cfg, lora=LoraConfig(rank=1, targets=("mlp",)))
+    qwen2_vl_weights.save_pretrained(model, tmp_path)  # compiles what slices a layer
+    largest_bytes = 4 * 32 * 32_768
+    total_bytes = (tmp_path / "model.safetensors").stat().st_size
+    tracemalloc.start()
+    try:
+        qwen2_vl_weights.save_pretrained(model, tmp_path, max_shard_bytes=total_bytes // 3)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert total_bytes > 8 * largest_bytes
+    # A B, its product with the scale, the sum with the kernel, and the transpose of that.
+    assert peak_bytes < 4.5 * largest_bytes
 
 
 def test_adapters_round_trip_gives_every_leaf_back():

@@ -20,6 +20,7 @@ from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
 from uirl_jax.types import TrainBatch
 
+EVERYWHERE = LoraConfig(rank=2, targets=("all", "vision", "merger"))
 SIZES = {"data": 2, "fsdp": 2, "model": 2}
 
 
@@ -88,7 +89,7 @@ def test_rules_are_frozen_and_none_of_them_collides():
 @pytest.mark.parametrize("tied", [True, False])
 def test_state_shardings_every_leaf_of_model_and_optimizer_has_a_rule(tied):
     cfg = config() if not tied else Qwen2VLConfig(**{**vars(config()), "tie_word_embeddings": True})
-    abstract = nnx.eval_shape(lambda: Qwen2VL(cfg, lora=LoraConfig(rank=2), rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Qwen2VL(cfg, lora=EVERYWHERE, rngs=nnx.Rngs(0)))
     _, adapters, frozen = nnx.split(abstract, LoRAParam, ...)
     optimizer = jax.eval_shape(optax.adamw(1e-3).init, adapters)
     tree = (adapters, frozen, optimizer)
@@ -182,7 +183,7 @@ def loss_and_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
 def check_eight_devices() -> None:
     """The body of the test below, in a process of its own: the device count is fixed at start."""
     assert len(jax.devices()) == 8
-    model = Qwen2VL(config(), lora=LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    model = Qwen2VL(config(), lora=EVERYWHERE, rngs=nnx.Rngs(0))
     expected_loss, expected_grads = loss_and_gradients(model, None)
     loss, grads = loss_and_gradients(model, sharding.make_mesh(data=2, fsdp=2, model=2))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)

@@ -41,10 +41,10 @@ def tiny_config() -> qwen2_vl.Qwen2VLConfig:
     )
 
 
-def make_model(seed: int = 0):
+def make_model(seed: int = 0, **lora):
     """(graphdef, adapters that are not zero, frozen)."""
     model = qwen2_vl.Qwen2VL(
-        tiny_config(), lora=LoraConfig(rank=4), rngs=nnx.Rngs(seed), param_dtype=jnp.float32
+        tiny_config(), lora=LoraConfig(rank=4, **lora), rngs=nnx.Rngs(seed), param_dtype=jnp.float32
     )
     graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
     keys = iter(jax.random.split(jax.random.key(seed + 1), 100))
@@ -171,6 +171,94 @@ def test_reference_is_the_base_without_adapters():
     _, base_bt, _ = run.score(zero, frozen, arrays)
     np.testing.assert_allclose(ref_bt, base_bt, atol=1e-6)
     assert np.abs(np.asarray(old_bt - ref_bt)).max() > 1e-3
+
+
+def test_update_vision_adapters_learn_and_the_reference_is_the_base():
+    graphdef, lora, frozen = make_model(targets=("vision", "merger"))
+    optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
+    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), vision_trainable=True)
+    arrays = learner_step.to_device(make_batch(), None)
+    scored = run.score(lora, frozen, arrays)
+    # The base's visual tokens too: with the adapters' the reference would move as they learn.
+    _, base_bt, ref_bt = run.score(jax.tree.map(jnp.zeros_like, lora), frozen, arrays)
+    np.testing.assert_allclose(scored[2], base_bt, atol=1e-6)
+    np.testing.assert_allclose(ref_bt, base_bt, atol=1e-6)
+    assert np.abs(np.asarray(scored[1] - scored[2])).max() > 1e-3
+
+    before = jax.device_get(lora)
+    state, metrics = run.update(learner_state.init_state(lora, optimizer), frozen, arrays, *scored)
+    assert float(metrics["learner/grad_norm"]) > 1e-6
+    for (path, leaf), old in zip(
+        jax.tree.leaves_with_path(jax.device_get(state.trainable)),
+        jax.tree.leaves(before),
+        strict=True,
+    ):
+        assert np.abs(leaf - old).max() > 1e-4, jax.tree_util.keystr(path)
+    # The visual tokens inside the loss are those that were scored: the first KL is of old to ref.
+    difference_bt = np.asarray(scored[2] - scored[1])
+    kl_bt = np.exp(difference_bt) - difference_bt - 1
+    mask_bt = np.asarray(arrays["completion_mask_bt"])
+    expected = (kl_bt * mask_bt).sum() / mask_bt.sum()
+    assert float(metrics["actor/kl_loss"]) == pytest.approx(expected, rel=1e-3)
+
+
+def losses_with(
+    *, rows: int = 8, microbatches: int = 1, dropout_seed: int = 0, **lora
+) -> list[float]:
+    """Of three supervised steps that change nothing, taken twice, on equal rows."""
+    graphdef, trainable, frozen = make_model(**lora)
+    optimizer = learner_state.make_optimizer(dataclasses.replace(OPTIMIZER, lr=0.0), 10)
+    run = learner_step.make_steps(
+        graphdef,
+        optimizer,
+        GrpoConfig(),
+        microbatches=microbatches,
+        vision_trainable="visual" in trainable,
+        dropout_seed=dropout_seed,
+    )
+    batch = make_batch()
+    arrays = {
+        name: np.repeat(array[:1], rows, axis=0) if name.endswith("_bt") else array
+        for name, array in vars(batch).items()
+    }
+    arrays["positions_3bt"] = batch.positions_3bt[:, :rows]
+    arrays = learner_step.to_device(TrainBatch(**arrays), None)
+    losses = []
+    for _ in range(2):
+        state = learner_state.init_state(trainable, optimizer)
+        for _ in range(3):
+            state, metrics = run.supervised(state, frozen, arrays)
+            losses.append(float(metrics["sft/loss"]))
+    return losses
+
+
+def test_update_with_dropout_draws_by_seed_step_and_microbatch():
+    half, other_seed, in_parts = (
+        losses_with(dropout=0.4, **options)
+        for options in ({"rows": 4}, {"rows": 4, "dropout_seed": 1}, {"microbatches": 2})
+    )
+    assert half[:3] == half[3:]
+    assert len({*half, *other_seed}) == 6
+    # A second microbatch with the first one's draws would have its loss as well.
+    assert np.abs(np.subtract(half, in_parts)).min() > 1e-5
+
+
+def test_update_with_dropout_drops_in_the_vision_tower_too():
+    losses = losses_with(targets=("vision",), dropout=0.4)
+    assert losses[:3] == losses[3:]
+    assert len(set(losses)) == 3
+
+
+def test_score_with_dropout_drops_nothing():
+    arrays = learner_step.to_device(make_batch(), None)
+    scored = []
+    for rate in (0.0, 0.4):
+        graphdef, lora, frozen = make_model(dropout=rate)
+        optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
+        run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+        scored.append(run.score(lora, frozen, arrays))
+    for plain, dropping in zip(*scored, strict=True):
+        np.testing.assert_array_equal(plain, dropping)
 
 
 def test_update_on_eight_devices_equals_one_device():

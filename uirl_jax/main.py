@@ -305,6 +305,7 @@ def learn(
             stop=stop,
             temperature=run.cfg.actor.rollout.temperature,
             forbidden_ids=forbidden_ids(run.make_chat(model), model),
+            seed=run.cfg.seed,
             advantages=advantages,
         )
 

@@ -94,7 +94,7 @@ def run_cold_start(
             batch_at,
             supervised.SupervisedConfig(steps=cfg.steps, optimizer=cfg.optimizer, log_every=1),
             checkpoint_dir=workdir / "cold_start" / "checkpoints",
-            vision_trainable=cfg.train == "all",
+            vision_trainable="visual" in trainable,
             on_step=on_step,
             on_restore=writer.truncate_from,
         )

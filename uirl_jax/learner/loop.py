@@ -72,12 +72,14 @@ def run_learner(
     stop: threading.Event,
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
+    seed: int = 0,
     advantages: Advantages = group_normalised,
 ) -> LearnerResult:
     """Trains until cfg.steps are done or `stop` is set; carries on where an earlier process ended.
 
     Args:
       temperature, forbidden_ids: as the actors sample; see `learner.step`.
+      seed: of the adapters' dropout.
       advantages: of a group's rewards. Another one than GRPO's is for tests: with zeros nothing may
         be learnt.
     Raises:
@@ -92,9 +94,11 @@ def run_learner(
         optimizer,
         cfg.loss,
         microbatches=cfg.microbatches,
+        vision_trainable="visual" in model.lora,
         use_reference=cfg.loss.kl_coefficient > 0,
         temperature=temperature,
         forbidden_ids=forbidden_ids,
+        dropout_seed=seed,
         state_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
     )
     checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.keep_checkpoints)

@@ -65,6 +65,7 @@ def make_steps(
     use_reference: bool = True,
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
+    dropout_seed: int = 0,
     state_shardings: Any = None,
 ) -> Steps:
     """Builds the jitted steps of one run.
@@ -73,23 +74,41 @@ def make_steps(
       graphdef: of the model; merged with (trainable, frozen) inside.
       microbatches: a batch's rows are cut into so many parts, taken one after the other; the
         loss is the same (sums and denominators), memory is divided.
-      vision_trainable: the vision tower is among the trainable leaves, so its visual tokens are
-        computed inside the loss, once a microbatch.
+      vision_trainable: the vision tower, or its adapters, are among the trainable leaves, so its
+        visual tokens are computed inside the loss, once a microbatch, and for the reference apart.
       use_reference: compute the base's logprobs (adapters off). Off where nothing is frozen, or
         where the KL coefficient is 0: it is a forward pass that would be thrown away.
       temperature, forbidden_ids: as the actor samples, so that both mean the same distribution:
         without them old and behaviour differ by what the forbidden tokens would have got.
+      dropout_seed: with it, a step's number and a microbatch's draw what the adapters' dropout
+        zeroes (LoraConfig.dropout). Only passes that gradients are taken of drop anything.
       state_shardings: where a step leaves the train state. Left to the compiler it may come out
         placed otherwise than it went in, and the second step compiles everything again.
     """
 
-    def visual_tokens(model: nnx.Module, batch: Arrays) -> jax.Array:
+    def visual_tokens(
+        model: nnx.Module,
+        batch: Arrays,
+        *,
+        adapters: bool = True,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
         return qwen2_vl.encode_images(
-            model, batch["patches_ipf"], batch["patch_positions_ip2"], batch["patch_segments_ip"]
+            model,
+            batch["patches_ipf"],
+            batch["patch_positions_ip2"],
+            batch["patch_segments_ip"],
+            adapters=adapters,
+            dropout_key=dropout_key,
         )
 
     def logprobs(
-        model: nnx.Module, batch: Arrays, visual_md: jax.Array, *, adapters: bool
+        model: nnx.Module,
+        batch: Arrays,
+        visual_md: jax.Array,
+        *,
+        adapters: bool,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         x_btd = qwen2_vl.hidden(
             model,
@@ -99,6 +118,7 @@ def make_steps(
             batch["positions_3bt"],
             batch["segment_ids_bt"],
             adapters=adapters,
+            dropout_key=dropout_key,
         )
         forbidden_v = None
         if forbidden_ids:
@@ -120,7 +140,8 @@ def make_steps(
         old_bt = logprobs(model, batch, visual_md, adapters=True)
         if not use_reference:
             return visual_md, old_bt, old_bt
-        return visual_md, old_bt, logprobs(model, batch, visual_md, adapters=False)
+        base_md = visual_tokens(model, batch, adapters=False) if vision_trainable else visual_md
+        return visual_md, old_bt, logprobs(model, batch, base_md, adapters=False)
 
     def accumulate(
         state: TrainState,
@@ -133,10 +154,16 @@ def make_steps(
         """Gradients of sum(loss) / sum(denominator) over the microbatches, then one update."""
         denominator = jnp.maximum(batch["completion_mask_bt"].astype(jnp.float32).sum(), 1.0)
 
-        def microbatch_loss(trainable: nnx.State, part: Arrays) -> tuple[jax.Array, Arrays]:
+        def microbatch_loss(
+            trainable: nnx.State, part: Arrays, dropout_key: jax.Array
+        ) -> tuple[jax.Array, Arrays]:
             model = nnx.merge(graphdef, trainable, frozen)
-            table_md = visual_tokens(model, batch) if visual_md is None else visual_md
-            loss_sum, _, metrics = loss_fn(logprobs(model, part, table_md, adapters=True), part)
+            vision_key, text_key = jax.random.split(dropout_key)
+            table_md = visual_md
+            if table_md is None:
+                table_md = visual_tokens(model, batch, dropout_key=vision_key)
+            new_bt = logprobs(model, part, table_md, adapters=True, dropout_key=text_key)
+            loss_sum, _, metrics = loss_fn(new_bt, part)
             return loss_sum / denominator, metrics
 
         gradient = jax.value_and_grad(microbatch_loss, has_aux=True)
@@ -146,13 +173,15 @@ def make_steps(
             _split_rows(jnp.moveaxis(batch["positions_3bt"], 0, 1), microbatches), 2, 1
         )
 
-        def body(carry: Any, part: Arrays) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradient(state.trainable, part)), None
+        step_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
+        inputs = (parts, jax.random.split(step_key, microbatches))
 
-        first = jax.tree.map(lambda array: array[0], parts)
-        total = gradient(state.trainable, first)
+        def body(carry: Any, one: tuple[Arrays, jax.Array]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, gradient(state.trainable, *one)), None
+
+        total = gradient(state.trainable, *jax.tree.map(lambda array: array[0], inputs))
         if microbatches > 1:
-            total, _ = jax.lax.scan(body, total, jax.tree.map(lambda array: array[1:], parts))
+            total, _ = jax.lax.scan(body, total, jax.tree.map(lambda array: array[1:], inputs))
         (loss, sums), grads = total
 
         grad_norm = optax.tree.norm(grads)

@@ -2,11 +2,15 @@
 
 The adapters are a kind of their own, so that `nnx.split(model, LoRAParam, ...)` separates what is
 trained from what is frozen. LoRAParam subclasses Param: it must be the first filter of a split.
-Works on stacked blocks, where every leaf has a leading layer axis. Source: arXiv:2106.09685, PEFT.
+Works on stacked blocks, where every leaf has a leading layer axis. PEFT's files are peft_adapters'
+business. Source: arXiv:2106.09685 and the peft library, tuners/lora; rsLoRA: arXiv:2312.03732.
 """
 
 import dataclasses
 import math
+import types
+import typing
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import jax
@@ -16,8 +20,24 @@ from flax import nnx
 from uirl_jax.errors import ConfigError
 from uirl_jax.models.sharding import constrain
 
-Target = Literal["attention", "mlp"]
-_TARGETS = ("attention", "mlp")
+TextProjection = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]
+VisionProjection = Literal["qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2"]
+Projection = Literal[TextProjection, VisionProjection]
+Target = Literal["attention", "mlp", "all", "vision", "merger", Projection]
+
+# Target -> the projections that it stands for; a projection's own name stands for itself.
+GROUPS: Mapping[str, tuple[Projection, ...]] = types.MappingProxyType(
+    {
+        "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "mlp": ("gate_proj", "up_proj", "down_proj"),
+        "all": typing.get_args(TextProjection),
+        "vision": ("qkv", "proj", "fc1", "fc2"),
+        "merger": ("merger_fc1", "merger_fc2"),
+    }
+)
+PROJECTIONS: tuple[Projection, ...] = typing.get_args(Projection)
 
 
 class LoRAParam(nnx.Param):
@@ -26,30 +46,58 @@ class LoRAParam(nnx.Param):
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Rank, strength and place of the adapters in the text tower."""
+    """Rank, strength and place of the adapters.
+
+    attention, mlp and both of them, all, lie in the text tower. vision (the blocks of the vision
+    tower) and merger (between the towers) make visual tokens depend on what is trained: the learner
+    then computes them inside the loss, and once more with adapters off for the reference
+    (make_steps(vision_trainable=True), which `learner.loop` asks for where it sees such adapters).
+    """
 
     rank: int = 16
     alpha: float = 32.0  # the update is scaled by alpha / rank
     targets: tuple[Target, ...] = ("attention", "mlp")  # q, k, v, o / gate, up, down
+    # Share of an adapter's inputs that is zeroed, in the pass that gradients are taken of and in no
+    # other. 0: the ratio of new to old logprobs would not start from 1.
+    dropout: float = 0.0
+    rslora: bool = False  # alpha / sqrt(rank) instead: an update does not shrink with its rank
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"lora.rank={self.rank}, expected at least 1")
-        unknown = sorted(set(self.targets) - set(_TARGETS))
-        if unknown or not self.targets:
-            raise ConfigError(f"lora.targets={self.targets}, expected some of {_TARGETS}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora.dropout={self.dropout}, expected at least 0 and less than 1")
+        known = typing.get_args(Target)
+        if not self.targets or not set(self.targets) <= set(known):
+            raise ConfigError(f"lora.targets={self.targets}, expected some of {known}")
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def for_target(self, target: Target) -> "LoraConfig | None":
-        """This config where `target` carries adapters, else None."""
-        return self if target in self.targets else None
+    @property
+    def projections(self) -> frozenset[str]:
+        """The names of the linear layers that carry adapters."""
+        return frozenset(name for target in self.targets for name in GROUPS.get(target, (target,)))
+
+    def for_projection(self, name: Projection) -> "LoraConfig | None":
+        """This config where `name` carries adapters, else None."""
+        return self if name in self.projections else None
+
+
+def targets_of(projections: Collection[str]) -> tuple[Target, ...]:
+    """The reverse of LoraConfig.projections: whole groups by their names, then what is left."""
+    groups = [
+        name
+        for name, members in GROUPS.items()
+        if name != "all" and set(members) <= set(projections)
+    ]
+    grouped = {member for name in groups for member in GROUPS[name]}
+    return (*groups, *(n for n in PROJECTIONS if n in projections and n not in grouped))
 
 
 class Linear(nnx.Module):
-    """y = x kernel (+ bias) (+ scale (x A) B).
+    """y = x kernel (+ bias) (+ scale (dropout(x) A) B).
 
     Leaves: kernel [in, out], bias [out] or None, lora_a [in, R] and lora_b [R, out] or None.
     B starts at zero, so that fresh adapters leave the base as it is, bit for bit.
@@ -78,7 +126,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
         if lora is None:
             self.lora_a = self.lora_b = None
-            self.scale = 0.0
+            self.scale = self.dropout = 0.0
         else:
             bound = 1 / math.sqrt(in_features)  # PEFT's kaiming_uniform(a=sqrt(5))
             lora_a_ir = jax.random.uniform(
@@ -89,15 +137,31 @@ class Linear(nnx.Module):
             self.lora_a = LoRAParam(lora_a_ir)
             self.lora_b = LoRAParam(jnp.zeros((lora.rank, out_features), jnp.float32))
             self.scale = lora.scale
+            self.dropout = lora.dropout
 
-    def __call__(self, x: jax.Array, *, adapters: bool = True) -> jax.Array:
-        """[B, ..., in] -> [B, ..., out] in x's dtype. adapters=False computes the base alone."""
+    def __call__(
+        self, x: jax.Array, *, adapters: bool = True, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, ..., in] -> [B, ..., out] in x's dtype.
+
+        Args:
+          adapters: False computes the base alone.
+          dropout_key: of this layer and this call, in training; None drops nothing.
+        """
         wide_in, wide_out = self.axes
         y = x @ constrain(self.kernel[...].astype(x.dtype), wide_in, wide_out)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         if adapters and self.lora_a is not None:
+            if dropout_key is not None and self.dropout > 0:
+                kept = jax.random.bernoulli(dropout_key, 1 - self.dropout, x.shape)
+                x = jnp.where(kept, x / (1 - self.dropout), 0)
             low_rank = x @ constrain(self.lora_a[...].astype(x.dtype), wide_in, None)
             lora_b_ro = constrain(self.lora_b[...].astype(x.dtype), None, wide_out)
             y = y + (low_rank @ lora_b_ro) * self.scale
         return constrain(y, "batch", *[None] * (y.ndim - 2), wide_out)
+
+
+def split_key(key: jax.Array | None, count: int) -> list[jax.Array] | list[None]:
+    """One dropout key each for `count` layers, or None each where nothing is dropped."""
+    return [None] * count if key is None else list(jax.random.split(key, count))

@@ -20,7 +20,7 @@ from flax import nnx
 from uirl_jax.errors import ModelError
 from uirl_jax.models import layers
 from uirl_jax.models.attention import attention, masked_attention
-from uirl_jax.models.lora import Linear, LoraConfig
+from uirl_jax.models.lora import Linear, LoraConfig, Projection, split_key
 from uirl_jax.models.sharding import constrain
 
 # What a block keeps for its backward pass: none recomputes nothing (most memory), dots recomputes
@@ -218,37 +218,71 @@ class _Rotary(NamedTuple):
 class VisionBlock(nnx.Module):
     """Pre-norm attention over an image's patches, then a two-layer MLP."""
 
-    def __init__(self, cfg: VisionConfig, *, rngs: nnx.Rngs, param_dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        cfg: VisionConfig,
+        *,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
         dim = cfg.embed_dim
-        linear = functools.partial(Linear, use_bias=True, rngs=rngs, param_dtype=param_dtype)
+        linear = functools.partial(
+            _adapted_linear, lora=lora, use_bias=True, rngs=rngs, param_dtype=param_dtype
+        )
         self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.qkv = linear(dim, 3 * dim)
-        self.proj = linear(dim, dim, axes=("wide", None))
+        self.qkv = linear("qkv", dim, 3 * dim)
+        self.proj = linear("proj", dim, dim, axes=("wide", None))
         self.norm2 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.fc1 = linear(dim, cfg.mlp_dim)
-        self.fc2 = linear(cfg.mlp_dim, dim, axes=("wide", None))
+        self.fc1 = linear("fc1", dim, cfg.mlp_dim)
+        self.fc2 = linear("fc2", cfg.mlp_dim, dim, axes=("wide", None))
         self.num_heads = cfg.num_heads
 
-    def __call__(self, x_ipd: jax.Array, rotary: _Rotary, segments_ip: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        x_ipd: jax.Array,
+        rotary: _Rotary,
+        segments_ip: jax.Array,
+        *,
+        adapters: bool,
+        dropout_key: jax.Array | None,
+    ) -> jax.Array:
         images, patches, dim = x_ipd.shape
-        qkv_ip3nh = self.qkv(self.norm1(x_ipd)).reshape(images, patches, 3, self.num_heads, -1)
+        qkv_key, proj_key, fc1_key, fc2_key = split_key(dropout_key, 4)
+        qkv_ipe = self.qkv(self.norm1(x_ipd), adapters=adapters, dropout_key=qkv_key)
+        qkv_ip3nh = qkv_ipe.reshape(images, patches, 3, self.num_heads, -1)
         q_ipnh, k_ipnh, v_ipnh = (qkv_ip3nh[:, :, i] for i in range(3))
         q_ipnh, k_ipnh = (layers.rotate(x, *rotary) for x in (q_ipnh, k_ipnh))
         out_ipnh = attention(q_ipnh, k_ipnh, v_ipnh, segments_ip, causal=False)
-        x_ipd = x_ipd + self.proj(out_ipnh.reshape(images, patches, dim))
-        x_ipd = x_ipd + self.fc2(layers.quick_gelu(self.fc1(self.norm2(x_ipd))))
+        out_ipd = out_ipnh.reshape(images, patches, dim)
+        x_ipd = x_ipd + self.proj(out_ipd, adapters=adapters, dropout_key=proj_key)
+        wide_ipf = self.fc1(self.norm2(x_ipd), adapters=adapters, dropout_key=fc1_key)
+        wide_ipf = layers.quick_gelu(wide_ipf)
+        x_ipd = x_ipd + self.fc2(wide_ipf, adapters=adapters, dropout_key=fc2_key)
         return constrain(x_ipd, "images", None, None)
 
 
 class VisionTower(nnx.Module):
     """Patches -> visual tokens of the text tower's width."""
 
-    def __init__(self, cfg: VisionConfig, *, rngs: nnx.Rngs, param_dtype: jnp.dtype) -> None:
-        linear = functools.partial(Linear, rngs=rngs, param_dtype=param_dtype)
+    def __init__(
+        self,
+        cfg: VisionConfig,
+        *,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
         # The reference's Conv3d has its kernel's size as stride: a product with flat patches.
-        self.patch_embed = linear(cfg.patch_features, cfg.embed_dim, axes=(None, None))
+        self.patch_embed = Linear(
+            cfg.patch_features,
+            cfg.embed_dim,
+            axes=(None, None),
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
         self.blocks = _stack(
-            lambda key: VisionBlock(cfg, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            lambda key: VisionBlock(cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
             cfg.depth,
             rngs,
         )
@@ -256,12 +290,15 @@ class VisionTower(nnx.Module):
             cfg.embed_dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype
         )
         merged = cfg.embed_dim * cfg.spatial_merge_size**2
-        self.merger_fc1 = linear(merged, merged, use_bias=True)
-        self.merger_fc2 = linear(merged, cfg.hidden_size, axes=("wide", None), use_bias=True)
+        linear = functools.partial(
+            _adapted_linear, lora=lora, use_bias=True, rngs=rngs, param_dtype=param_dtype
+        )
+        self.merger_fc1 = linear("merger_fc1", merged, merged)
+        self.merger_fc2 = linear("merger_fc2", merged, cfg.hidden_size, axes=("wide", None))
 
 
 class TextBlock(nnx.Module):
-    """Pre-norm grouped-query attention, then a gated MLP. Carries the adapters."""
+    """Pre-norm grouped-query attention, then a gated MLP."""
 
     def __init__(
         self,
@@ -274,40 +311,54 @@ class TextBlock(nnx.Module):
         dim, head_dim = cfg.hidden_size, cfg.head_dim
         kv_dim = cfg.num_key_value_heads * head_dim
         norm = functools.partial(layers.RMSNorm, dim, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
-        linear = functools.partial(Linear, rngs=rngs, param_dtype=param_dtype)
-        attention_lora = lora.for_target("attention") if lora else None
-        mlp_lora = lora.for_target("mlp") if lora else None
+        linear = functools.partial(_adapted_linear, lora=lora, rngs=rngs, param_dtype=param_dtype)
         self.input_norm = norm()
-        self.q_proj = linear(dim, dim, use_bias=True, lora=attention_lora)
-        self.k_proj = linear(dim, kv_dim, use_bias=True, lora=attention_lora)
-        self.v_proj = linear(dim, kv_dim, use_bias=True, lora=attention_lora)
-        self.o_proj = linear(dim, dim, axes=("wide", None), lora=attention_lora)
+        self.q_proj = linear("q_proj", dim, dim, use_bias=True)
+        self.k_proj = linear("k_proj", dim, kv_dim, use_bias=True)
+        self.v_proj = linear("v_proj", dim, kv_dim, use_bias=True)
+        self.o_proj = linear("o_proj", dim, dim, axes=("wide", None))
         self.post_attention_norm = norm()
-        self.gate_proj = linear(dim, cfg.intermediate_size, lora=mlp_lora)
-        self.up_proj = linear(dim, cfg.intermediate_size, lora=mlp_lora)
-        self.down_proj = linear(cfg.intermediate_size, dim, axes=("wide", None), lora=mlp_lora)
+        self.gate_proj = linear("gate_proj", dim, cfg.intermediate_size)
+        self.up_proj = linear("up_proj", dim, cfg.intermediate_size)
+        self.down_proj = linear("down_proj", cfg.intermediate_size, dim, axes=("wide", None))
         self.head_dim = head_dim
 
     def qkv(
-        self, x_btd: jax.Array, rotary: _Rotary, *, adapters: bool
+        self,
+        x_btd: jax.Array,
+        rotary: _Rotary,
+        *,
+        adapters: bool,
+        dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries [B,T,N,H] and keys, and values [B,T,K,H]."""
         h_btd = self.input_norm(x_btd)
+        q_key, k_key, v_key = split_key(dropout_key, 3)
 
-        def heads(projection: Linear) -> jax.Array:
-            y = projection(h_btd, adapters=adapters)
+        def heads(projection: Linear, key: jax.Array | None) -> jax.Array:
+            y = projection(h_btd, adapters=adapters, dropout_key=key)
             return y.reshape(*y.shape[:2], -1, self.head_dim)
 
-        q_btnh, k_btkh = (layers.rotate(heads(p), *rotary) for p in (self.q_proj, self.k_proj))
-        return q_btnh, k_btkh, heads(self.v_proj)
+        q_btnh = layers.rotate(heads(self.q_proj, q_key), *rotary)
+        k_btkh = layers.rotate(heads(self.k_proj, k_key), *rotary)
+        return q_btnh, k_btkh, heads(self.v_proj, v_key)
 
-    def finish(self, x_btd: jax.Array, attended_btnh: jax.Array, *, adapters: bool) -> jax.Array:
+    def finish(
+        self,
+        x_btd: jax.Array,
+        attended_btnh: jax.Array,
+        *,
+        adapters: bool,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
         """Output projection and MLP, each added to the residual stream."""
-        x_btd = x_btd + self.o_proj(attended_btnh.reshape(x_btd.shape), adapters=adapters)
+        o_key, gate_key, up_key, down_key = split_key(dropout_key, 4)
+        attended_btd = attended_btnh.reshape(x_btd.shape)
+        x_btd = x_btd + self.o_proj(attended_btd, adapters=adapters, dropout_key=o_key)
         h_btd = self.post_attention_norm(x_btd)
-        gate_btf = jax.nn.silu(self.gate_proj(h_btd, adapters=adapters))
-        up_btf = self.up_proj(h_btd, adapters=adapters)
-        x_btd = x_btd + self.down_proj(gate_btf * up_btf, adapters=adapters)
+        gate_btf = jax.nn.silu(self.gate_proj(h_btd, adapters=adapters, dropout_key=gate_key))
+        up_btf = self.up_proj(h_btd, adapters=adapters, dropout_key=up_key)
+        x_btd = x_btd + self.down_proj(gate_btf * up_btf, adapters=adapters, dropout_key=down_key)
         return constrain(x_btd, "batch", None, None)
 
 
@@ -351,7 +402,7 @@ class Qwen2VL(nnx.Module):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
     Args:
-      lora: adapters in the text tower, or None for the base alone.
+      lora: which projections carry adapters; None for the base alone.
       rngs: random weights; reading a directory replaces them.
       param_dtype: of the base weights; adapters are float32.
       compute_dtype: of activations; None is param_dtype. Softmax, norms, angles and logprobs are
@@ -373,8 +424,21 @@ class Qwen2VL(nnx.Module):
         self.lora = lora
         self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
         self.remat = remat
-        self.visual = VisionTower(cfg.vision, rngs=rngs, param_dtype=param_dtype)
+        self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
         self.text = TextTower(cfg, lora=lora, rngs=rngs, param_dtype=param_dtype)
+
+
+def _adapted_linear(
+    name: Projection,
+    in_features: int,
+    out_features: int,
+    *,
+    lora: LoraConfig | None,
+    **options: Any,
+) -> Linear:
+    """The projection `name`, with adapters where lora has them there."""
+    lora = lora.for_projection(name) if lora else None
+    return Linear(in_features, out_features, lora=lora, **options)
 
 
 def _stack(make: Callable[[jax.Array], nnx.Module], depth: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -398,6 +462,9 @@ def encode_images(
     patches_ipf: jax.Array,
     patch_positions_ip2: jax.Array,
     patch_segments_ip: jax.Array,
+    *,
+    adapters: bool = True,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """The table of visual tokens.
 
@@ -406,17 +473,27 @@ def encode_images(
       patch_positions_ip2: int32[I,P,2], (row, column) within the patch's own image.
       patch_segments_ip: int32[I,P], one number an image, 0 at padding. Patches of one number attend
         to each other; every run of merge_size**2 patches belongs to one image.
+      adapters, dropout_key: as in `hidden`; they matter where the vision tower has adapters.
     Returns: visual_md, [I * P / merge_size**2, D]; rows of padding hold nothing of use.
     """
+    blocks_key, fc1_key, fc2_key = split_key(dropout_key, 3)
     x_ipd, _ = _vision_blocks(
-        model, patches_ipf, patch_positions_ip2, patch_segments_ip, collect=False
+        model,
+        patches_ipf,
+        patch_positions_ip2,
+        patch_segments_ip,
+        adapters=adapters,
+        dropout_key=blocks_key,
+        collect=False,
     )
     tower = model.visual
     h_ipd = tower.merger_norm(x_ipd)
     merged = h_ipd.shape[-1] * model.cfg.vision.spatial_merge_size**2
     h_imd = h_ipd.reshape(h_ipd.shape[0], -1, merged)
-    h_imd = jax.nn.gelu(tower.merger_fc1(h_imd), approximate=False)
-    visual_md = tower.merger_fc2(h_imd).reshape(-1, model.cfg.vision.hidden_size)
+    h_imd = tower.merger_fc1(h_imd, adapters=adapters, dropout_key=fc1_key)
+    h_imd = jax.nn.gelu(h_imd, approximate=False)
+    visual_imd = tower.merger_fc2(h_imd, adapters=adapters, dropout_key=fc2_key)
+    visual_md = visual_imd.reshape(-1, model.cfg.vision.hidden_size)
     # Any row of text may hold any image: the table is whole on every device before it is looked up.
     return constrain(visual_md, None, None)
 
@@ -427,6 +504,8 @@ def _vision_blocks(
     patch_positions_ip2: jax.Array,
     patch_segments_ip: jax.Array,
     *,
+    adapters: bool,
+    dropout_key: jax.Array | None,
     collect: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     vision = model.cfg.vision
@@ -434,11 +513,20 @@ def _vision_blocks(
     x_ipd = model.visual.patch_embed(patches_ipf)
     rotary = _Rotary(*layers.axial_angles(patch_positions_ip2, vision.head_dim, _VISION_ROPE_THETA))
 
-    def body(x_ipd: jax.Array, block: VisionBlock) -> tuple[jax.Array, jax.Array | None]:
-        x_ipd = block(x_ipd, rotary, patch_segments_ip)
+    def body(
+        x_ipd: jax.Array, layer: tuple[VisionBlock, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        block, key = layer
+        x_ipd = block(x_ipd, rotary, patch_segments_ip, adapters=adapters, dropout_key=key)
         return x_ipd, x_ipd if collect else None
 
-    return jax.lax.scan(_checkpointed(body, model.remat), x_ipd, model.visual.blocks)
+    stacked = (model.visual.blocks, _layer_keys(dropout_key, vision.depth))
+    return jax.lax.scan(_checkpointed(body, model.remat), x_ipd, stacked)
+
+
+def _layer_keys(dropout_key: jax.Array | None, depth: int) -> jax.Array | None:
+    """Keys with a leading layer axis, so that a scan hands every layer its own."""
+    return None if dropout_key is None else jax.random.split(dropout_key, depth)
 
 
 def hidden(
@@ -450,6 +538,7 @@ def hidden(
     segment_ids_bt: jax.Array,
     *,
     adapters: bool = True,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """The text tower over whole rows, causal within a segment.
 
@@ -460,6 +549,8 @@ def hidden(
       positions_3bt: int32[3,B,T], M-RoPE.
       segment_ids_bt: int32[B,T], 0 at padding.
       adapters: False computes the base exactly, without the adapters' matrix products.
+      dropout_key: of the adapters' inputs (LoraConfig.dropout) in this one forward pass; None, as
+        for all that scores or samples, drops nothing.
     Returns: x_btd in the compute dtype, after the final norm.
     """
     x_btd, _ = _text_blocks(
@@ -468,6 +559,7 @@ def hidden(
         positions_3bt,
         segment_ids_bt,
         adapters=adapters,
+        dropout_key=dropout_key,
         collect=False,
     )
     return model.text.final_norm(x_btd)
@@ -495,17 +587,23 @@ def _text_blocks(
     segment_ids_bt: jax.Array,
     *,
     adapters: bool,
+    dropout_key: jax.Array | None,
     collect: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     rotary = _rotary(model.cfg, positions_3bt)
 
-    def body(x_btd: jax.Array, block: TextBlock) -> tuple[jax.Array, jax.Array | None]:
-        q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
+    def body(
+        x_btd: jax.Array, layer: tuple[TextBlock, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        block, key = layer
+        qkv_key, finish_key = split_key(key, 2)
+        q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters, dropout_key=qkv_key)
         attended_btnh = attention(q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=True)
-        x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
+        x_btd = block.finish(x_btd, attended_btnh, adapters=adapters, dropout_key=finish_key)
         return x_btd, x_btd if collect else None
 
-    return jax.lax.scan(_checkpointed(body, model.remat), x_btd, model.text.blocks)
+    stacked = (model.text.blocks, _layer_keys(dropout_key, model.cfg.num_hidden_layers))
+    return jax.lax.scan(_checkpointed(body, model.remat), x_btd, stacked)
 
 
 def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> _Rotary:
@@ -531,6 +629,7 @@ def block_outputs(
         positions_3bt,
         segment_ids_bt,
         adapters=adapters,
+        dropout_key=None,
         collect=True,
     )
     return x_lbtd
@@ -544,7 +643,13 @@ def vision_block_outputs(
 ) -> jax.Array:
     """The residual stream after every vision block, [L,I,P,D], for comparison."""
     _, x_lipd = _vision_blocks(
-        model, patches_ipf, patch_positions_ip2, patch_segments_ip, collect=True
+        model,
+        patches_ipf,
+        patch_positions_ip2,
+        patch_segments_ip,
+        adapters=True,
+        dropout_key=None,
+        collect=True,
     )
     return x_lipd
 

@@ -1,21 +1,21 @@
 """Qwen2-VL directories in Hugging Face's format: config.json, safetensors <-> the model's leaves.
 
-One table says which tensors of a directory make up which leaf; reading, writing and the lists of
-what does not fit all come from it. Tensors go one leaf at a time between file and device, so
-that host memory holds one leaf and not one model. Nothing is downloaded; no tokenizer is
-read or written.
+The table of qwen2_vl_names says which tensors make up which leaf. Tensors go one at a time between
+file and device, so that host memory holds a tensor or a leaf and not a model. Nothing is
+downloaded; no tokenizer is read or written; adapters in PEFT's format are peft_adapters' business.
 """
 
 import contextlib
-import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,56 +26,13 @@ from flax import nnx
 from uirl_jax.errors import ModelError
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Remat
+from uirl_jax.models.qwen2_vl_names import Leaf, leaves_of, published_name
 from uirl_jax.models.sharding import leaf_names, state_shardings
 
 _HASH_CHUNK_BYTES = 16 * 2**20
-_DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours -> safetensors'
-
-# Leaf of a block -> tensor of a layer, under the prefix of its tower. `kernel` is the transpose of
-# torch's `weight`.
-_TEXT_BLOCK = {
-    "input_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
-_VISION_BLOCK = {
-    "norm1": "norm1",
-    "qkv": "attn.qkv",
-    "proj": "attn.proj",
-    "norm2": "norm2",
-    "fc1": "mlp.fc1",
-    "fc2": "mlp.fc2",
-}
-_SINGLE = {
-    "visual/patch_embed/kernel": "visual.patch_embed.proj.weight",
-    "visual/merger_norm/scale": "visual.merger.ln_q.weight",
-    "visual/merger_norm/bias": "visual.merger.ln_q.bias",
-    "visual/merger_fc1/kernel": "visual.merger.mlp.0.weight",
-    "visual/merger_fc1/bias": "visual.merger.mlp.0.bias",
-    "visual/merger_fc2/kernel": "visual.merger.mlp.2.weight",
-    "visual/merger_fc2/bias": "visual.merger.mlp.2.bias",
-    "text/embedding": "model.embed_tokens.weight",
-    "text/final_norm/scale": "model.norm.weight",
-    "text/lm_head/kernel": "lm_head.weight",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """One leaf of the base and where it comes from."""
-
-    path: str  # "text/blocks/q_proj/kernel"
-    tensors: tuple[str, ...]  # in the published layout; one a layer where the leaf is stacked
-    shape: tuple[int, ...]  # of the leaf
-    stacked: bool
-    transposed: bool
-    tensor_shape: tuple[int, ...]  # of each tensor
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours -> safetensors'
+# The names that save_pretrained gives, as transformers does.
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def load_pretrained(
@@ -115,7 +72,7 @@ def load_pretrained(
     def shardings(tree: Any) -> Any:
         return state_shardings(mesh, tree) if mesh else jax.tree.map(lambda _: single, tree)
 
-    leaves = {leaf.path: leaf for leaf in _leaves(cfg, base)}
+    leaves = {leaf.path: leaf for leaf in leaves_of(cfg, base)}
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
         _check(model_dir, cfg, tensors, leaves)
@@ -135,48 +92,62 @@ def load_pretrained(
 
 
 def save_pretrained(
-    model: Qwen2VL, model_dir: str | Path, *, dtype: jnp.dtype | str | None = None
+    model: Qwen2VL,
+    model_dir: str | Path,
+    *,
+    dtype: jnp.dtype | str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes config.json and model.safetensors in the published layout, which transformers reads.
+    """Writes config.json and safetensors in the published layout, which transformers reads.
 
-    Adapters are added to their kernels in float32. Each file appears whole or not at all.
+    Adapters are added to their kernels in float32. The new files take their names when all of them
+    are whole, and weights of an earlier save that they do not replace go after that. Disk space is
+    needed for both, host memory for a few tensors.
 
     Args:
       dtype: of the written tensors; None keeps each leaf's own.
+      max_shard_bytes: of tensors in a file; only a single tensor that is larger exceeds it. What
+        fits in one file is model.safetensors, more are shards with model.safetensors.index.json.
+        Default: as transformers cut the published models.
     """
     model_dir = Path(model_dir)
     model_dir.mkdir(parents=True, exist_ok=True)
     state = nnx.state(model)
     arrays = {"/".join(leaf_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-    leaves = _leaves(model.cfg, nnx.state(model, nnx.Not(LoRAParam)))
-    written = jnp.dtype(dtype) if dtype is not None else None
+    leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)))
+    shards = _cut(
+        [
+            _Tensor(name, leaf.tensor_shape, np.dtype(dtype or arrays[leaf.path].dtype))
+            for leaf in leaves
+            for name in leaf.tensors
+        ],
+        max_shard_bytes,
+    )
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    documents = {"config.json": model.cfg.to_dict() | {"torch_dtype": shards[0][0].dtype.name}}
+    if count == 1:
+        names = ["model.safetensors"]
+    else:
+        total_bytes = sum(tensor.size_bytes for shard in shards for tensor in shard)
+        by_file = zip(names, shards, strict=True)
+        weight_map = {tensor.name: name for name, shard in by_file for tensor in shard}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        documents = {"model.safetensors.index.json": index} | documents
 
-    def dtype_of(leaf: _Leaf) -> np.dtype:
-        return written or arrays[leaf.path].dtype
-
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for leaf in leaves:
-        size_bytes = int(np.prod(leaf.tensor_shape)) * dtype_of(leaf).itemsize
-        for name in leaf.tensors:
-            header[name] = {
-                "dtype": _DTYPE_NAMES[dtype_of(leaf).name],
-                "shape": list(leaf.tensor_shape),
-                "data_offsets": [offset, offset + size_bytes],
-            }
-            offset += size_bytes
-    header_bytes = json.dumps(header).encode()
-    header_bytes += b" " * (-len(header_bytes) % 8)
-
-    # The library's own writer wants all tensors in memory; the format is a header and then bytes.
-    with _replacing(model_dir / "model.safetensors") as file:
-        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
-        for leaf in leaves:
-            for array in _tensors_of(leaf, arrays, model.lora):
-                file.write(array.astype(dtype_of(leaf)).tobytes())
-    config = model.cfg.to_dict() | {"torch_dtype": dtype_of(leaves[0]).name}
-    with _replacing(model_dir / "config.json") as file:
-        file.write((json.dumps(config, indent=2) + "\n").encode())
+    values = itertools.chain.from_iterable(_tensors_of(leaf, arrays, model.lora) for leaf in leaves)
+    with replacing(*(model_dir / name for name in [*names, *documents])) as files:
+        for file, shard in zip(files[:count], shards, strict=True):
+            # The library's own writer wants all tensors in memory; a file is a header and bytes.
+            file.write(_header(shard))
+            for tensor in shard:
+                value = next(values).astype(tensor.dtype, copy=False)
+                file.write(value.reshape(-1).view(np.uint8))
+        for file, document in zip(files[count:], documents.values(), strict=True):
+            file.write((json.dumps(document, indent=2) + "\n").encode())
+    for path in model_dir.iterdir():
+        if _WEIGHT_FILE.fullmatch(path.name) and path.name not in (*names, *documents):
+            path.unlink()
 
 
 def read_config(model_dir: str | Path) -> Qwen2VLConfig:
@@ -237,7 +208,7 @@ def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx
         if flat[name].shape != wanted[name].shape
     ]
     if problems:
-        raise ModelError(f"adapters do not fit the model: {_listed(problems)}")
+        raise ModelError(f"adapters do not fit the model: {listed(problems)}")
     return jax.tree.map_with_path(
         lambda path, leaf: jax.device_put(
             flat["/".join(leaf_names(path))].astype(leaf.dtype), leaf.sharding
@@ -246,49 +217,45 @@ def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx
     )
 
 
-def _leaves(cfg: Qwen2VLConfig, base: nnx.State) -> list[_Leaf]:
-    """The table, filled in for one model: every leaf of the base."""
-    leaves = []
-    for key_path, array in jax.tree.leaves_with_path(base):
-        names = leaf_names(key_path)
-        path = "/".join(names)
-        stacked = names[1] == "blocks"
-        shape = tuple(array.shape)
-        if stacked:
-            table, prefix = (
-                (_TEXT_BLOCK, "model.layers")
-                if names[0] == "text"
-                else (_VISION_BLOCK, "visual.blocks")
-            )
-            suffix = "bias" if names[3] == "bias" else "weight"
-            tensors = tuple(f"{prefix}.{i}.{table[names[2]]}.{suffix}" for i in range(shape[0]))
-        else:
-            tensors = (_SINGLE[path],)
-        transposed = names[-1] == "kernel"
-        tensor_shape = shape[1:] if stacked else shape
-        if transposed:
-            tensor_shape = tensor_shape[::-1]
-        if path == "visual/patch_embed/kernel":
-            vision = cfg.vision
-            tensor_shape = (
-                *(vision.embed_dim, vision.in_channels, vision.temporal_patch_size),
-                *(vision.patch_size, vision.patch_size),
-            )
-        leaves.append(_Leaf(path, tensors, shape, stacked, transposed, tensor_shape))
-    return leaves
+class _Tensor(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _published_name(name: str) -> str | None:
-    """A tensor's name in the published layout, from either layout; None for what is no weight.
+def _cut(tensors: Sequence[_Tensor], max_shard_bytes: int) -> list[list[_Tensor]]:
+    """In their order, as many into each shard as fit, at least one."""
+    shards: list[list[_Tensor]] = []
+    used_bytes = 0
+    for tensor in tensors:
+        if not shards or used_bytes + tensor.size_bytes > max_shard_bytes:
+            shards.append([])
+            used_bytes = 0
+        shards[-1].append(tensor)
+        used_bytes += tensor.size_bytes
+    return shards
 
-    Since version 4.52 transformers holds both towers under `model.`:
-        model.language_model.layers.0...  ->  model.layers.0...
-        model.visual.blocks.0...          ->  visual.blocks.0...
-    """
-    if name.endswith("rotary_emb.inv_freq") or name.endswith("rotary_pos_emb.inv_freq"):
-        return None
-    name = re.sub(r"^model\.visual\.", "visual.", name)
-    return re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", name)
+
+def _header(tensors: Sequence[_Tensor]) -> bytes:
+    """The head of a safetensors file: its length, then JSON that says where each tensor lies."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.size_bytes],
+        }
+        offset += tensor.size_bytes
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    return len(header_bytes).to_bytes(8, "little") + header_bytes
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -311,7 +278,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
     missing = [name for name in names if not (model_dir / name).is_file()]
     if outside or missing:
         raise ModelError(
-            f"{index_path}: " + _listed([f"{n} is no file beside it" for n in [*outside, *missing]])
+            f"{index_path}: " + listed([f"{n} is no file beside it" for n in [*outside, *missing]])
         )
     return [model_dir / name for name in names]
 
@@ -325,13 +292,13 @@ def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any
         except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"{path}: not a whole safetensors file ({error})") from error
         for name in sorted(file.keys()):
-            if (published := _published_name(name)) is not None:
+            if (published := published_name(name)) is not None:
                 tensors[published] = file.get_slice(name)
     return tensors
 
 
 def _check(
-    model_dir: Path, cfg: Qwen2VLConfig, tensors: dict[str, Any], leaves: dict[str, _Leaf]
+    model_dir: Path, cfg: Qwen2VLConfig, tensors: dict[str, Any], leaves: dict[str, Leaf]
 ) -> None:
     expected = {name: leaf.tensor_shape for leaf in leaves.values() for name in leaf.tensors}
     # A tied head may be stored a second time.
@@ -346,20 +313,20 @@ def _check(
         shape = tuple(tensors[name].get_shape())
         if shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, expected {list(expected[name])}")
-        if tensors[name].get_dtype() not in _DTYPE_NAMES.values():
+        if tensors[name].get_dtype() not in DTYPE_NAMES.values():
             problems.append(f"{name} has dtype {tensors[name].get_dtype()}")
     if problems:
-        raise ModelError(f"{model_dir}: weights do not fit config.json: {_listed(problems)}")
+        raise ModelError(f"{model_dir}: weights do not fit config.json: {listed(problems)}")
 
 
-def _listed(problems: list[str], most: int = 12) -> str:
+def listed(problems: list[str], most: int = 12) -> str:
     """One line, also for a directory in which everything is wrong."""
     rest = len(problems) - most
     return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _read_leaf(
-    tensors: dict[str, Any], leaf: _Leaf, dtype: np.dtype, sharding: jax.sharding.Sharding
+    tensors: dict[str, Any], leaf: Leaf, dtype: np.dtype, sharding: jax.sharding.Sharding
 ) -> jax.Array:
     """One leaf on its devices, tensor by tensor."""
 
@@ -379,7 +346,7 @@ def _read_leaf(
 
 
 def _tensors_of(
-    leaf: _Leaf, arrays: dict[str, jax.Array], lora: LoraConfig | None
+    leaf: Leaf, arrays: dict[str, jax.Array], lora: LoraConfig | None
 ) -> Iterator[np.ndarray]:
     """A leaf's tensors as torch has them, adapters added."""
     whole = arrays[leaf.path]
@@ -407,14 +374,18 @@ def _init_adapter(names: list[str], leaf: jax.ShapeDtypeStruct, init_key: jax.Ar
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """A file that appears under its name when it is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
+    """Files that appear under their names, in this order, when all of them are whole."""
+    temporaries = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
     try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(temporary.open("wb")) for temporary in temporaries]
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, path in zip(temporaries, paths, strict=True):
+            temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)

@@ -37,7 +37,10 @@ PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
         "lm_head/kernel": ("embed", "vocab"),
         **{
             f"{name}/{leaf}": axes
-            for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "fc1")
+            for name in (
+                *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+                *("qkv", "fc1", "merger_fc1"),
+            )
             for leaf, axes in {
                 "kernel": ("embed", "wide"),
                 "bias": ("wide",),
@@ -47,7 +50,7 @@ PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
         },
         **{
             f"{name}/{leaf}": axes
-            for name in ("o_proj", "down_proj", "proj", "fc2")
+            for name in ("o_proj", "down_proj", "proj", "fc2", "merger_fc2")
             for leaf, axes in {
                 "kernel": ("wide", "embed"),
                 "bias": (None,),
@@ -56,10 +59,6 @@ PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
             }.items()
         },
         "patch_embed/kernel": (None, "embed"),
-        "merger_fc1/kernel": ("embed", "wide"),
-        "merger_fc1/bias": ("wide",),
-        "merger_fc2/kernel": ("wide", "embed"),
-        "merger_fc2/bias": (None,),
         **{
             f"{name}/{leaf}": (None,)
             for name in (

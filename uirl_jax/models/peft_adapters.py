@@ -1,0 +1,311 @@
+"""Adapters in PEFT's format: adapter_config.json + adapter_model.safetensors <-> LoRAParam leaves.
+
+What is written here is read by the peft library onto transformers' Qwen2VLForConditionalGeneration,
+and the other way round. Which module of theirs is which leaf of ours comes from qwen2_vl_names. An
+adapter that computes anything but x A B times a constant is refused, and pickles are never opened.
+
+    adapter = load_adapter(directory, read_config(model_dir))
+    model = load_pretrained(model_dir, lora=adapter.lora, ...)
+    nnx.update(model, adapters_from_numpy(adapter.arrays, nnx.state(model, LoRAParam)))
+
+Source: peft 0.21, tuners/lora/config.py, tuners/tuners_utils.py, utils/save_and_load.py.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+
+from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.models.lora import PROJECTIONS, LoraConfig, LoRAParam, targets_of
+from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
+from uirl_jax.models.qwen2_vl_names import Leaf, current_name, leaves_of
+from uirl_jax.models.qwen2_vl_weights import DTYPE_NAMES, adapters_to_numpy, listed, replacing
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}  # ours -> theirs; torch's is the transpose
+# A name that would also match something else (the patch embedding is a `proj` too) takes its
+# parent's with it, as in what peft itself makes of "all-linear".
+_TARGET_NAMES = {"proj": "attn.proj", "merger_fc1": "mlp.0", "merger_fc2": "mlp.2"}
+
+# Fields of adapter_config.json that are read, and those that say nothing about what a finished
+# adapter computes. Any other field must be off: what it asks for is not computed here.
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"),
+        *("target_modules", "exclude_modules", "init_lora_weights"),
+    }
+)
+_INERT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
+        *("task_type", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+        *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "ensure_weight_tying"),
+    }
+)
+# Others (pissa, olora, loftq, ...) changed the base weights as well: the adapter alone is half.
+_PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+class Adapter(NamedTuple):
+    """What a directory holds."""
+
+    lora: LoraConfig  # of a model that takes it
+    arrays: dict[str, np.ndarray]  # float32, by leaf, as qwen2_vl_weights.adapters_to_numpy
+
+
+def save_adapter(
+    model: Qwen2VL, directory: str | Path, *, base_model: str | Path | None = None
+) -> None:
+    """Writes the model's adapters; both files appear when both are whole.
+
+    Args:
+      base_model: the directory or name that peft's AutoPeftModel loads the base from.
+    Raises: ModelError where the model has no adapters.
+    """
+    if model.lora is None:
+        raise ModelError(f"{directory}: the model has no adapters to save; load it with lora=...")
+    directory = Path(directory)
+    arrays = adapters_to_numpy(nnx.state(model, LoRAParam))
+    tensors = {}
+    for leaf in _adapted(leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam))), model.lora):
+        for ours, theirs in _MATRICES.items():
+            array = arrays[_beside(leaf, ours)]
+            for tensor, matrix in zip(
+                leaf.tensors, array if leaf.stacked else [array], strict=True
+            ):
+                name = _tensor_name(current_name(_module(tensor)), theirs)
+                tensors[name] = np.ascontiguousarray(matrix.T)
+    alpha = float(model.lora.alpha)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base_model is None else str(base_model),
+        "r": model.lora.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers want an int
+        "lora_dropout": model.lora.dropout,
+        "use_rslora": model.lora.rslora,
+        "target_modules": sorted(_TARGET_NAMES.get(n, n) for n in model.lora.projections),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    with replacing(directory / _TENSORS, directory / _CONFIG) as (tensors_file, config_file):
+        tensors_file.write(safetensors.numpy.save(tensors, metadata={"format": "pt"}))
+        config_file.write((json.dumps(config, indent=2) + "\n").encode())
+
+
+def load_adapter(directory: str | Path, cfg: Qwen2VLConfig) -> Adapter:
+    """Reads an adapter of a model of this shape, in either layout of module names.
+
+    Raises: ModelError that lists everything in adapter_config.json that is not computed here, or
+      every tensor that is missing, unexpected or of another shape.
+    """
+    directory = Path(directory)
+    config = _read_config(directory / _CONFIG)
+    path = directory / _TENSORS
+    if not path.is_file():
+        raise ModelError(
+            f"{directory}: {_PICKLE} is a pickle, which can run any code, and is not opened; save "
+            "the adapter again as safetensors (peft's save_pretrained does)"
+            if (directory / _PICKLE).is_file()
+            else f"{path}: no such file; expected a directory that peft's save_pretrained wrote"
+        )
+    try:
+        file = safetensors.safe_open(path, framework="numpy")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ModelError(f"{path}: not a whole safetensors file ({error})") from error
+    with file:
+        tensors = {name: file.get_slice(name) for name in sorted(file.keys())}
+        named = _layout_of(tensors)
+        abstract = nnx.eval_shape(lambda: Qwen2VL(cfg, rngs=nnx.Rngs(0)))
+        leaves = leaves_of(cfg, nnx.state(abstract))
+        lora = _lora_config(directory / _CONFIG, config, leaves, named)
+        leaves = _adapted(leaves, lora)
+        _check(path, tensors, leaves, lora.rank, named)
+        arrays = {}
+        for leaf in leaves:
+            for ours, theirs in _MATRICES.items():
+                names = [_tensor_name(named(_module(tensor)), theirs) for tensor in leaf.tensors]
+                matrices = [tensors[name][...].astype(np.float32).T for name in names]
+                array = np.stack(matrices) if leaf.stacked else matrices[0]
+                arrays[_beside(leaf, ours)] = np.ascontiguousarray(array)
+    return Adapter(lora, arrays)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error}); expected a directory that peft's "
+            "save_pretrained wrote"
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _lora_config(
+    path: Path, config: Mapping[str, Any], leaves: list[Leaf], named: Callable[[str], str]
+) -> LoraConfig:
+    """What the config asks for. Fields that it leaves out have peft's defaults."""
+    problems = [
+        f"{name}={value!r} is not supported"
+        for name, value in sorted(config.items())
+        if name not in _READ | _INERT
+        and not (value is None or value is False or value in ([], {}, ""))
+    ]
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type={config.get('peft_type')!r}, expected 'LORA'")
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias={config['bias']!r}, expected 'none'")
+    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
+        problems.append(
+            f"init_lora_weights={config['init_lora_weights']!r} changes the base weights too; "
+            "convert the adapter to plain LoRA with peft"
+        )
+    rank, alpha, dropout = (
+        config.get(name, default)
+        for name, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0))
+    )
+    if type(rank) is not int:
+        problems.append(f"r={rank!r}, expected an integer")
+    for name, value in (("lora_alpha", alpha), ("lora_dropout", dropout)):
+        if type(value) not in (int, float) or not math.isfinite(value):
+            problems.append(f"{name}={value!r}, expected a number")
+    rslora = config.get("use_rslora", False)
+    if type(rslora) is not bool:
+        problems.append(f"use_rslora={rslora!r}, expected true or false")
+    projections = _projections(config, leaves, named, problems)
+    if not problems:
+        try:
+            return LoraConfig(
+                rank=rank,
+                alpha=float(alpha),
+                targets=targets_of(projections),
+                dropout=float(dropout),
+                rslora=rslora,
+            )
+        except ConfigError as error:
+            problems.append(str(error))
+    raise ModelError(f"{path}: cannot be loaded: {listed(problems)}")
+
+
+def _projections(
+    config: Mapping[str, Any],
+    leaves: list[Leaf],
+    named: Callable[[str], str],
+    problems: list[str],
+) -> set[str]:
+    """Which of our projections target_modules means; what it means besides goes to problems."""
+    wanted, unwanted = (config.get(name) for name in ("target_modules", "exclude_modules"))
+    try:
+        matched = {
+            leaf: [
+                module
+                for module in (named(_module(tensor)) for tensor in leaf.tensors)
+                if _matches(wanted, module) and not (unwanted and _matches(unwanted, module))
+            ]
+            for leaf in leaves
+            if not leaf.path.endswith("/bias")
+        }
+    except (re.error, TypeError) as error:
+        problems.append(
+            f"target_modules={wanted!r}, exclude_modules={unwanted!r}: expected a list of names or "
+            f"a regular expression ({error})"
+        )
+        return set()
+    projections = set()
+    for leaf, modules in matched.items():
+        if modules and _projection(leaf) not in PROJECTIONS:
+            problems.append(f"target_modules={wanted!r}: {modules[0]} carries no adapter here")
+        elif modules and len(modules) < len(leaf.tensors):
+            problems.append(
+                f"target_modules={wanted!r}: {modules[0]} but not every {_projection(leaf)}; "
+                "adapters lie in all layers or in none"
+            )
+        elif modules:
+            projections.add(_projection(leaf))
+    if not any(matched.values()):
+        problems.append(f"target_modules={wanted!r} matches no layer of the model")
+    return projections
+
+
+def _matches(target: list[str] | str, module: str) -> bool:
+    """As peft's check_target_module_exists."""
+    if isinstance(target, str):
+        return re.fullmatch(target, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in target)
+
+
+def _check(
+    path: Path,
+    tensors: Mapping[str, Any],
+    leaves: list[Leaf],
+    rank: int,
+    named: Callable[[str], str],
+) -> None:
+    expected = {}
+    for leaf in leaves:
+        for tensor in leaf.tensors:
+            out_features, in_features = leaf.tensor_shape
+            module = named(_module(tensor))
+            expected[_tensor_name(module, "lora_A")] = [rank, in_features]
+            expected[_tensor_name(module, "lora_B")] = [out_features, rank]
+    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
+    for name in sorted(expected.keys() & tensors.keys()):
+        shape, dtype = list(tensors[name].get_shape()), tensors[name].get_dtype()
+        if shape != expected[name]:
+            problems.append(f"{name} is {shape}, expected {expected[name]}")
+        if dtype not in DTYPE_NAMES.values():
+            problems.append(f"{name} has dtype {dtype}")
+    if problems:
+        raise ModelError(f"{path}: adapters do not fit the model: {listed(problems)}")
+
+
+def _layout_of(tensor_names: Iterable[str]) -> Callable[[str], str]:
+    """From a published module name to that of the file, which has one layout or the other.
+
+    Regular expressions in target_modules are written for the file's own.
+    """
+    new = (f"{_PREFIX}model.language_model.", f"{_PREFIX}model.visual.")
+    return current_name if any(name.startswith(new) for name in tensor_names) else str
+
+
+def _adapted(leaves: list[Leaf], lora: LoraConfig) -> list[Leaf]:
+    """The kernels that have adapters beside them."""
+    return [
+        leaf
+        for leaf in leaves
+        if leaf.path.endswith("/kernel") and _projection(leaf) in lora.projections
+    ]
+
+
+def _projection(leaf: Leaf) -> str:
+    return leaf.path.split("/")[-2]
+
+
+def _beside(leaf: Leaf, name: str) -> str:
+    return f"{leaf.path.rpartition('/')[0]}/{name}"
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _tensor_name(module: str, matrix: str) -> str:
+    return f"{_PREFIX}{module}.{matrix}.weight"
