@@ -100,15 +100,15 @@ def write_work(directory: Path, size: Size) -> None:
 
     cfg = qwen2_vl.Qwen2VLConfig.from_dict(model_config())
     lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=("attention",))
+    qwen2_vl_weights.save_pretrained(qwen2_vl.Qwen2VL(cfg, rngs=nnx.Rngs(0)), directory / "model")
     model = qwen2_vl.Qwen2VL(cfg, lora=lora, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     # B is zero in fresh adapters: then the KL term and half of the gradients would be zero.
-    graphdef, adapters, base = nnx.split(model, LoRAParam, ...)
-    adapters = jax.tree.map(
-        lambda leaf: leaf + 0.01 * rng.normal(size=leaf.shape).astype(np.float32), adapters
+    noisy = jax.tree.map(
+        lambda leaf: leaf + 0.01 * rng.normal(size=leaf.shape).astype(np.float32),
+        nnx.state(model, LoRAParam),
     )
-    model = nnx.merge(graphdef, adapters, base)
-    qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, base), directory / "model")
+    nnx.update(model, noisy)
     peft_adapters.save_adapter(model, directory / "adapter")
 
     image_cfg = vision_inputs.ImageConfig()
@@ -154,15 +154,18 @@ def jax_step(directory: Path) -> Callable[[], float]:
     from uirl_jax.types import TrainBatch
 
     arrays = np.load(directory / "arrays.npz")
-    lora = peft_adapters.read_config(directory / "adapter")
+    adapter = peft_adapters.load_adapter(
+        directory / "adapter", qwen2_vl_weights.read_config(directory / "model")
+    )
     model = qwen2_vl_weights.load_pretrained(
         directory / "model",
-        lora=lora,
+        lora=adapter.lora,
         param_dtype=jnp.float32,
         init_key=jax.random.key(0),
         remat="none",
     )
-    model = peft_adapters.load_adapter(model, directory / "adapter")
+    abstract = nnx.state(model, LoRAParam)
+    nnx.update(model, qwen2_vl_weights.adapters_from_numpy(adapter.arrays, abstract))
     graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
     optimizer = learner_state.make_optimizer(
         learner_state.OptimizerConfig(lr=LEARNING_RATE, clip_norm=1e9), 1000
@@ -192,17 +195,13 @@ def jax_step(directory: Path) -> Callable[[], float]:
         patch_positions_ip2=vision_inputs.patch_positions(grid, 2)[None].astype(np.int32),
         patch_segments_ip=np.ones((1, patches), np.int32),
     )
-    behaviour_bt = None
 
     def step() -> float:
-        nonlocal state, behaviour_bt
+        nonlocal state
         device_arrays = learner_step.to_device(batch, None)
-        if behaviour_bt is not None:
-            device_arrays["behaviour_logprobs_bt"] = behaviour_bt
         visual_md, old_bt, ref_bt = steps.score(state.trainable, frozen, device_arrays)
-        if behaviour_bt is None:  # as if an actor of the same policy had sampled
-            behaviour_bt = old_bt * device_arrays["completion_mask_bt"]
-            device_arrays["behaviour_logprobs_bt"] = behaviour_bt
+        # As if an actor with the newest policy had sampled: no correction for lag.
+        device_arrays["behaviour_logprobs_bt"] = old_bt * device_arrays["completion_mask_bt"]
         state, metrics = steps.update(state, frozen, device_arrays, visual_md, old_bt, ref_bt)
         return learner_step.to_floats(metrics)["learner/loss"]
 

@@ -1,4 +1,4 @@
-"""The peers of `bench`: the same training step in torch, as users of transformers and peft write it.
+"""The peers of `bench`: the same training step in torch, by transformers and peft.
 
 Apart from `bench` because torch and peft are no part of the product.
 """
@@ -84,6 +84,6 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return step
