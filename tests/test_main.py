@@ -8,14 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from tests import tiny_model
-from uirl_jax import main, run_config
+from tests import tiny_config, tiny_model
+from uirl_jax import checkpoints, config, main, run_config
 from uirl_jax.errors import ConfigError
 from uirl_jax.shards import journal
 
@@ -123,6 +124,35 @@ def test_main_killed_at_random_moments_carries_on(tmp_path, model_dir):
         process.wait()
     process = run(workdir, model_dir)
     assert_whole(workdir, process)
+
+
+@pytest.mark.parametrize("after_saving", [False, True])
+def test_main_that_dies_around_a_checkpoint_tells_every_step_once(
+    tmp_path, model_dir, monkeypatch, after_saving
+):
+    class Death(Exception):
+        """Stands for a SIGKILL at the one moment that a random one seldom hits."""
+
+    save = checkpoints.Checkpointer.save
+
+    def save_and_die(self, step, arrays, meta):
+        if after_saving or step != 2:
+            save(self, step, arrays, meta)
+        if step == 2:
+            raise Death
+
+    cfg = tiny_config.get_config()
+    cfg.model.path = str(model_dir)
+    resolved = config.from_config(run_config.RunConfig, cfg)
+    one_run = main.Run(resolved, tmp_path, main.open_run(tmp_path, resolved))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.Checkpointer, "save", save_and_die)
+        with pytest.raises(Death):
+            main.run_all(one_run, threading.Event())
+    main.run_all(one_run, threading.Event())
+    assert metric_by_step(tmp_path, "step") == list(range(1, STEPS + 1))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["episodes"]["trained"] == STEPS * GROUPS * MEMBERS
 
 
 def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir):

@@ -151,6 +151,7 @@ def run_learner(
 
         # 2. Steps.
         progress = Progress("grpo", cfg.steps, first_step=step)
+        saved_s = 0.0
         while step < cfg.steps and not stop.is_set():
             step_started_s = time.monotonic()
             groups = _wait_for_groups(queue, cfg, step, stop)
@@ -177,24 +178,28 @@ def run_learner(
             for group in groups:
                 trained.add(int(group[0].group_id))
             learnt_s = time.monotonic() - step_started_s - waited_s
-            cursors.append(save())
-            publish()
-            if len(cursors) == cursors.maxlen:
-                queue.committed(cursors[0])
 
-            # 3. What it was.
-            whole_s = time.monotonic() - step_started_s
+            # 3. What it was: before it is saved. Killed in between, a step is taken again and its
+            # line goes (`truncate_from`); the other way round a saved step would lack its line.
+            whole_s = saved_s + waited_s + learnt_s
             metrics |= _describe(groups, step - 1)
             metrics |= {
+                "time/save_and_publish_s": saved_s,  # of the step before
                 "time/wait_for_records_s": waited_s,
                 "time/learn_s": learnt_s,
-                "time/save_and_publish_s": whole_s - learnt_s - waited_s,
                 "time/step_s": whole_s,
                 "learner/tokens_per_s": learner_step.tokens_in(batch) / whole_s,
                 "compile/count": steps.compile_count(),
             }
             metrics |= {f"records/{name}": n for name, n in queue.accounting().items()}
             metrics_writer.write(step, metrics)
+
+            saving_s = time.monotonic()
+            cursors.append(save())
+            publish()
+            if len(cursors) == cursors.maxlen:
+                queue.committed(cursors[0])
+            saved_s = time.monotonic() - saving_s
             progress.update(
                 step,
                 reward=metrics["reward/mean"],
