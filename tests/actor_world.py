@@ -18,7 +18,7 @@ from aiohttp import web
 from flax import nnx
 from tokenizers import AddedToken
 
-from tools import base_tokenizer
+from tools import tokenizer_training
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
@@ -41,9 +41,9 @@ ROLLOUT = RolloutConfig(max_new_tokens=1, max_context_tokens=CONTEXT_TOKENS)
 def chat() -> Chat:
     directory = Path(_temporary_directory().name)
     texts = ["Click the red button.", "click(100, 200)", "You are a helpful assistant."] * 10
-    tokenizer = base_tokenizer.train_tokenizer(texts, 300)
+    tokenizer = tokenizer_training.train_tokenizer(texts, 300)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CLICKS])
-    base_tokenizer.save(tokenizer, directory)
+    tokenizer_training.save(tokenizer, directory)
     return Chat(directory, ChatConfig(system_prompt=""), IMAGE_CFG.merge_size)
 
 

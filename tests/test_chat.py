@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tools import base_tokenizer
+from tools import tokenizer_training
 from uirl_jax.chat import OMITTED_SCREENSHOT, Chat, ChatConfig
 from uirl_jax.errors import ConfigError, ModelError
 
@@ -25,8 +25,8 @@ NUM_VISUAL = [6, 2, 4]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    tokenizer = base_tokenizer.train_tokenizer(TEXTS, 400)
-    base_tokenizer.save(tokenizer, directory, system_prompt=SYSTEM)
+    tokenizer = tokenizer_training.train_tokenizer(TEXTS, 400)
+    tokenizer_training.save(tokenizer, directory, system_prompt=SYSTEM)
     return directory
 
 
@@ -104,7 +104,7 @@ def test_context_dropped_screenshots_equal_transformers_template_with_their_text
 
 
 def test_context_empty_system_prompt_starts_with_the_user(tmp_path):
-    base_tokenizer.save(base_tokenizer.train_tokenizer(TEXTS, 300), tmp_path)
+    tokenizer_training.save(tokenizer_training.train_tokenizer(TEXTS, 300), tmp_path)
     chat = Chat(tmp_path, ChatConfig(system_prompt=""), MERGE_SIZE)
     context = chat.context("Go", GRIDS[:1], [])
     assert context.ids.tolist() == _oracle_ids(tmp_path, [_user(None, "Go")], NUM_VISUAL[:1])
@@ -188,7 +188,7 @@ def test_context_special_tokens_in_an_instruction_are_plain_text(chat):
 
 def test_encode_special_token_strings_round_trip_as_plain_text(chat):
     special = {*chat.end_token_ids, *chat.forbidden_ids}
-    for text in (*base_tokenizer.SPECIAL_TOKENS, INJECTION):
+    for text in (*tokenizer_training.SPECIAL_TOKENS, INJECTION):
         ids = chat.encode(text)
         assert len(ids) > 1
         assert not special & set(ids.tolist())

@@ -152,7 +152,18 @@ def test_restore_after_any_flipped_bit_is_exact_or_falls_back(three_steps: Path)
             file.write_bytes(original)
     assert all(reason.startswith(f"{three_steps}/3: ") for reason in reasons)
     assert all("\n" not in reason and len(reason) < 500 for reason in reasons)
-    assert any("checksum of its JSON item" in reason for reason in reasons)
+
+
+def test_restore_after_a_flipped_bit_that_leaves_the_json_readable_falls_back(
+    three_steps: Path,
+) -> None:
+    """The list ["a", "b"] becomes ["c", "b"]: JSON like any other, but for its checksum."""
+    file = three_steps / "3" / "meta" / "metadata"
+    flip_bit(file, file.read_bytes().index(b'["a", "b"]') + 2, bit=1)
+    with Checkpointer(three_steps, read_only=True) as checkpointer:
+        restored = checkpointer.restore_latest(ABSTRACT)
+    assert restored.step == 2
+    assert "checksum of its JSON item" in restored.skipped[0]
 
 
 def test_restore_after_a_flipped_bit_in_array_data_falls_back(tmp_path: Path) -> None:

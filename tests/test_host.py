@@ -260,10 +260,13 @@ def test_actor_gives_a_group_up_after_its_retries_and_does_not_try_it_again(tmp_
 def test_actor_stopped_publishes_what_is_whole_and_counts_the_rest(tmp_path):
     """Group 1 is whole, but group 0, which comes before it, hangs."""
 
+    def task_for_group(index):  # told apart by their instructions: which asks first is chance
+        name = "desktop/click_button" if index else "desktop/enter_text"
+        return TaskSpec(name, index, max_turns=1)
+
     class Hanging(world.ScriptedEngine):
         async def sample(self, request):
-            if self.requests == []:
-                self.requests.append(request)
+            if "press OK" in world.chat().decode(request.context_ids):
                 await asyncio.Event().wait()
             return await super().sample(request)
 
@@ -273,12 +276,13 @@ def test_actor_stopped_publishes_what_is_whole_and_counts_the_rest(tmp_path):
         async with (
             world.verifier() as url,
             acting(
-                tmp_path, url, Hanging(lambda turn: "click(60, 40)"), cfg=cfg, concurrency=4
-            ) as (
-                actor,
-                stop,
-                reports,
-            ),
+                tmp_path,
+                url,
+                Hanging(lambda turn: "click(60, 40)"),
+                cfg=cfg,
+                task_for_group=task_for_group,
+                concurrency=4,
+            ) as (actor, stop, reports),
         ):
             await until(lambda: reports and reports[-1]["actor/turns"] > 0, actor)
             await asyncio.sleep(0.5)

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from tools import base_tokenizer
+from tools import tokenizer_training
 from uirl_jax.models import qwen2_vl, qwen2_vl_weights
 from uirl_jax.vision_inputs import ImageConfig
 
@@ -15,7 +15,7 @@ CONFIG = Path(__file__).with_name("tiny_config.py")
 
 def write(directory: Path, seed: int = 0) -> Path:
     texts = ["Click the red button.", "click(120, 80)", "user\n", "assistant\n"] * 20
-    tokenizer = base_tokenizer.train_tokenizer(texts, 320)
+    tokenizer = tokenizer_training.train_tokenizer(texts, 320)
     cfg = qwen2_vl.Qwen2VLConfig(
         vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
         hidden_size=32,
@@ -38,7 +38,7 @@ def write(directory: Path, seed: int = 0) -> Path:
     )
     model = qwen2_vl.Qwen2VL(cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32)
     qwen2_vl_weights.save_pretrained(model, directory)
-    base_tokenizer.save(tokenizer, directory)
+    tokenizer_training.save(tokenizer, directory)
     image_cfg = ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
     (directory / "preprocessor_config.json").write_text(json.dumps(image_cfg.to_dict()))
     return directory

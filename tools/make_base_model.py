@@ -31,7 +31,7 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import base_tokenizer
+from tools import tokenizer_training
 from uirl_jax import actions, chat, platform_flags, vision_inputs
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
@@ -281,8 +281,8 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
     """All stages, then the directory in Hugging Face's format with its model card."""
     started_s = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = base_tokenizer.train_tokenizer(tokenizer_texts(), 512)
-    base_tokenizer.save(tokenizer, workdir / "tokenizer")
+    tokenizer = tokenizer_training.train_tokenizer(tokenizer_texts(), 512)
+    tokenizer_training.save(tokenizer, workdir / "tokenizer")
     talk = chat.Chat(workdir / "tokenizer", CHAT, IMAGE.merge_size)
     cfg = model_config(tokenizer)
     model = qwen2_vl.Qwen2VL(cfg, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none")
@@ -320,7 +320,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
 def write_model(model: qwen2_vl.Qwen2VL, tokenizer: Tokenizer, out: Path) -> None:
     """The whole directory: weights (bfloat16, to halve what ships), tokenizer, image processor."""
     qwen2_vl_weights.save_pretrained(model, out, dtype="bfloat16")
-    base_tokenizer.save(tokenizer, out, system_prompt=CHAT.system_prompt)
+    tokenizer_training.save(tokenizer, out, system_prompt=CHAT.system_prompt)
     processor = json.dumps(IMAGE.to_dict(), indent=2) + "\n"
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
