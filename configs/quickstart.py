@@ -43,11 +43,12 @@ def get_config() -> ConfigDict:
     cfg.learner.groups_per_step = 8
     cfg.learner.max_staleness = 0
     cfg.learner.batch = ConfigDict()
-    cfg.learner.batch.rows = 64
-    cfg.learner.batch.row_lengths = (96,)
+    cfg.learner.batch.rows = 8  # one group a row, its prompt once
+    cfg.learner.batch.row_lengths = (192,)
+    cfg.learner.batch.sampled_lengths = (112,)
     cfg.learner.batch.image_rows = (8,)
     cfg.learner.batch.patch_lengths = (192,)
-    cfg.learner.batch.pack = False
+    cfg.learner.batch.share_prompts = True
     cfg.learner.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"})
     cfg.learner.loss = ConfigDict({"kl_coefficient": 0.01})
 

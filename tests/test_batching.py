@@ -10,7 +10,7 @@ from PIL import Image
 
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ConfigError, RecordError
-from uirl_jax.shards.batching import BatchConfig, make_batch, sequences
+from uirl_jax.shards.batching import BatchConfig, make_batches, sequences
 from uirl_jax.types import StopReason, TaskSpec, TrainBatch, Trajectory, Turn
 
 PLACEHOLDER = 9
@@ -61,14 +61,19 @@ def trajectory(turns: list[Turn], images: dict[str, bytes] | None = None) -> Tra
     )
 
 
-def batch_of(trajectories, advantages=None, **changes) -> TrainBatch:
-    return make_batch(
+def batches_of(trajectories, advantages=None, **changes) -> list[TrainBatch]:
+    return make_batches(
         trajectories,
         advantages if advantages is not None else [1.0] * len(trajectories),
         image_cfg=IMAGE_CFG,
         image_token_id=PLACEHOLDER,
         cfg=dataclasses.replace(CFG, **changes),
     )
+
+
+def batch_of(trajectories, advantages=None, **changes) -> TrainBatch:
+    (batch,) = batches_of(trajectories, advantages, **changes)
+    return batch
 
 
 # ---------------------------------------------------------------- sequences
@@ -185,6 +190,9 @@ def test_batch_of_one_image_is_the_table_of_the_design():
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
     ]
     assert batch.segment_ids_bt[2:].sum() == 0 and (batch.vision_index_bt[2:] == -1).all()
+    assert batch.sampled_index_bs[:2, :4].tolist() == [[3, -1, -1, -1], [6, 7, 8, -1]]
+    assert batch.sampled_index_bs.shape == (4, 10) and (batch.sampled_index_bs[2:] == -1).all()
+    assert batch.prefix_segments_bt is None
 
 
 def test_batch_images_are_the_processed_screenshots_padded():
@@ -249,17 +257,113 @@ def test_batch_takes_the_fewest_image_rows_that_fit(images, image_rows):
 # ---------------------------------------------------------------- packing
 
 
-def test_pack_is_first_fit_with_a_segment_each():
-    lengths = [7, 6, 5, 6]  # of 12: 7 + 5 and 6 + 6
+def test_pack_puts_the_long_first_and_the_rest_where_they_fill_most():
+    lengths = [4, 7, 5, 6]  # of 12: 7 + 5, and 6 + 4
     batch = batch_of([trajectory([turn([1] * (n - 1), [50 + n])]) for n in lengths], pack=True)
-    assert batch.segment_ids_bt.tolist()[:2] == [[1] * 7 + [2] * 5, [1] * 6 + [2] * 6]
+    assert batch.segment_ids_bt.tolist()[:2] == [[1] * 7 + [2] * 5, [1] * 6 + [2] * 4 + [0] * 2]
     assert batch.segment_ids_bt[2:].sum() == 0
     assert batch.positions_3bt[0, 0].tolist() == [*range(7), *range(5)]  # each from 0
+    assert batch.sampled_index_bs[:2, :3].tolist() == [[6, 11, -1], [5, 9, -1]]
 
 
-def test_pack_takes_longer_rows_when_the_short_ones_are_too_few():
-    many = [trajectory([turn([1] * 9, [50])]) for _ in range(5)]
-    assert batch_of(many, pack=True).token_ids_bt.shape == (4, 24)
+def test_pack_takes_the_row_length_that_pads_least():
+    many = [trajectory([turn([1] * 9, [50])]) for _ in range(8)]
+    # One batch of 4 x 24 or two of 4 x 12: the same slots, and fewer passes.
+    assert [b.token_ids_bt.shape for b in batches_of(many, pack=True)] == [(4, 24)]
+    assert [b.token_ids_bt.shape for b in batches_of(many[:4], pack=True)] == [(4, 12)]
+
+
+def test_more_records_than_rows_or_screenshots_make_more_batches_and_lose_nothing():
+    shots = [png(seed) for seed in range(6)]
+    records = [
+        trajectory([turn([1] * n + [9, 9], [50 + n], (key,))], {key: data})
+        for n, (key, data) in enumerate(shots)
+    ]
+    by_rows = batches_of(records, rows=4, row_lengths=(16,))
+    assert [np.count_nonzero(b.segment_ids_bt.sum(axis=1)) for b in by_rows] == [4, 2]
+    by_images = batches_of(records, rows=4, row_lengths=(16,), image_rows=(1, 2))
+    assert [np.count_nonzero(b.segment_ids_bt.sum(axis=1)) for b in by_images] == [2, 2, 2]
+    for batches in (by_rows, by_images):
+        tokens = np.concatenate([b.token_ids_bt[b.completion_mask_bt > 0] for b in batches])
+        assert tokens.tolist() == [50, 51, 52, 53, 54, 55]
+        for batch in batches:
+            row, place = np.nonzero(batch.vision_index_bt >= 0)
+            assert batch.patch_segments_ip[batch.vision_index_bt[row, place] // 2].all()
+
+
+def group(prompt: list[int], answers: list[list[int]], shot=None) -> list[Trajectory]:
+    keys, images = ((shot[0],), dict([shot])) if shot else ((), {})
+    return [trajectory([turn(prompt, answer, keys)], images) for answer in answers]
+
+
+def test_share_prompts_is_the_table_of_the_design():
+    """The second row of types.TrainBatch: a prompt of four tokens, two answers."""
+    batch = batch_of(
+        group([1, 2, 3, 4], [[50, 51, 52], [60, 61]]),
+        [2.0, -1.0],
+        row_lengths=(10,),
+        sampled_lengths=(6, 8),
+        pack=True,
+        share_prompts=True,
+    )
+    assert batch.token_ids_bt[0].tolist() == [1, 2, 3, 4, 50, 51, 52, 4, 60, 61]
+    assert batch.segment_ids_bt[0].tolist() == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
+    assert batch.prefix_segments_bt[0].tolist() == [1] * 10
+    assert batch.positions_3bt[0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 5]
+    assert batch.completion_mask_bt[0].tolist() == [0] * 4 + [1] * 3 + [0] + [1] * 2
+    assert batch.advantages_bt[0].tolist() == [0] * 4 + [2] * 3 + [0] + [-1] * 2
+    assert batch.sampled_index_bs[0].tolist() == [4, 5, 6, 8, 9, -1]
+
+
+def test_share_prompts_only_where_the_same_screenshot_stands_behind_the_same_tokens():
+    one, other = png(1), png(2)
+    records = group([9, 9, 1, 2], [[50], [51]], one) + group([9, 9, 1, 2], [[52], [53]], other)
+    shared = batch_of(records, row_lengths=(16,), pack=True, share_prompts=True)
+    # Two prompts of three tokens, and four sequences of two.
+    assert np.count_nonzero(shared.segment_ids_bt) == 2 * 3 + 4 * 2
+    alone = batch_of(records[1:3], row_lengths=(16,), pack=True, share_prompts=True)
+    assert np.count_nonzero(alone.segment_ids_bt) == 2 * 5
+    np.testing.assert_array_equal(alone.prefix_segments_bt, alone.segment_ids_bt)
+
+
+def test_share_prompts_of_a_group_that_fills_more_than_a_row_repeats_the_prompt():
+    records = group([1, 2, 3, 4, 5], [[50 + n] * 3 for n in range(4)])
+    batch = batch_of(records, row_lengths=(12,), pack=True, share_prompts=True)
+    for b in range(2):
+        assert batch.token_ids_bt[b, :4].tolist() == [1, 2, 3, 4]
+        assert batch.segment_ids_bt[b].tolist() == [1] * 4 + [2] * 4 + [3] * 4
+        assert batch.prefix_segments_bt[b].tolist() == [1] * 12
+    assert batch.segment_ids_bt[2:].sum() == 0
+
+
+def test_share_prompts_stops_before_what_was_sampled():
+    """Two members sampled the same first token: it is trained for each of them."""
+    later = [turn([1, 2, 3, 50, 4], [60]), turn([1, 2, 3, 50, 5], [61])]
+    records = [trajectory([turn([1, 2, 3], [50]), second]) for second in later]
+    batch = batch_of(records, [1.0, -1.0], row_lengths=(16,), pack=True, share_prompts=True)
+    assert batch.token_ids_bt[0].tolist() == [1, 2, 3, 50, 4, 60, 3, 50, 5, 61] + [0] * 6
+    assert batch.advantages_bt[0].tolist() == [0, 0, 0, 1, 0, 1, 0, -1, 0, -1] + [0] * 6
+
+
+def test_pack_fills_nineteen_slots_of_twenty_on_a_recorded_mix():
+    """Episodes as actors recorded them: lengths from one short turn to ten long ones."""
+    rng = np.random.default_rng(0)
+    records = []
+    for _ in range(400):
+        context, turns = [1] * int(rng.integers(20, 60)), []
+        for _ in range(min(int(rng.geometric(0.3)), 10)):
+            sampled = [50] * int(rng.integers(5, 30))
+            turns.append(turn(list(context), sampled))
+            context += [*sampled, *[1] * int(rng.integers(30, 90))]
+        records.append(trajectory(turns))
+    batches = batches_of(records, rows=8, row_lengths=(1536,), pack=True)
+    filled = sum(np.count_nonzero(b.segment_ids_bt) for b in batches)
+    assert filled == sum(len(s.token_ids_t) for r in records for s in sequences(r))
+    slots = (
+        sum(b.segment_ids_bt.size for b in batches[:-1])
+        + np.count_nonzero(batches[-1].segment_ids_bt.any(axis=1)) * 1536
+    )
+    assert filled / slots >= 0.95
 
 
 @settings(deadline=None, max_examples=40)
@@ -268,7 +372,7 @@ def test_batch_loses_and_adds_no_token_packed_or_not(episode_turns, pack):
     trajectories = [trajectory(turns) for turns in episode_turns]
     advantages = [float(number + 1) for number in range(len(trajectories))]
     rows = sum(len(sequences(t)) for t in trajectories)
-    batch = batch_of(trajectories, advantages, rows=rows, row_lengths=(16, 64), pack=pack)
+    batch = batch_of(trajectories, advantages, rows=rows, row_lengths=(64,), pack=pack)
 
     expected, found = [], []
     for one, advantage in zip(trajectories, advantages, strict=True):
@@ -297,9 +401,18 @@ def test_pack_changes_no_sequence_with_screenshots():
     ]
     apart, packed = (batch_of(episodes_, row_lengths=(16,), pack=pack) for pack in (False, True))
     start = 0
-    for number in range(3):
+    for number in (2, 1, 0):  # the longest first
         length = number + 4
-        for name in ("token_ids", "vision_index", "completion_mask"):
+        visual = [packed.vision_index_bt[0, start:], apart.vision_index_bt[number]]
+        for index_t, batch in zip(visual, (packed, apart), strict=True):
+            (at,) = np.nonzero(index_t[:length] >= 0)
+            assert at.tolist() == [number + 1, number + 2]
+            row, token = np.divmod(index_t[at], 2)  # 8 patches a row are 2 visual tokens
+            assert token.tolist() == [0, 1] and row[0] == row[1]
+            image = vision_inputs.decode_image(shots[number][1])
+            patches_pf, _ = vision_inputs.process_image(image, IMAGE_CFG)
+            np.testing.assert_array_equal(batch.patches_ipf[row[0]], patches_pf)
+        for name in ("token_ids", "completion_mask"):
             np.testing.assert_array_equal(
                 getattr(packed, f"{name}_bt")[0, start : start + length],
                 getattr(apart, f"{name}_bt")[number, :length],
@@ -325,10 +438,8 @@ def with_image(**changes) -> Trajectory:
     ("trajectories", "changes", "message"),
     [
         ([trajectory([turn([1] * 48, [50])])], {}, "49 tokens, row_lengths accepts at most 48"),
-        ([trajectory([turn([1], [50])])] * 5, {}, "5 sequences .* 4 rows of at most 48, one each"),
-        ([trajectory([turn([1] * 47, [50])])] * 5, {"pack": True}, "240 tokens do not fit 4 rows"),
         (
-            [with_image(), trajectory([turn([9, 9], [50], (TWO[0],))], dict([TWO]))],
+            [trajectory([turn([9, 9, 1, 9, 9], [50], (ONE[0], TWO[0]))], dict([ONE, TWO]))],
             {"image_rows": (1,)},
             "2 distinct screenshots, image_rows accepts at most 1",
         ),
@@ -349,7 +460,7 @@ def test_batch_that_fits_no_shape_raises_config_error(trajectories, changes, mes
         (with_image(image_grids={ONE[0]: (1, 4, 4)}), r"saw .* \(1, 4, 4\), .* makes \(1, 2, 4\)"),
         (
             with_image(turns=(turn([9, 9, 9], [50], (ONE[0],)),)),
-            "3 image placeholders for 2 visual tokens",
+            r"runs of .* \[3\], expected \[2\]",
         ),
         (with_image(turns=(turn([9, 1, 9], [50], (ONE[0],)),)), r"runs of .* \[1, 1\]"),
     ],

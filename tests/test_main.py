@@ -184,7 +184,7 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.learner.steps=many"], "config.learner.steps"),
         (["--config.model.path=/nowhere"], "/nowhere: no model in Hugging Face's format"),
         (["--config.tasks.0.name=x"], "config.tasks"),
-        (["--config.learner.groups_per_step=3"], "learner.batch.rows=8: a step has 12 episodes"),
+        (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "engine.max_new_tokens is 8"),
     ],
 )

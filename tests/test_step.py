@@ -18,6 +18,7 @@ from uirl_jax.learner import step as learner_step
 from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch
 
 OPTIMIZER = learner_state.OptimizerConfig(lr=1e-2)
@@ -64,8 +65,10 @@ def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) 
     return TrainBatch(
         token_ids_bt=rng.integers(0, 64, (rows, tokens)).astype(np.int32) * segments_bt,
         segment_ids_bt=segments_bt,
+        prefix_segments_bt=None,
         positions_3bt=np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, rows, tokens)).copy(),
         completion_mask_bt=mask_bt,
+        sampled_index_bs=batching.sampled_index(mask_bt, (16,)),
         vision_index_bt=vision_bt,
         behaviour_logprobs_bt=-rng.exponential(1, (rows, tokens)).astype(np.float32) * mask_bt,
         advantages_bt=rng.normal(0, 1, (rows, 1)).astype(np.float32) * mask_bt,
@@ -75,18 +78,29 @@ def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) 
     )
 
 
-def take_steps(batch: TrainBatch, *, microbatches: int = 1, steps: int = 1, mesh=None):
+def split_rows(batch: TrainBatch, parts: int) -> list[TrainBatch]:
+    """Batches of a few rows each, every one with the whole table of screenshots."""
+    rows = np.split(np.arange(len(batch.token_ids_bt)), parts)
+    names = [name for name in vars(batch) if name.endswith(("_bt", "_bs")) and "3bt" not in name]
+
+    def some(of: np.ndarray) -> TrainBatch:
+        cut = {n: getattr(batch, n)[of] for n in names if getattr(batch, n) is not None}
+        return dataclasses.replace(batch, **cut, positions_3bt=batch.positions_3bt[:, of])
+
+    return [some(of) for of in rows]
+
+
+def take_steps(*batches: TrainBatch, steps: int = 1, mesh=None):
     """Metrics of the last step, adapters after it."""
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), microbatches=microbatches)
+    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
     state = learner_state.init_state(lora, optimizer, mesh)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
-    arrays = learner_step.to_device(batch, mesh)
+    arrays = [learner_step.to_device(batch, mesh) for batch in batches]
     for _ in range(steps):
-        scored = run.score(state.trainable, frozen, arrays)
-        state, metrics = run.update(state, frozen, arrays, *scored)
+        state, metrics = run.policy_step(state, frozen, arrays)
     return learner_step.to_floats(metrics), jax.device_get(state.trainable)
 
 
@@ -95,10 +109,10 @@ def assert_trees_close(left, right, **tolerance):
         np.testing.assert_allclose(a, b, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
-def test_update_in_microbatches_equals_the_whole_batch():
+def test_step_of_several_batches_equals_one_of_all_their_rows():
     batch = make_batch()
     whole, whole_lora = take_steps(batch)
-    parts, parts_lora = take_steps(batch, microbatches=4)
+    parts, parts_lora = take_steps(*split_rows(batch, 4))
     for name, value in whole.items():
         assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     # AdamW's first step is lr * sign(gradient) wherever the gradient is not tiny: what differs
@@ -114,11 +128,11 @@ def test_update_with_more_padding_is_the_same_update():
             name: np.pad(
                 getattr(batch, name),
                 [(0, 0)] * (getattr(batch, name).ndim - 2) + [(0, 8), (0, 8)],
-                constant_values=-1 if name == "vision_index_bt" else 0,
+                constant_values=-1 if name in ("vision_index_bt", "sampled_index_bs") else 0,
             )
             for name in (
                 *("token_ids_bt", "segment_ids_bt", "positions_3bt", "completion_mask_bt"),
-                *("vision_index_bt", "behaviour_logprobs_bt", "advantages_bt"),
+                *("vision_index_bt", "sampled_index_bs", "behaviour_logprobs_bt", "advantages_bt"),
             )
         },
     )
@@ -139,8 +153,7 @@ def test_update_with_zero_advantages_and_no_kl_changes_nothing():
         graphdef, optimizer, GrpoConfig(kl_coefficient=0.0), use_reference=False
     )
     state = learner_state.init_state(lora, optimizer)
-    arrays = learner_step.to_device(batch, None)
-    state, _ = run.update(state, frozen, arrays, *run.score(state.trainable, frozen, arrays))
+    state, _ = run.policy_step(state, frozen, [learner_step.to_device(batch, None)])
     assert_trees_close(before, jax.device_get(state.trainable), atol=0)
 
 
@@ -154,39 +167,63 @@ def test_update_leaves_frozen_weights_bit_for_bit_and_learns():
     arrays = learner_step.to_device(batch, None)
     losses = []
     for _ in range(12):
-        state, metrics = run.supervised(state, frozen, arrays)
+        state, metrics = run.supervised_step(state, frozen, [arrays])
         losses.append(float(metrics["sft/loss"]))
     assert losses[-1] < 0.9 * losses[0]
     assert_trees_close(before, jax.device_get(frozen), atol=0)
-    assert run.compile_count() == 1
+    assert run.compile_count() == 2  # gradients, and their application
+
+
+def adapters_off(lora):
+    return jax.tree.map(jnp.zeros_like, lora)
 
 
 def test_reference_is_the_base_without_adapters():
-    graphdef, lora, frozen = make_model()
+    graphdef, lora, frozen = make_model(dropout=0.1)  # so that old has a pass of its own
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
     run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
     arrays = learner_step.to_device(make_batch(), None)
-    _, old_bt, ref_bt = run.score(lora, frozen, arrays)
-    zero = jax.tree.map(jnp.zeros_like, lora)
-    _, base_bt, _ = run.score(zero, frozen, arrays)
-    np.testing.assert_allclose(ref_bt, base_bt, atol=1e-6)
-    assert np.abs(np.asarray(old_bt - ref_bt)).max() > 1e-3
+    scored = run.score(lora, frozen, arrays)
+    base = run.score(adapters_off(lora), frozen, arrays)
+    np.testing.assert_allclose(scored.ref_bt, base.old_bt, atol=1e-6)
+    assert np.abs(np.asarray(scored.old_bt - scored.ref_bt)).max() > 1e-3
+
+
+def test_step_without_a_pass_for_old_logprobs_is_the_step_with_one():
+    graphdef, lora, frozen = make_model()
+    optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
+    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+    scoring = learner_step.make_steps(make_model(dropout=0.1)[0], optimizer, GrpoConfig())
+    arrays = learner_step.to_device(make_batch(), None)
+    scored = run.score(lora, frozen, arrays)
+    assert scored.old_bt is None
+    old_bt = scoring.score(lora, frozen, arrays).old_bt
+    at = (jnp.int32(0), np.int32(0))
+    got, got_sums = run.policy_gradients(lora, frozen, arrays, scored, at)
+    expected, sums = run.policy_gradients(lora, frozen, arrays, scored._replace(old_bt=old_bt), at)
+    for name, value in sums.items():
+        assert float(got_sums[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    assert_trees_close(got, expected, atol=1e-4 * largest)
 
 
 def test_update_vision_adapters_learn_and_the_reference_is_the_base():
-    graphdef, lora, frozen = make_model(targets=("vision", "merger"))
+    graphdef, lora, frozen = make_model(targets=("vision", "merger"), dropout=0.1)
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
     run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), vision_trainable=True)
     arrays = learner_step.to_device(make_batch(), None)
     scored = run.score(lora, frozen, arrays)
     # The base's visual tokens too: with the adapters' the reference would move as they learn.
-    _, base_bt, ref_bt = run.score(jax.tree.map(jnp.zeros_like, lora), frozen, arrays)
-    np.testing.assert_allclose(scored[2], base_bt, atol=1e-6)
-    np.testing.assert_allclose(ref_bt, base_bt, atol=1e-6)
-    assert np.abs(np.asarray(scored[1] - scored[2])).max() > 1e-3
+    base = run.score(adapters_off(lora), frozen, arrays)
+    np.testing.assert_allclose(scored.ref_bt, base.old_bt, atol=1e-6)
+    np.testing.assert_allclose(base.ref_bt, base.old_bt, atol=1e-6)
+    assert np.abs(np.asarray(scored.old_bt - scored.ref_bt)).max() > 1e-3
 
+    # Without dropout, for the arithmetic: visual tokens inside the loss are those that were scored.
+    graphdef, lora, frozen = make_model(targets=("vision", "merger"))
+    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), vision_trainable=True)
     before = jax.device_get(lora)
-    state, metrics = run.update(learner_state.init_state(lora, optimizer), frozen, arrays, *scored)
+    state, metrics = run.policy_step(learner_state.init_state(lora, optimizer), frozen, [arrays])
     assert float(metrics["learner/grad_norm"]) > 1e-6
     for (path, leaf), old in zip(
         jax.tree.leaves_with_path(jax.device_get(state.trainable)),
@@ -194,17 +231,14 @@ def test_update_vision_adapters_learn_and_the_reference_is_the_base():
         strict=True,
     ):
         assert np.abs(leaf - old).max() > 1e-4, jax.tree_util.keystr(path)
-    # The visual tokens inside the loss are those that were scored: the first KL is of old to ref.
-    difference_bt = np.asarray(scored[2] - scored[1])
+    difference_bt = np.asarray(scored.ref_bt - scored.old_bt)
     kl_bt = np.exp(difference_bt) - difference_bt - 1
     mask_bt = np.asarray(arrays["completion_mask_bt"])
     expected = (kl_bt * mask_bt).sum() / mask_bt.sum()
     assert float(metrics["actor/kl_loss"]) == pytest.approx(expected, rel=1e-3)
 
 
-def losses_with(
-    *, rows: int = 8, microbatches: int = 1, dropout_seed: int = 0, **lora
-) -> list[float]:
+def losses_with(*, rows: int = 8, parts: int = 1, dropout_seed: int = 0, **lora) -> list[float]:
     """Of three supervised steps that change nothing, taken twice, on equal rows."""
     graphdef, trainable, frozen = make_model(**lora)
     optimizer = learner_state.make_optimizer(dataclasses.replace(OPTIMIZER, lr=0.0), 10)
@@ -212,34 +246,37 @@ def losses_with(
         graphdef,
         optimizer,
         GrpoConfig(),
-        microbatches=microbatches,
         vision_trainable="visual" in trainable,
         dropout_seed=dropout_seed,
     )
     batch = make_batch()
-    arrays = {
-        name: np.repeat(array[:1], rows, axis=0) if name.endswith("_bt") else array
-        for name, array in vars(batch).items()
-    }
-    arrays["positions_3bt"] = batch.positions_3bt[:, :rows]
-    arrays = learner_step.to_device(TrainBatch(**arrays), None)
+    same = dataclasses.replace(
+        batch,
+        **{
+            name: np.repeat(array[:1], rows, axis=0)
+            for name, array in vars(batch).items()
+            if array is not None and name.endswith(("_bt", "_bs")) and "3bt" not in name
+        },
+        positions_3bt=batch.positions_3bt[:, :rows],
+    )
+    batches = [learner_step.to_device(part, None) for part in split_rows(same, parts)]
     losses = []
     for _ in range(2):
         state = learner_state.init_state(trainable, optimizer)
         for _ in range(3):
-            state, metrics = run.supervised(state, frozen, arrays)
+            state, metrics = run.supervised_step(state, frozen, batches)
             losses.append(float(metrics["sft/loss"]))
     return losses
 
 
-def test_update_with_dropout_draws_by_seed_step_and_microbatch():
+def test_update_with_dropout_draws_by_seed_step_and_batch():
     half, other_seed, in_parts = (
         losses_with(dropout=0.4, **options)
-        for options in ({"rows": 4}, {"rows": 4, "dropout_seed": 1}, {"microbatches": 2})
+        for options in ({"rows": 4}, {"rows": 4, "dropout_seed": 1}, {"parts": 2})
     )
     assert half[:3] == half[3:]
     assert len({*half, *other_seed}) == 6
-    # A second microbatch with the first one's draws would have its loss as well.
+    # A second batch with the first one's draws would have its loss as well.
     assert np.abs(np.subtract(half, in_parts)).min() > 1e-5
 
 
@@ -257,8 +294,19 @@ def test_score_with_dropout_drops_nothing():
         optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
         run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
         scored.append(run.score(lora, frozen, arrays))
-    for plain, dropping in zip(*scored, strict=True):
-        np.testing.assert_array_equal(plain, dropping)
+    plain, dropping = scored
+    np.testing.assert_array_equal(plain.visual_md, dropping.visual_md)
+    np.testing.assert_array_equal(plain.ref_bt, dropping.ref_bt)
+    # The old logprobs have a pass of their own, and nothing is dropped in it.
+    at = (jnp.int32(0), np.int32(0))
+    _, sums = run.policy_gradients(lora, frozen, arrays, dropping, at)
+    drift = float(sums["offpolicy/drift"])
+    mask_bt = np.asarray(arrays["completion_mask_bt"])
+    behaviour_bt = np.asarray(arrays["behaviour_logprobs_bt"])
+    expected = (np.abs(np.asarray(dropping.old_bt) - behaviour_bt) * mask_bt).sum()
+    assert drift == pytest.approx(expected, rel=1e-5)
+    half = learner_step.make_steps(make_model(dropout=0.8)[0], optimizer, GrpoConfig())
+    np.testing.assert_array_equal(half.score(lora, frozen, arrays).old_bt, dropping.old_bt)
 
 
 def test_update_on_eight_devices_equals_one_device():

@@ -15,8 +15,9 @@ def get_config():
     cfg.engine.context_lengths = (96,)
     cfg.learner.steps = 4
     cfg.learner.groups_per_step = 2
-    cfg.learner.batch.rows = 8
-    cfg.learner.batch.row_lengths = (112,)
+    cfg.learner.batch.rows = 2
+    cfg.learner.batch.row_lengths = (144,)
+    cfg.learner.batch.sampled_lengths = (40,)
     cfg.learner.batch.image_rows = (2,)
     cfg.evaluation.episodes = 4
     return cfg

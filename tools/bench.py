@@ -15,6 +15,7 @@ Peers (`bench_peers`, extra `bench`): transformers and peft in torch. Nothing is
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import statistics
@@ -116,7 +117,9 @@ def write_work(directory: Path, size: Size) -> None:
     pixels_hwc = rng.integers(0, 256, (height_px, width_px, 3), np.uint8)
     from PIL import Image
 
-    patches_pf, grid = vision_inputs.process_image(Image.fromarray(pixels_hwc), image_cfg)
+    image = Image.fromarray(pixels_hwc)
+    image.save(directory / "screenshot.png")
+    patches_pf, grid = vision_inputs.process_image(image, image_cfg)
     visual = vision_inputs.num_visual_tokens(grid, image_cfg.merge_size)
     words = size.prompt_tokens - 2
     prompt = [
@@ -140,7 +143,7 @@ def write_work(directory: Path, size: Size) -> None:
 
 
 def jax_step(directory: Path) -> Callable[[], float]:
-    """Ours: the learner's own functions, on the arrays that its batches are made of."""
+    """Ours: what the learner does with a group of records, from screenshot files to the update."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -151,7 +154,8 @@ def jax_step(directory: Path) -> Callable[[], float]:
     from uirl_jax.models import peft_adapters, qwen2_vl_weights
     from uirl_jax.models.lora import LoRAParam
     from uirl_jax.rl.losses import GrpoConfig
-    from uirl_jax.types import TrainBatch
+    from uirl_jax.shards import batching
+    from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
     arrays = np.load(directory / "arrays.npz")
     adapter = peft_adapters.load_adapter(
@@ -170,39 +174,59 @@ def jax_step(directory: Path) -> Callable[[], float]:
     optimizer = learner_state.make_optimizer(
         learner_state.OptimizerConfig(lr=LEARNING_RATE, clip_norm=1e9), 1000
     )
-    steps = learner_step.make_steps(graphdef, optimizer, GrpoConfig(kl_coefficient=KL_COEFFICIENT))
+    # As if an actor with the newest policy had sampled: no correction for lag.
+    loss_cfg = GrpoConfig(kl_coefficient=KL_COEFFICIENT, importance_cap=0.0)
+    steps = learner_step.make_steps(graphdef, optimizer, loss_cfg)
     state = learner_state.init_state(adapters, optimizer)
-    token_ids_bt, grid = arrays["token_ids_bt"], tuple(arrays["grid_thw"].tolist())
-    rows, tokens = token_ids_bt.shape
-    mask_bt = np.zeros((rows, tokens), np.float32)
-    mask_bt[:, int(arrays["prompt_length"]) :] = 1
-    positions_3t = vision_inputs.rope_positions(
-        token_ids_bt[0], [grid], model.cfg.image_token_id, 2
-    )
-    vision_index_t = np.full(tokens, -1, np.int32)
-    is_visual_t = token_ids_bt[0] == model.cfg.image_token_id
-    vision_index_t[is_visual_t] = np.arange(is_visual_t.sum())
-    patches = len(arrays["patches_pf"])
-    batch = TrainBatch(
-        token_ids_bt=token_ids_bt,
-        segment_ids_bt=np.ones((rows, tokens), np.int32),
-        positions_3bt=np.tile(positions_3t[:, None], (1, rows, 1)).astype(np.int32),
-        completion_mask_bt=mask_bt,
-        vision_index_bt=np.tile(vision_index_t, (rows, 1)),
-        behaviour_logprobs_bt=np.zeros((rows, tokens), np.float32),
-        advantages_bt=mask_bt * arrays["advantages_g"][:, None],
-        patches_ipf=arrays["patches_pf"][None],
-        patch_positions_ip2=vision_inputs.patch_positions(grid, 2)[None].astype(np.int32),
-        patch_segments_ip=np.ones((1, patches), np.int32),
+    prompt_length = int(arrays["prompt_length"])
+    screenshot = (directory / "screenshot.png").read_bytes()
+    key = hashlib.sha256(screenshot).hexdigest()
+    group = [
+        Trajectory(
+            episode_id=str(number),
+            group_id="0",
+            task=TaskSpec("bench", seed=0),
+            instruction="",
+            turns=(
+                Turn(
+                    context_ids=token_ids_t[:prompt_length],
+                    token_ids=token_ids_t[prompt_length:],
+                    logprobs=np.zeros(len(token_ids_t) - prompt_length, np.float32),
+                    image_keys=(key,),
+                    policy_version=0,
+                    text="",
+                    action=None,
+                ),
+            ),
+            images={key: screenshot},
+            image_grids={key: tuple(arrays["grid_thw"].tolist())},
+            stop_reason=StopReason.COMPLETED,
+            reward=0.0,
+            success=False,
+        )
+        for number, token_ids_t in enumerate(arrays["token_ids_bt"])
+    ]
+    size = len(group) * (1 + arrays["token_ids_bt"].shape[1] - prompt_length)
+    batch_cfg = batching.BatchConfig(
+        rows=1,
+        row_lengths=(-(-(prompt_length + size) // 8) * 8,),
+        sampled_lengths=(size,),
+        image_rows=(1,),
+        patch_lengths=(len(arrays["patches_pf"]),),
+        share_prompts=True,
     )
 
     def step() -> float:
         nonlocal state
-        device_arrays = learner_step.to_device(batch, None)
-        visual_md, old_bt, ref_bt = steps.score(state.trainable, frozen, device_arrays)
-        # As if an actor with the newest policy had sampled: no correction for lag.
-        device_arrays["behaviour_logprobs_bt"] = old_bt * device_arrays["completion_mask_bt"]
-        state, metrics = steps.update(state, frozen, device_arrays, visual_md, old_bt, ref_bt)
+        batches = batching.make_batches(
+            group,
+            arrays["advantages_g"].tolist(),
+            image_cfg=vision_inputs.ImageConfig(),
+            image_token_id=model.cfg.image_token_id,
+            cfg=batch_cfg,
+        )
+        on_device = [learner_step.to_device(batch, None) for batch in batches]
+        state, metrics = steps.policy_step(state, frozen, on_device)
         return learner_step.to_floats(metrics)["learner/loss"]
 
     return step

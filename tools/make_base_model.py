@@ -36,6 +36,7 @@ from uirl_jax import actions, chat, platform_flags, vision_inputs
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import qwen2_vl, qwen2_vl_weights
+from uirl_jax.shards import batching
 from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers import desktop, drawing, tasks
 
@@ -196,38 +197,43 @@ def make_batch(
     rows, images = len(examples), len(examples) * images_a_row
     patches, features = examples[0].patches[0].shape
     merge = IMAGE.merge_size
-    batch = TrainBatch(
-        token_ids_bt=np.zeros((rows, row_tokens), np.int32),
-        segment_ids_bt=np.zeros((rows, row_tokens), np.int32),
-        positions_3bt=np.zeros((3, rows, row_tokens), np.int32),
-        completion_mask_bt=np.zeros((rows, row_tokens), np.float32),
-        vision_index_bt=np.full((rows, row_tokens), -1, np.int32),
-        behaviour_logprobs_bt=np.zeros((rows, row_tokens), np.float32),
-        advantages_bt=np.zeros((rows, row_tokens), np.float32),
-        patches_ipf=np.zeros((images, patches, features), np.float32),
-        patch_positions_ip2=np.zeros((images, patches, 2), np.int32),
-        patch_segments_ip=np.zeros((images, patches), np.int32),
-    )
+    shape_bt = (rows, row_tokens)
+    arrays = {
+        "token_ids_bt": np.zeros(shape_bt, np.int32),
+        "segment_ids_bt": np.zeros(shape_bt, np.int32),
+        "positions_3bt": np.zeros((3, *shape_bt), np.int32),
+        "completion_mask_bt": np.zeros(shape_bt, np.float32),
+        "vision_index_bt": np.full(shape_bt, -1, np.int32),
+        "patches_ipf": np.zeros((images, patches, features), np.float32),
+        "patch_positions_ip2": np.zeros((images, patches, 2), np.int32),
+        "patch_segments_ip": np.zeros((images, patches), np.int32),
+    }
     for row, example in enumerate(examples):
         length = len(example.token_ids_t)
-        batch.token_ids_bt[row, :length] = example.token_ids_t
-        batch.segment_ids_bt[row, :length] = 1
-        batch.completion_mask_bt[row, :length] = example.mask_t
-        batch.positions_3bt[:, row, :length] = vision_inputs.rope_positions(
+        arrays["token_ids_bt"][row, :length] = example.token_ids_t
+        arrays["segment_ids_bt"][row, :length] = 1
+        arrays["completion_mask_bt"][row, :length] = example.mask_t
+        arrays["positions_3bt"][:, row, :length] = vision_inputs.rope_positions(
             example.token_ids_t, example.grids, image_token_id, merge
         )
         visual = []
         for index, (patches_pf, grid) in enumerate(
             zip(example.patches, example.grids, strict=True), start=row * images_a_row
         ):
-            batch.patches_ipf[index] = patches_pf
-            batch.patch_positions_ip2[index] = vision_inputs.patch_positions(grid, merge)
-            batch.patch_segments_ip[index] = 1
+            arrays["patches_ipf"][index] = patches_pf
+            arrays["patch_positions_ip2"][index] = vision_inputs.patch_positions(grid, merge)
+            arrays["patch_segments_ip"][index] = 1
             tokens = vision_inputs.num_visual_tokens(grid, merge)
             visual += range(index * tokens, (index + 1) * tokens)
         is_visual_t = example.token_ids_t == image_token_id
-        batch.vision_index_bt[row, :length][is_visual_t] = visual
-    return batch
+        arrays["vision_index_bt"][row, :length][is_visual_t] = visual
+    return TrainBatch(
+        **arrays,
+        prefix_segments_bt=None,
+        sampled_index_bs=batching.sampled_index(arrays["completion_mask_bt"], ()),
+        behaviour_logprobs_bt=np.zeros(shape_bt, np.float32),
+        advantages_bt=np.zeros(shape_bt, np.float32),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,17 +270,19 @@ def _screens(stage: str, step: int) -> tuple[int, int, int]:
     return 2, 4, 8
 
 
-def batches(talk: chat.Chat, stage: Stage, seed: int, rows: int) -> Callable[[int], TrainBatch]:
-    """The batch of a step; the next one is drawn while a step runs."""
+def batches(
+    talk: chat.Chat, stage: Stage, seed: int, rows: int
+) -> Callable[[int], list[TrainBatch]]:
+    """The one batch of a step; the next one is drawn while a step runs."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
 
-    def batch_at(step: int) -> TrainBatch:
+    def batches_at(step: int) -> list[TrainBatch]:
         future = drawn.pop(step, None) or pool.submit(draw, talk, stage, seed, rows, step)
         drawn[step + 1] = pool.submit(draw, talk, stage, seed, rows, step + 1)
-        return future.result()
+        return [future.result()]
 
-    return batch_at
+    return batches_at
 
 
 def train(recipe: Recipe, out: Path, workdir: Path) -> None:

@@ -97,14 +97,12 @@ class RunConfig:
             faults.append(
                 f"actor.rollout.max_new_tokens={new_tokens}: engine.max_new_tokens is {most_new}"
             )
-        batch, episodes = self.learner.batch, self.learner.groups_per_step * self.actor.group_size
+        batch = self.learner.batch
         if self.max_context_tokens + new_tokens > batch.row_lengths[-1]:
             faults.append(
                 f"learner.batch.row_lengths={batch.row_lengths}: an episode may have "
                 f"{self.max_context_tokens} tokens of context and {new_tokens} new ones"
             )
-        if episodes > batch.rows and not batch.pack:
-            faults.append(f"learner.batch.rows={batch.rows}: a step has {episodes} episodes")
         if faults:
             raise ConfigError("; ".join(faults))
 

@@ -104,7 +104,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-    """What one learner step reads. Row b holds one or more packed sequences.
+    """What goes through the learner at once. Row b holds one or more packed sequences.
 
     A ten-token row with one image of two visual tokens and one turn of three sampled tokens
     (P prompt, v visual, S sampled, . padding):
@@ -113,19 +113,28 @@ class TrainBatch:
         segment_ids      1 1 1 1 1 1 1 1 1 0
         completion_mask  0 0 0 0 0 0 1 1 1 0
         vision_index    -1-1 7 8-1-1-1-1-1-1     rows of the table of visual tokens
+        sampled_index    6 7 8 -1                of S = 4 places
+
+    Two sequences that begin alike may share their prompt, which then stands in the row once. Its
+    last token is repeated in each of them, so that every sampled token follows the one it was
+    sampled after:
+
+        token_ids        P P P S S P S S S .
+        segment_ids      1 1 2 2 2 3 3 3 3 0
+        prefix_segments  1 1 1 1 1 1 1 1 1 0     read by a token beside its own segment
 
     Masks and logprobs at position t are about token_ids[:, t] itself, not about the token after it.
     """
 
     token_ids_bt: np.ndarray  # int32
     segment_ids_bt: np.ndarray  # int32, 0 is padding
+    prefix_segments_bt: np.ndarray | None  # int32; None: no sequence of any row shares a prompt
     positions_3bt: np.ndarray  # int32, M-RoPE (time, height, width)
     completion_mask_bt: np.ndarray  # float32, 1 where the policy sampled the token
+    sampled_index_bs: np.ndarray  # int32, where completion_mask is 1; -1 fills up
     vision_index_bt: np.ndarray  # int32, -1 where the token is no visual token
     behaviour_logprobs_bt: np.ndarray  # float32, 0 outside completion_mask
     advantages_bt: np.ndarray  # float32, 0 outside completion_mask
     patches_ipf: np.ndarray  # float32[I,P,F], distinct screenshots, padded patches
-    patch_positions_ip2: (
-        np.ndarray
-    )  # int32, (height, width) for the vision tower's rotary embedding
+    patch_positions_ip2: np.ndarray  # int32, (height, width): the tower's rotary embedding
     patch_segments_ip: np.ndarray  # int32, 0 is padding

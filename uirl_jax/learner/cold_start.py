@@ -64,7 +64,7 @@ def run_cold_start(
     kind_of_weight = nnx.Param if cfg.train == "all" else LoRAParam
     graphdef, trainable, frozen = nnx.split(whole, kind_of_weight, ...)
 
-    def batch_at(step: int) -> TrainBatch:
+    def batches_at(step: int) -> list[TrainBatch]:
         trajectories = []
         for index in range(step * cfg.episodes_per_step, (step + 1) * cfg.episodes_per_step):
             task = dataclasses.replace(
@@ -72,7 +72,7 @@ def run_cold_start(
             )
             rng = np.random.default_rng([seed, index])
             trajectories.append(demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality))
-        return batching.make_batch(
+        return batching.make_batches(
             trajectories,
             [0.0] * len(trajectories),
             image_cfg=model.image_cfg,
@@ -91,7 +91,7 @@ def run_cold_start(
             graphdef,
             trainable,
             frozen,
-            batch_at,
+            batches_at,
             supervised.SupervisedConfig(steps=cfg.steps, optimizer=cfg.optimizer, log_every=1),
             checkpoint_dir=workdir / "cold_start" / "checkpoints",
             vision_trainable="visual" in trainable,

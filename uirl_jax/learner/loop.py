@@ -42,7 +42,6 @@ class LearnerConfig:
     steps: int
     groups_per_step: int = 8
     max_staleness: int = 0  # versions; 0: the actor waits for every new policy
-    microbatches: int = 1
     batch: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
@@ -93,7 +92,6 @@ def run_learner(
         model.graphdef,
         optimizer,
         cfg.loss,
-        microbatches=cfg.microbatches,
         vision_trainable="visual" in model.lora,
         use_reference=cfg.loss.kl_coefficient > 0,
         temperature=temperature,
@@ -159,18 +157,15 @@ def run_learner(
                 break
             waited_s = time.monotonic() - step_started_s
 
-            batch = batching.make_batch(
+            batches = batching.make_batches(
                 [trajectory for group in groups for trajectory in group],
                 np.concatenate([advantages(_rewards(group)) for group in groups]),
                 image_cfg=model.image_cfg,
                 image_token_id=model.cfg.image_token_id,
                 cfg=cfg.batch,
             )
-            arrays = learner_step.to_device(batch, mesh)
-            visual_md, old_bt, ref_bt = steps.score(state.trainable, model.frozen, arrays)
-            state, device_metrics = steps.update(
-                state, model.frozen, arrays, visual_md, old_bt, ref_bt
-            )
+            arrays = [learner_step.to_device(batch, mesh) for batch in batches]
+            state, device_metrics = steps.policy_step(state, model.frozen, arrays)
             metrics = learner_step.to_floats(device_metrics)
             check_finite(step + 1, metrics)
 
@@ -188,7 +183,7 @@ def run_learner(
                 "time/wait_for_records_s": waited_s,
                 "time/learn_s": learnt_s,
                 "time/step_s": whole_s,
-                "learner/tokens_per_s": learner_step.tokens_in(batch) / whole_s,
+                "learner/tokens_per_s": learner_step.tokens_in(batches) / whole_s,
                 "compile/count": steps.compile_count(),
             }
             metrics |= {f"records/{name}": n for name, n in queue.accounting().items()}

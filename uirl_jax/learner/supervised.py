@@ -29,7 +29,6 @@ class SupervisedConfig:
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
     )
-    microbatches: int = 1
     checkpoint_every: int = 100
     log_every: int = 20
 
@@ -38,7 +37,7 @@ def train(
     graphdef: nnx.GraphDef,
     trainable: nnx.State,
     frozen: nnx.State,
-    batch_at: Callable[[int], TrainBatch],
+    batches_at: Callable[[int], list[TrainBatch]],
     cfg: SupervisedConfig,
     *,
     checkpoint_dir: Path,
@@ -49,7 +48,7 @@ def train(
     """Trains `trainable` for cfg.steps and returns it; carries on from the newest good checkpoint.
 
     Args:
-      batch_at: the batch of a step; equal steps must give equal batches.
+      batches_at: of a step, all of one update; equal steps must give equal batches.
       on_step: called every `log_every` steps with the step and its metrics.
       on_restore: called once with the first step that is (again) to come.
     Raises:
@@ -60,7 +59,6 @@ def train(
         graphdef,
         optimizer,
         GrpoConfig(),
-        microbatches=cfg.microbatches,
         vision_trainable=vision_trainable,
     )
     state = learner_state.init_state(trainable, optimizer)
@@ -71,8 +69,8 @@ def train(
         started_s, started_step = time.monotonic(), int(state.step)
         on_restore(started_step + 1)
         for step in range(started_step, cfg.steps):
-            batch = learner_step.to_device(batch_at(step), None)
-            state, device_metrics = steps.supervised(state, frozen, batch)
+            arrays = [learner_step.to_device(batch, None) for batch in batches_at(step)]
+            state, device_metrics = steps.supervised_step(state, frozen, arrays)
             last = step + 1 == cfg.steps
             if last or (step + 1) % cfg.log_every == 0:
                 metrics = learner_step.to_floats(device_metrics)

@@ -30,7 +30,8 @@ _MAX_SCORES_BYTES = 512 * 2**20
 _SPLASH_BLOCK = 512
 _TPU_LANES = 128  # a tile is a multiple of it
 
-_Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q, k, v, segments, prefix segments or None) -> [B,T,N,H]
+_Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def attention(
@@ -40,6 +41,7 @@ def attention(
     segment_ids_bt: jax.Array,
     *,
     causal: bool,
+    prefix_segments_bt: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Attention within the segments of whole rows; query head n reads kv head n // (N / K).
@@ -48,26 +50,33 @@ def attention(
 
     Args:
       segment_ids_bt: int32[B,T], 0 at padding, none negative.
+      prefix_segments_bt: int32[B,T], the segment that a token looks at beside its own, which lies
+        before it in the row; its own where it shares none. None where no row has any.
       implementation: other than auto for tests. splash is interpreted where there is no TPU.
     Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
     Raises: ModelError where cudnn is asked for and cannot be had.
     """
     if implementation == "auto":
-        implementation = _for_platform(q_btnh)
+        implementation = _for_platform(q_btnh, prefix_segments_bt)
     if implementation == "xla":
         # A mask for every layer: XLA computes it inside the softmax, where it was measured to cost
         # no more than to read one that was made before the layers.
-        return masked_attention(q_btnh, k_btkh, v_btkh, segment_mask(segment_ids_bt, causal=causal))
+        mask_bts = segment_mask(segment_ids_bt, prefix_segments_bt, causal=causal)
+        return masked_attention(q_btnh, k_btkh, v_btkh, mask_bts)
     if implementation == "splash":
+        if prefix_segments_bt is not None:
+            raise ModelError("attention by splash: no shared prompts; make batches without them")
         kernel = functools.partial(_splash, causal=causal, interpret=_platform() != "tpu")
     else:
         if reason := _why_not_cudnn(q_btnh):
             raise ModelError(f"attention by cudnn: {reason}; ask for implementation='auto'")
         kernel = functools.partial(_cudnn, causal=causal)
-    return _on_every_device(kernel, q_btnh, k_btkh, v_btkh, segment_ids_bt)
+    return _on_every_device(kernel, q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt)
 
 
-def segment_mask(segment_ids_bt: jax.Array, *, causal: bool) -> jax.Array:
+def segment_mask(
+    segment_ids_bt: jax.Array, prefix_segments_bt: jax.Array | None = None, *, causal: bool
+) -> jax.Array:
     """bool[B,T,T], True where the query (row) may look at the key (column).
 
     Padding is segment 0 and looks at padding: no query is without a key, so no softmax is 0 / 0,
@@ -79,8 +88,18 @@ def segment_mask(segment_ids_bt: jax.Array, *, causal: bool) -> jax.Array:
               2 . . x . .
               2 . . x x .
               0 . . . . x
+
+    The same with 1 as the prefix of 2 and 3, [1 1 2 2 3]: a prompt, and two sequences after it.
+
+              1 x . . . .
+              1 x x . . .
+              2 x x x . .
+              2 x x x x .
+              3 x x . . x
     """
     mask_bts = segment_ids_bt[:, :, None] == segment_ids_bt[:, None, :]
+    if prefix_segments_bt is not None:
+        mask_bts |= prefix_segments_bt[:, :, None] == segment_ids_bt[:, None, :]
     if causal:
         index_t = jnp.arange(segment_ids_bt.shape[-1])
         mask_bts &= index_t[:, None] >= index_t
@@ -98,14 +117,14 @@ def _platform() -> str:
     return mesh.abstract_device.platform
 
 
-def _for_platform(q_btnh: jax.Array) -> Implementation:
+def _for_platform(q_btnh: jax.Array, prefix_segments_bt: jax.Array | None) -> Implementation:
     # Decided while tracing: `jax.lax.platform_dependent` would decide later, but traces every
     # branch (cuDNN's needs cuDNN), and a backward pass then saves what any of them would need.
     if jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1:
         return "xla"  # nobody says how the arrays lie on the devices, and a kernel must be told
     platform = _platform()
     if platform == "tpu" and q_btnh.dtype in (jnp.bfloat16, jnp.float32):
-        return "splash"
+        return "splash" if prefix_segments_bt is None else "xla"
     if platform == "gpu" and not _why_not_cudnn(q_btnh):
         return "cudnn"
     return "xla"
@@ -137,11 +156,12 @@ def _on_every_device(
     k_btkh: jax.Array,
     v_btkh: jax.Array,
     segment_ids_bt: jax.Array,
+    prefix_segments_bt: jax.Array | None,
 ) -> jax.Array:
     """The kernel on every device's own rows and heads: the compiler cannot cut a kernel itself."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return kernel(q_btnh, k_btkh, v_btkh, segment_ids_bt)
+        return kernel(q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt)
     sizes = dict(mesh.shape)
     heads, kv_heads = q_btnh.shape[2], k_btkh.shape[2]
     parts = math.prod(sizes[name] for name in AXIS_RULES["wide"])
@@ -156,13 +176,14 @@ def _on_every_device(
     q_spec, k_spec, v_spec = (
         spec(x, "batch", None, "wide", None) for x in (q_btnh, k_btkh, v_btkh)
     )
+    ids_spec = spec(segment_ids_bt, "batch", None)
     # Pallas does not say along which axes a kernel's result varies, so that cannot be checked.
     return jax.shard_map(
         kernel,
-        in_specs=(q_spec, k_spec, v_spec, spec(segment_ids_bt, "batch", None)),
+        in_specs=(q_spec, k_spec, v_spec, ids_spec, ids_spec),
         out_specs=q_spec,
         check_vma=False,
-    )(q_btnh, k_btkh, v_btkh, segment_ids_bt)
+    )(q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt)
 
 
 # ------------------------------------------------------------------------------ the implementations
@@ -173,6 +194,7 @@ def _splash(
     k_btkh: jax.Array,
     v_btkh: jax.Array,
     segment_ids_bt: jax.Array,
+    prefix_segments_bt: None,
     *,
     causal: bool,
     interpret: bool,
@@ -224,6 +246,7 @@ def _cudnn(
     k_btkh: jax.Array,
     v_btkh: jax.Array,
     segment_ids_bt: jax.Array,
+    prefix_segments_bt: jax.Array | None,
     *,
     causal: bool,
 ) -> jax.Array:
@@ -234,7 +257,7 @@ def _cudnn(
     That is 4 bytes a query and key: 268 MB for a row of 8,192 tokens, where all scores of 12 heads
     would be 3.2 GB. The causal half is said apart, because cuDNN then skips the other one.
     """
-    mask_b1ts = segment_mask(segment_ids_bt, causal=False)[:, None]
+    mask_b1ts = segment_mask(segment_ids_bt, prefix_segments_bt, causal=False)[:, None]
     return jax.nn.dot_product_attention(
         q_btnh, k_btkh, v_btkh, mask=mask_b1ts, is_causal=causal, implementation="cudnn"
     )

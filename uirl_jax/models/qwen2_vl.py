@@ -537,10 +537,11 @@ def hidden(
     positions_3bt: jax.Array,
     segment_ids_bt: jax.Array,
     *,
+    prefix_segments_bt: jax.Array | None = None,
     adapters: bool = True,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """The text tower over whole rows, causal within a segment.
+    """The text tower over whole rows, causal within a segment and the prefix that it shares.
 
     Args:
       token_ids_bt: int32[B,T].
@@ -548,6 +549,7 @@ def hidden(
       vision_index_bt: int32[B,T], row of visual_md that stands here, -1 at ordinary tokens.
       positions_3bt: int32[3,B,T], M-RoPE.
       segment_ids_bt: int32[B,T], 0 at padding.
+      prefix_segments_bt: int32[B,T] or None, see types.TrainBatch.
       adapters: False computes the base exactly, without the adapters' matrix products.
       dropout_key: of the adapters' inputs (LoraConfig.dropout) in this one forward pass; None, as
         for all that scores or samples, drops nothing.
@@ -558,6 +560,7 @@ def hidden(
         _embed(model, token_ids_bt, visual_md, vision_index_bt),
         positions_3bt,
         segment_ids_bt,
+        prefix_segments_bt,
         adapters=adapters,
         dropout_key=dropout_key,
         collect=False,
@@ -585,6 +588,7 @@ def _text_blocks(
     x_btd: jax.Array,
     positions_3bt: jax.Array,
     segment_ids_bt: jax.Array,
+    prefix_segments_bt: jax.Array | None,
     *,
     adapters: bool,
     dropout_key: jax.Array | None,
@@ -598,7 +602,14 @@ def _text_blocks(
         block, key = layer
         qkv_key, finish_key = split_key(key, 2)
         q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters, dropout_key=qkv_key)
-        attended_btnh = attention(q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=True)
+        attended_btnh = attention(
+            q_btnh,
+            k_btkh,
+            v_btkh,
+            segment_ids_bt,
+            causal=True,
+            prefix_segments_bt=prefix_segments_bt,
+        )
         x_btd = block.finish(x_btd, attended_btnh, adapters=adapters, dropout_key=finish_key)
         return x_btd, x_btd if collect else None
 
@@ -628,6 +639,7 @@ def block_outputs(
         _embed(model, token_ids_bt, visual_md, vision_index_bt),
         positions_3bt,
         segment_ids_bt,
+        None,
         adapters=adapters,
         dropout_key=None,
         collect=True,
@@ -671,6 +683,7 @@ def token_logprobs(
     model: Qwen2VL,
     x_btd: jax.Array,
     token_ids_bt: jax.Array,
+    sampled_index_bs: jax.Array | None = None,
     *,
     chunk: int = 512,
     temperature: float = 1.0,
@@ -681,19 +694,32 @@ def token_logprobs(
     Values at padding and at the first token of a packed segment are finite and mean nothing.
 
     Args:
+      sampled_index_bs: int32[B,S], the only positions that are scored, -1 at places that are not
+        used; 0 stands everywhere else. A screenshot's tokens are never sampled, so that a row has
+        far fewer positions to score than it has tokens. None scores all of them.
       chunk: tokens of a row that are scored at once; float32[B,chunk,V] is the largest array.
       temperature, forbidden_v: bool[V]; of the distribution that was sampled from, so that what the
         engine recorded and what is computed here are the same number.
     """
-    scores_bt = target_logprobs(
+    if sampled_index_bs is None:
+        sampled_index_bs = jnp.broadcast_to(
+            jnp.arange(1, token_ids_bt.shape[1]), (len(token_ids_bt), token_ids_bt.shape[1] - 1)
+        )
+    before_bs = jnp.maximum(sampled_index_bs - 1, 0)
+    x_bsd = jnp.take_along_axis(x_btd, before_bs[..., None], axis=1)
+    target_ids_bs = jnp.take_along_axis(token_ids_bt, jnp.maximum(sampled_index_bs, 0), axis=1)
+    scores_bs = target_logprobs(
         model,
-        x_btd[:, :-1],
-        token_ids_bt[:, 1:],
+        x_bsd,
+        target_ids_bs,
         chunk=chunk,
         temperature=temperature,
         forbidden_v=forbidden_v,
     )
-    return jnp.pad(scores_bt, ((0, 0), (1, 0)))
+    # Past the end of the row, where nothing is written.
+    at_bs = jnp.where(sampled_index_bs < 0, token_ids_bt.shape[1], sampled_index_bs)
+    row_b1 = jnp.arange(len(token_ids_bt))[:, None]
+    return jnp.zeros(token_ids_bt.shape).at[row_b1, at_bs].set(scores_bs, mode="drop")
 
 
 def target_logprobs(

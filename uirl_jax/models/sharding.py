@@ -75,8 +75,10 @@ BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
     {
         "token_ids_bt": ("batch", None),
         "segment_ids_bt": ("batch", None),
+        "prefix_segments_bt": ("batch", None),
         "positions_3bt": (None, "batch", None),
         "completion_mask_bt": ("batch", None),
+        "sampled_index_bs": ("batch", None),
         "vision_index_bt": ("batch", None),
         "behaviour_logprobs_bt": ("batch", None),
         "advantages_bt": ("batch", None),
@@ -180,17 +182,17 @@ def batch_shardings(
     """Shardings of a TrainBatch's arrays: rows over (data, fsdp).
 
     Args:
-      batch: its arrays, where their rows may not divide over the mesh (these then stay whole).
-        Without it every field's rows are cut.
+      batch: the arrays that it has, whose rows may not divide over the mesh (these then stay
+        whole). Without it every field's rows are cut.
     """
     sizes = dict(mesh.shape)
     rows = math.prod(sizes[name] for name in AXIS_RULES["batch"])
     return {
         name: NamedSharding(
-            mesh,
-            partition_spec(axes, batch[name].shape if batch else (rows,) * len(axes), sizes),
+            mesh, partition_spec(axes, batch[name].shape if batch else (rows,) * len(axes), sizes)
         )
         for name, axes in BATCH_RULES.items()
+        if batch is None or name in batch
     }
 
 

@@ -25,7 +25,7 @@ class GrpoConfig:
     clip_low: float = 0.2  # PPO's range; DAPO raises the upper side only
     clip_high: float = 0.2
     kl_coefficient: float = 0.01  # of the k3 estimator against the base, adapters off
-    importance_cap: float = 2.0  # truncates old / behaviour (TIS), which is 1 at staleness 0
+    importance_cap: float = 2.0  # truncates old / behaviour (TIS), 1 at staleness 0; 0: not used
 
 
 def clipped_policy_loss(
@@ -65,7 +65,9 @@ def clipped_policy_loss(
     ratio_bt = jnp.exp(log_ratio(logprobs_bt, old_bt))
     clipped_bt = jnp.clip(ratio_bt, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
     surrogate_bt = jnp.minimum(ratio_bt * advantages_bt, clipped_bt * advantages_bt)
-    weight_bt = jnp.minimum(jnp.exp(log_ratio(old_bt, behaviour_bt)), cfg.importance_cap)
+    weight_bt = jnp.ones_like(mask_bt)
+    if cfg.importance_cap > 0:
+        weight_bt = jnp.minimum(jnp.exp(log_ratio(old_bt, behaviour_bt)), cfg.importance_cap)
 
     to_ref_bt = log_ratio(ref_bt, logprobs_bt)
     kl_bt = jnp.exp(to_ref_bt) - to_ref_bt - 1.0

@@ -2,7 +2,7 @@
 
 Learner side, between `reader` and `learner.step`; numpy on the host, no device array is made here.
 It is given the advantages and does not compute them. Every shape it returns is one of few fixed
-ones, so that the step compiles once per shape.
+ones, so that the step compiles once per shape; a step with more records has more batches.
 """
 
 import dataclasses
@@ -12,26 +12,37 @@ import numpy as np
 
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ConfigError, ImageError, RecordError
+from uirl_jax.shards import packing
 from uirl_jax.types import TrainBatch, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """The fixed shapes that a batch may have; of each ascending tuple the smallest that fits."""
+    """The fixed shapes that a batch may have; of each ascending tuple the smallest that fits.
 
-    rows: int = 64  # B, always
+    With `pack`, sequences share rows; with `share_prompts`, also what they begin with: the members
+    of a group read one screenshot and one instruction, and a row then holds them once. On a TPU
+    shared prompts cost the fast attention kernel, so they pay where an episode is one short turn.
+    """
+
+    rows: int = 64  # B: how many go through at once; a step takes as many batches as it needs
     row_lengths: tuple[int, ...] = (128, 256, 512)  # T
+    sampled_lengths: tuple[int, ...] = ()  # S, sampled tokens of a row; after these, T
     image_rows: tuple[int, ...] = (8, 16, 32, 64)  # I, one distinct screenshot per row
     patch_lengths: tuple[int, ...] = (192,)  # P of a row; multiples of merge_size ** 2
-    pack: bool = True  # several sequences in a row, first fit; else one each
+    pack: bool = True  # several sequences in a row; else one each
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("row_lengths", "image_rows", "patch_lengths"):
+        for name in ("row_lengths", "sampled_lengths", "image_rows", "patch_lengths"):
             sizes = getattr(self, name)
-            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            wrong = sizes and (sizes[0] < 1 or list(sizes) != sorted(set(sizes)))
+            if wrong or not (sizes or name == "sampled_lengths"):
                 raise ConfigError(f"batching.{name} is {sizes}, expected ascending sizes")
         if self.rows < 1:
             raise ConfigError(f"batching.rows is {self.rows}, expected at least 1")
+        if self.share_prompts and not self.pack:
+            raise ConfigError("batching.share_prompts needs batching.pack: a row holds them all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,25 +100,28 @@ def _continues(before: Sequence, context_ids: np.ndarray, image_keys: tuple[str,
     )
 
 
-def make_batch(
+Screenshot = tuple[np.ndarray, tuple[int, int, int]]  # float32[P,F] patches, grid_thw
+
+
+def make_batches(
     trajectories: Seq[Trajectory],
     advantages: Seq[float | np.ndarray],
     *,
     image_cfg: vision_inputs.ImageConfig,
     image_token_id: int,
     cfg: BatchConfig,
-) -> TrainBatch:
-    """One batch of all the trajectories; see types.TrainBatch for its layout.
+) -> list[TrainBatch]:
+    """All the trajectories in batches of cfg.rows rows; see types.TrainBatch for the layout.
 
     Args:
         advantages: per trajectory one float, or float32[S] with one for each sampled token in the
             order of the turns.
         image_token_id: the placeholder in context_ids, one per visual token.
-        cfg: the shapes, and whether to pack.
+        cfg: the shapes, and what rows may hold.
 
-    Returns: rows beyond the sequences, and image rows beyond the screenshots, are padding. Row i of
-    patches_ipf holds screenshot i; its visual tokens are rows i * P / merge_size ** 2 and on of the
-    flattened table.
+    Returns: at least one batch; rows beyond the sequences, and image rows beyond the screenshots,
+    are padding. Row i of patches_ipf holds a batch's screenshot i; its visual tokens are rows
+    i * P / merge_size ** 2 and on of the flattened table.
 
     Raises ConfigError where the trajectories fit none of the shapes, RecordError where a trajectory
     contradicts itself or its screenshots.
@@ -117,44 +131,120 @@ def make_batch(
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         for sequence, advantages_t in _with_advantages(trajectory, advantage)
     ]
-    images, first_visual = _image_table(
-        [(key, trajectory) for sequence, _, trajectory in flat for key in sequence.image_keys],
-        image_cfg,
-        cfg,
+    screenshots = _process_images([(sequence, record) for sequence, _, record in flat], image_cfg)
+    pieces = [_piece(*one, image_cfg, image_token_id) for one in flat]
+    row_length, rows = packing.fill_rows(
+        pieces,
+        rows=cfg.rows,
+        row_lengths=cfg.row_lengths,
+        pack=cfg.pack,
+        share_prompts=cfg.share_prompts,
     )
-    row_length, places = _place([len(sequence.token_ids_t) for sequence, *_ in flat], cfg)
+    return [
+        _assemble(some, row_length, screenshots, image_cfg, image_token_id, cfg)
+        for some in _cut_batches(rows, cfg)
+    ]
+
+
+def _piece(
+    sequence: Sequence,
+    advantages_t: np.ndarray,
+    trajectory: Trajectory,
+    image_cfg: vision_inputs.ImageConfig,
+    image_token_id: int,
+) -> packing.Piece:
+    grids = [trajectory.image_grids[key] for key in sequence.image_keys]
+    try:
+        positions_3t = vision_inputs.rope_positions(
+            sequence.token_ids_t, grids, image_token_id, image_cfg.merge_size
+        )
+    except ImageError as error:
+        raise RecordError(f"episode {trajectory.episode_id}: {error}") from None
+    # All before the first sampled token but the last one, whose logits choose it: that one every
+    # sequence keeps.
+    prompt_length = max(int(np.argmax(sequence.completion_mask_t > 0)) - 1, 0)
+    ends_v = np.cumsum([vision_inputs.num_visual_tokens(g, image_cfg.merge_size) for g in grids])
+    seen = np.count_nonzero(sequence.token_ids_t[:prompt_length] == image_token_id)
+    return packing.Piece(
+        sequence.token_ids_t,
+        sequence.completion_mask_t,
+        sequence.behaviour_logprobs_t,
+        advantages_t,
+        positions_3t,
+        sequence.image_keys,
+        prompt_length,
+        prompt_images=int(np.searchsorted(ends_v, seen)) + 1 if seen else 0,
+    )
+
+
+def _cut_batches(rows: list[packing.Row], cfg: BatchConfig) -> list[list[packing.Row]]:
+    """Rows in their order, at most cfg.rows to a batch and no more screenshots than it holds."""
+    batches: list[list[packing.Row]] = [[]]
+    seen: set[str] = set()
+    for row in rows:
+        keys = {key for place in row.places for key in place.piece.image_keys}
+        full = len(batches[-1]) == cfg.rows or len(seen | keys) > cfg.image_rows[-1]
+        if full and batches[-1]:
+            batches.append([])
+            seen = set()
+        batches[-1].append(row)
+        seen |= keys
+    return batches
+
+
+def _assemble(
+    rows: list[packing.Row],
+    row_length: int,
+    screenshots: dict[str, Screenshot],
+    image_cfg: vision_inputs.ImageConfig,
+    image_token_id: int,
+    cfg: BatchConfig,
+) -> TrainBatch:
+    """One batch of at most cfg.rows filled rows."""
+    keys = dict.fromkeys(
+        key for row in rows for place in row.places for key in place.piece.image_keys
+    )
+    images, first_visual = _image_table({key: screenshots[key] for key in keys}, image_cfg, cfg)
     shape_bt = (cfg.rows, row_length)
-    batch = TrainBatch(
-        token_ids_bt=np.zeros(shape_bt, np.int32),
-        segment_ids_bt=np.zeros(shape_bt, np.int32),
-        positions_3bt=np.zeros((3, *shape_bt), np.int32),
-        completion_mask_bt=np.zeros(shape_bt, np.float32),
-        vision_index_bt=np.full(shape_bt, -1, np.int32),
-        behaviour_logprobs_bt=np.zeros(shape_bt, np.float32),
-        advantages_bt=np.zeros(shape_bt, np.float32),
-        **images,
-    )
-    segments_b = np.zeros(cfg.rows, np.int32)
-    for (sequence, advantages_t, trajectory), (row, start) in zip(flat, places, strict=True):
-        segments_b[row] += 1
-        at = (row, slice(start, start + len(sequence.token_ids_t)))
-        batch.token_ids_bt[at] = sequence.token_ids_t
-        batch.segment_ids_bt[at] = segments_b[row]
-        batch.completion_mask_bt[at] = sequence.completion_mask_t
-        batch.behaviour_logprobs_bt[at] = sequence.behaviour_logprobs_t
-        batch.advantages_bt[at] = advantages_t
-        grids = [trajectory.image_grids[key] for key in sequence.image_keys]
-        batch.vision_index_bt[at] = _vision_index(
-            sequence, trajectory, [first_visual[key] for key in sequence.image_keys], grids,
-            image_token_id, image_cfg.merge_size,
-        )  # fmt: skip
-        try:
-            batch.positions_3bt[:, row, at[1]] = vision_inputs.rope_positions(
-                sequence.token_ids_t, grids, image_token_id, image_cfg.merge_size
+    arrays = images | {
+        "token_ids_bt": np.zeros(shape_bt, np.int32),
+        "segment_ids_bt": np.zeros(shape_bt, np.int32),
+        "prefix_segments_bt": np.zeros(shape_bt, np.int32),
+        "positions_3bt": np.zeros((3, *shape_bt), np.int32),
+        "completion_mask_bt": np.zeros(shape_bt, np.float32),
+        "vision_index_bt": np.full(shape_bt, -1, np.int32),
+        "behaviour_logprobs_bt": np.zeros(shape_bt, np.float32),
+        "advantages_bt": np.zeros(shape_bt, np.float32),
+    }
+    for b, row in enumerate(rows):
+        for place in row.places:
+            piece, of = place.piece, slice(place.start, place.stop)
+            at = (b, slice(place.at, place.at + place.stop - place.start))
+            vision_index_t = _vision_index(
+                piece, first_visual, screenshots, image_token_id, image_cfg.merge_size
             )
-        except ImageError as error:
-            raise RecordError(f"episode {trajectory.episode_id}: {error}") from None
-    return batch
+            arrays["token_ids_bt"][at] = piece.token_ids[of]
+            arrays["segment_ids_bt"][at] = place.segment
+            arrays["prefix_segments_bt"][at] = place.prefix_segment
+            arrays["positions_3bt"][:, b, at[1]] = piece.positions[:, of]
+            arrays["completion_mask_bt"][at] = piece.completion_mask[of]
+            arrays["vision_index_bt"][at] = vision_index_t[of]
+            arrays["behaviour_logprobs_bt"][at] = piece.behaviour_logprobs[of]
+            arrays["advantages_bt"][at] = piece.advantages[of]
+    if not cfg.share_prompts:
+        arrays["prefix_segments_bt"] = None
+    index_bs = sampled_index(arrays["completion_mask_bt"], cfg.sampled_lengths)
+    return TrainBatch(**arrays, sampled_index_bs=index_bs)
+
+
+def sampled_index(completion_mask_bt: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """TrainBatch.sampled_index_bs of a mask, S the first of `lengths`, or T, that holds a row's."""
+    counts_b = np.count_nonzero(completion_mask_bt, axis=1)
+    size = next(n for n in (*lengths, completion_mask_bt.shape[1]) if n >= counts_b.max())
+    index_bs = np.full((len(counts_b), size), -1, np.int32)
+    for b, mask_t in enumerate(completion_mask_bt):
+        index_bs[b, : counts_b[b]] = np.flatnonzero(mask_t)
+    return index_bs
 
 
 def _with_advantages(
@@ -179,37 +269,26 @@ def _with_advantages(
     return result
 
 
-def _place(lengths: list[int], cfg: BatchConfig) -> tuple[int, list[tuple[int, int]]]:
-    """The row length, and (row, start) of each sequence: the shortest rows that hold them all."""
-    longest = max(lengths, default=0)
-    if longest > cfg.row_lengths[-1]:
-        raise ConfigError(
-            f"a sequence has {longest} tokens, row_lengths accepts at most "
-            f"{cfg.row_lengths[-1]}: add a longer one, or keep fewer screenshots in the context"
-        )
-    for row_length in cfg.row_lengths:
-        if row_length < longest:
-            continue
-        free_b = [row_length] * cfg.rows
-        places = []
-        for length in lengths:
-            for row, free in enumerate(free_b):
-                if length <= free and (cfg.pack or free == row_length):
-                    places.append((row, row_length - free))
-                    free_b[row] -= length
-                    break
-            else:
-                break
-        if len(places) == len(lengths):
-            return row_length, places
-    raise ConfigError(
-        f"{len(lengths)} sequences of {sum(lengths)} tokens do not fit {cfg.rows} rows of at "
-        f"most {cfg.row_lengths[-1]}{'' if cfg.pack else ', one each'}: allow more rows"
-    )
+def _process_images(
+    flat: list[tuple[Sequence, Trajectory]], image_cfg: vision_inputs.ImageConfig
+) -> dict[str, Screenshot]:
+    """Every distinct screenshot by its key."""
+    processed: dict[str, Screenshot] = {}
+    for sequence, trajectory in flat:
+        for key in sequence.image_keys:
+            if key not in processed:
+                processed[key] = _process(key, trajectory, image_cfg)
+            grid_thw = processed[key][1]
+            if trajectory.image_grids[key] != grid_thw:
+                raise RecordError(
+                    f"episode {trajectory.episode_id}: the policy saw image {key[:16]} with grid "
+                    f"{trajectory.image_grids[key]}, this image config makes {grid_thw}"
+                )
+    return processed
 
 
 def _image_table(
-    wanted: list[tuple[str, Trajectory]],
+    screenshots: dict[str, Screenshot],
     image_cfg: vision_inputs.ImageConfig,
     cfg: BatchConfig,
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
@@ -217,23 +296,13 @@ def _image_table(
     area = image_cfg.merge_size**2
     if any(length % area for length in cfg.patch_lengths):
         raise ConfigError(f"patch_lengths {cfg.patch_lengths}: expected multiples of {area}")
-    processed: dict[str, tuple[np.ndarray, tuple[int, int, int]]] = {}
-    for key, trajectory in wanted:
-        if key not in processed:
-            processed[key] = _process(key, trajectory, image_cfg)
-        grid_thw = processed[key][1]
-        if trajectory.image_grids[key] != grid_thw:
-            raise RecordError(
-                f"episode {trajectory.episode_id}: the policy saw image {key[:16]} with grid "
-                f"{trajectory.image_grids[key]}, this image config makes {grid_thw}"
-            )
-    largest = max((len(patches_pf) for patches_pf, _ in processed.values()), default=0)
-    n_rows = _smallest(len(processed), cfg.image_rows, "distinct screenshots", "image_rows")
+    largest = max((len(patches_pf) for patches_pf, _ in screenshots.values()), default=0)
+    n_rows = _smallest(len(screenshots), cfg.image_rows, "distinct screenshots", "image_rows")
     n_patches = _smallest(largest, cfg.patch_lengths, "patches of a screenshot", "patch_lengths")
     patches_ipf = np.zeros((n_rows, n_patches, image_cfg.patch_features), np.float32)
     positions_ip2 = np.zeros((n_rows, n_patches, 2), np.int32)
     segments_ip = np.zeros((n_rows, n_patches), np.int32)
-    for row, (patches_pf, grid_thw) in enumerate(processed.values()):
+    for row, (patches_pf, grid_thw) in enumerate(screenshots.values()):
         count = len(patches_pf)
         patches_ipf[row, :count] = patches_pf
         positions_ip2[row, :count] = vision_inputs.patch_positions(grid_thw, image_cfg.merge_size)
@@ -243,12 +312,10 @@ def _image_table(
         "patch_positions_ip2": positions_ip2,
         "patch_segments_ip": segments_ip,
     }
-    return arrays, {key: row * n_patches // area for row, key in enumerate(processed)}
+    return arrays, {key: row * n_patches // area for row, key in enumerate(screenshots)}
 
 
-def _process(
-    key: str, trajectory: Trajectory, image_cfg: vision_inputs.ImageConfig
-) -> tuple[np.ndarray, tuple[int, int, int]]:
+def _process(key: str, trajectory: Trajectory, image_cfg: vision_inputs.ImageConfig) -> Screenshot:
     try:
         image = vision_inputs.decode_image(trajectory.images[key])
         patches_pf, grid_thw = vision_inputs.process_image(image, image_cfg)
@@ -265,29 +332,27 @@ def _smallest(needed: int, sizes: tuple[int, ...], what: str, name: str) -> int:
 
 
 def _vision_index(
-    sequence: Sequence,
-    trajectory: Trajectory,
-    first_rows: list[int],
-    grids: list[tuple[int, int, int]],
+    piece: packing.Piece,
+    first_visual: dict[str, int],
+    screenshots: dict[str, Screenshot],
     image_token_id: int,
     merge_size: int,
 ) -> np.ndarray:
-    """int32[T]: the k-th placeholder is the k-th visual token of the sequence's screenshots."""
+    """int32[T]: the k-th placeholder is the k-th visual token of the sequence's screenshots.
+
+    As many of one as of the other: rope_positions has checked it.
+    """
     rows_v = np.concatenate(
         [
             np.zeros(0, np.int32),
             *(
-                first + np.arange(vision_inputs.num_visual_tokens(grid_thw, merge_size))
-                for first, grid_thw in zip(first_rows, grids, strict=True)
+                first_visual[key]
+                + np.arange(vision_inputs.num_visual_tokens(screenshots[key][1], merge_size))
+                for key in piece.image_keys
             ),
         ]
     )
-    placeholders_t = sequence.token_ids_t == image_token_id
-    if placeholders_t.sum() != len(rows_v):
-        raise RecordError(
-            f"episode {trajectory.episode_id}: {placeholders_t.sum()} image placeholders for "
-            f"{len(rows_v)} visual tokens"
-        )
+    placeholders_t = piece.token_ids == image_token_id
     index_t = np.full(len(placeholders_t), -1, np.int32)
     index_t[placeholders_t] = rows_v
     return index_t

@@ -1,0 +1,148 @@
+"""Sequences into rows of one length, and prompts that several of them begin with into one place.
+
+Called by `batching`, which makes the rows into arrays; knows tokens and lengths, no screenshots.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from uirl_jax.errors import ConfigError
+
+
+class Piece(NamedTuple):
+    """A sequence with what stands beside its tokens in a row; arrays [T], as in TrainBatch."""
+
+    token_ids: np.ndarray
+    completion_mask: np.ndarray
+    behaviour_logprobs: np.ndarray
+    advantages: np.ndarray
+    positions: np.ndarray  # [3,T]
+    image_keys: tuple[str, ...]
+    prompt_length: int  # tokens that may stand in a row once for several sequences
+    prompt_images: int  # screenshots among them
+
+
+class Place(NamedTuple):
+    """Tokens [start, stop) of a piece at column `at` of a row."""
+
+    piece: Piece
+    start: int
+    stop: int
+    at: int
+    segment: int
+    prefix_segment: int
+
+
+class Row:
+    """A row while it is being filled."""
+
+    def __init__(self, length: int) -> None:
+        self.free = length
+        self.places: list[Place] = []
+        self.prompts: dict[bytes, int] = {}  # -> the segment that holds it
+        self._length = length
+
+    def needs(self, piece: Piece, prompt: bytes | None) -> int:
+        """Tokens that the piece would take here."""
+        shared = piece.prompt_length if prompt in self.prompts else 0
+        return len(piece.token_ids) - shared
+
+    def add(self, piece: Piece, prompt: bytes | None) -> None:
+        start, prefix = 0, None
+        if prompt is not None:
+            start = piece.prompt_length
+            if prompt not in self.prompts:
+                self.prompts[prompt] = self._put(piece, 0, start, None)
+            prefix = self.prompts[prompt]
+        self._put(piece, start, len(piece.token_ids), prefix)
+
+    def _put(self, piece: Piece, start: int, stop: int, prefix: int | None) -> int:
+        segment = len(self.places) + 1
+        at = self._length - self.free
+        self.places.append(
+            Place(piece, start, stop, at, segment, segment if prefix is None else prefix)
+        )
+        self.free -= stop - start
+        return segment
+
+
+def fill_rows(
+    pieces: Sequence[Piece],
+    *,
+    rows: int,
+    row_lengths: Sequence[int],
+    pack: bool,
+    share_prompts: bool,
+) -> tuple[int, list[Row]]:
+    """The row length that pads least (of equal ones the longest: fewer batches), and its rows.
+
+    Args: see batching.BatchConfig.
+    Raises: ConfigError where a piece is longer than the longest row.
+    """
+    longest = max((len(piece.token_ids) for piece in pieces), default=0)
+    if longest > row_lengths[-1]:
+        raise ConfigError(
+            f"a sequence has {longest} tokens, row_lengths accepts at most "
+            f"{row_lengths[-1]}: add a longer one, or keep fewer screenshots in the context"
+        )
+    prompts = _shared_prompts(pieces) if share_prompts else [None] * len(pieces)
+    wanted = list(zip(pieces, prompts, strict=True))
+    if pack:
+        # Families stay together, and what is long goes first: the short fills what is left.
+        tokens = collections.Counter[bytes | None]()
+        for piece, prompt in wanted:
+            tokens[prompt] += len(piece.token_ids)
+
+        def size(one: tuple[Piece, bytes | None]) -> tuple[int, bytes, int]:
+            piece, prompt = one
+            length = len(piece.token_ids)
+            return (-(length if prompt is None else tokens[prompt]), prompt or b"", -length)
+
+        wanted.sort(key=size)
+    filled = []
+    for row_length in row_lengths:
+        if row_length >= longest:
+            used: list[Row] = []
+            for piece, prompt in wanted:
+                _best_row(used, piece, prompt, row_length, pack).add(piece, prompt)
+            slots = -(-len(used) // rows) * rows * row_length
+            filled.append((slots, row_length, used))
+    _, row_length, used = min(filled, key=lambda one: (one[0], -one[1]))
+    return row_length, used
+
+
+def _best_row(
+    rows: list[Row], piece: Piece, prompt: bytes | None, row_length: int, pack: bool
+) -> Row:
+    """The row where the piece takes the fewest tokens and leaves the fewest free; maybe a new one.
+
+    Best fit, longest first: within 11/9 of the fewest rows, and near all filled where sequences are
+    shorter than half a row.
+    """
+    fitting = [
+        row for row in rows if row.needs(piece, prompt) <= row.free and (pack or not row.places)
+    ]
+    if not fitting:
+        rows.append(Row(row_length))
+        return rows[-1]
+    return min(fitting, key=lambda row: (row.needs(piece, prompt), row.free))
+
+
+def _shared_prompts(pieces: Sequence[Piece]) -> list[bytes | None]:
+    """What names a piece's prompt, where another piece begins with the same one."""
+    names = []
+    for piece in pieces:
+        length = piece.prompt_length
+        # Placeholders are alike: which screenshots they stand for is part of the name.
+        names.append(
+            piece.token_ids[:length].tobytes()
+            + piece.positions[:, :length].tobytes()
+            + "".join(piece.image_keys[: piece.prompt_images]).encode()
+            if length
+            else None
+        )
+    count = collections.Counter(names)
+    return [name if count[name] > 1 else None for name in names]
