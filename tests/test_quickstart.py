@@ -1,5 +1,6 @@
 """What the quickstart claims, on the model that ships: minutes, so marked slow and run by hand."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -12,10 +13,18 @@ from uirl_jax import config, evaluate, main, run_config
 STEPS = 60
 
 
-def train(workdir: Path, advantages) -> dict[str, evaluate.EvalResult]:
+def no_advantages(rewards_g: np.ndarray) -> np.ndarray:
+    return np.zeros(len(rewards_g), np.float32)
+
+
+def train(
+    workdir: Path, advantages, *, steps: int = STEPS, kl_coefficient: float | None = None
+) -> dict[str, evaluate.EvalResult]:
     cfg = quickstart.get_config()
+    if kl_coefficient is not None:
+        cfg.learner.loss.kl_coefficient = kl_coefficient
     cfg.model.path = str(Path(__file__).parents[1] / cfg.model.path)
-    cfg.learner.steps = STEPS
+    cfg.learner.steps = steps
     resolved = config.from_config(run_config.RunConfig, cfg)
     run = main.Run(resolved, workdir, main.open_run(workdir, resolved))
     main.run_all(run, threading.Event(), advantages)
@@ -27,8 +36,16 @@ def test_quickstart_learns_from_advantages_and_from_nothing_else(tmp_path):
     learnt = train(tmp_path / "grpo", main.group_normalised)
     assert learnt["before"].rate <= 0.5
     assert learnt["after"].rate >= 0.9
-    control = train(tmp_path / "zero", lambda rewards_g: np.zeros(len(rewards_g), np.float32))
+    control = train(tmp_path / "zero", no_advantages)
     assert control["before"].successes == learnt["before"].successes
     # Without advantages the only gradient is the KL's, which is rounding where the policy is the
     # base; Adam makes steps of that too, so that a few instances change sides. None are gained.
     assert control["before"].low < control["after"].rate < control["before"].high
+
+
+@pytest.mark.slow
+def test_quickstart_without_advantages_and_kl_changes_nothing(tmp_path):
+    control = train(tmp_path, no_advantages, steps=10, kl_coefficient=0.0)
+    assert control["after"].successes == control["before"].successes
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["learner/grad_norm"] for line in lines] == [0.0] * 10
