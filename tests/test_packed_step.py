@@ -1,19 +1,25 @@
 """How trajectories are laid out in rows never changes a loss or a gradient."""
 
+import dataclasses
 import functools
 import hashlib
 import io
+import math
+import re
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 from tests import test_step
 from uirl_jax import vision_inputs
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
+from uirl_jax.models import qwen2_vl
+from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.rl.losses import GrpoConfig
 from uirl_jax.shards import batching
 from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
@@ -147,3 +153,31 @@ def test_layouts_of_the_test_above_do_what_they_say():
         slots[layout] = np.count_nonzero(batch.segment_ids_bt)
     # Twelve of sixteen prompts of 11 tokens are gone.
     assert slots["packed"] - slots["prompts shared"] == 12 * 11
+
+
+def test_compiled_step_holds_no_array_of_rows_by_tokens_by_vocabulary(monkeypatch):
+    """Of the optimized program, whatever its shape: the largest buffer is a chunk of logits."""
+    cfg = dataclasses.replace(test_step.tiny_config(), vocab_size=8192)
+    model = qwen2_vl.Qwen2VL(cfg, lora=LoraConfig(rank=4), rngs=nnx.Rngs(0))
+    graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
+    optimizer = learner_state.make_optimizer(test_step.OPTIMIZER, 10)
+    batch = test_step.make_batch(rows=4, tokens=48)
+    sampled = batch.sampled_index_bs.shape[1]  # all but the prompt's
+    assert sampled == 38
+    arrays = learner_step.to_device(batch, None)
+
+    def largest_elements(max_logits_bytes: int) -> int:
+        monkeypatch.setattr(qwen2_vl, "_MAX_LOGITS_BYTES", max_logits_bytes)
+        run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+        scored = run.score.lower(lora, frozen, arrays)
+        at = (np.int32(0), np.int32(0))
+        gradients = run.policy_gradients.lower(
+            lora, frozen, arrays, jax.eval_shape(run.score, lora, frozen, arrays), at
+        )
+        texts = [lowered.compile().as_text() for lowered in (scored, gradients)]
+        shapes = re.findall(r"\b(?:f|s|u|pred|bf)\d*\[([\d,]+)\]", "".join(texts))
+        return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+    assert largest_elements(2**30) == 4 * 38 * 8192
+    # 7 tokens of 4 rows; the embedding itself, 32 wide, is 8192 * 32.
+    assert largest_elements(4 * 4 * 7 * 8192) == max(4 * 7 * 8192, 8192 * 32)

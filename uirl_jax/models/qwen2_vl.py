@@ -21,11 +21,13 @@ from uirl_jax.errors import ModelError
 from uirl_jax.models import layers
 from uirl_jax.models.attention import attention, masked_attention
 from uirl_jax.models.lora import Linear, LoraConfig, Projection, split_key
-from uirl_jax.models.sharding import constrain
+from uirl_jax.models.sharding import constrain, on_a_device
 
 # What a block keeps for its backward pass: none recomputes nothing (most memory), dots recomputes
 # everything but the outputs of projections, full keeps the block's input alone (least memory).
 Remat = Literal["none", "dots", "full"]
+
+_MAX_LOGITS_BYTES = 256 * 2**20  # of a device's float32 logits at once, see token_logprobs
 
 _VISION_NORM_EPS = 1e-6  # not in the config of the reference either
 _VISION_ROPE_THETA = 10_000.0
@@ -685,7 +687,7 @@ def token_logprobs(
     token_ids_bt: jax.Array,
     sampled_index_bs: jax.Array | None = None,
     *,
-    chunk: int = 512,
+    chunk: int | None = None,
     temperature: float = 1.0,
     forbidden_v: jax.Array | None = None,
 ) -> jax.Array:
@@ -697,7 +699,8 @@ def token_logprobs(
       sampled_index_bs: int32[B,S], the only positions that are scored, -1 at places that are not
         used; 0 stands everywhere else. A screenshot's tokens are never sampled, so that a row has
         far fewer positions to score than it has tokens. None scores all of them.
-      chunk: tokens of a row that are scored at once; float32[B,chunk,V] is the largest array.
+      chunk: tokens of a row that are scored at once; float32[B,chunk,V] is the largest array. None:
+        as many as make it 256 MiB on a device.
       temperature, forbidden_v: bool[V]; of the distribution that was sampled from, so that what the
         engine recorded and what is computed here are the same number.
     """
@@ -727,7 +730,7 @@ def target_logprobs(
     x_btd: jax.Array,
     target_ids_bt: jax.Array,
     *,
-    chunk: int = 512,
+    chunk: int | None = None,
     temperature: float = 1.0,
     forbidden_v: jax.Array | None = None,
 ) -> jax.Array:
@@ -747,6 +750,9 @@ def target_logprobs(
         return target_bc - jax.nn.logsumexp(logits_bcv, axis=-1)
 
     batch, tokens = target_ids_bt.shape
+    if chunk is None:
+        token_bytes = 4 * on_a_device((batch, model.cfg.vocab_size), "batch", "vocab")
+        chunk = max(_MAX_LOGITS_BYTES // token_bytes, 1)
     # Recomputed in the backward pass: saved logits of every chunk would be the [B,T,V] array again.
     score = jax.checkpoint(score)
     if tokens <= chunk:

@@ -202,3 +202,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, dict(mesh.shape)))
+
+
+def on_a_device(shape: tuple[int, ...], *axes: str | None) -> int:
+    """Elements of an array that a device of the mesh (`jax.set_mesh`) holds; all without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return math.prod(shape)
+    spec = partition_spec(axes, shape, dict(mesh.shape))
+    return math.prod(NamedSharding(mesh, spec).shard_shape(shape))
