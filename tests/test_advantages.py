@@ -1,44 +1,192 @@
+"""Advantages against the papers' sentences in plain Python, and GAE against two loops."""
+
+import statistics
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from uirl_jax.errors import TrainingError
-from uirl_jax.rl.advantages import group_normalised
+from uirl_jax.rl import advantages
+from uirl_jax.rl.advantages import AdvantageConfig, batch_normalised, group_advantages, normalised
+
+REWARDS = [0.0, 1.0, 1.0, 0.25, 0.0, -2.0]
 
 
-def oracle(rewards: list[float], epsilon: float) -> list[float]:
-    """The paper's sentence, in plain Python."""
+def oracle(rewards: list[float], how: str) -> list[float]:
     mean = sum(rewards) / len(rewards)
     deviation = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
-    return [(r - mean) / (deviation + epsilon) for r in rewards]
+    others = [(sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
+    return {
+        "group_std": [(r - mean) / (deviation + 1e-6) for r in rewards],
+        "group_mean": [r - mean for r in rewards],
+        "leave_one_out": [r - other for r, other in zip(rewards, others, strict=True)],
+        "batch": rewards,
+        "none": rewards,
+    }[how]
 
 
-def test_group_normalised_of_mixed_rewards_equals_oracle():
-    rewards = [0.0, 1.0, 1.0, 0.25, 0.0, -2.0]
+@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out", "batch", "none"])
+def test_normalised_equals_oracle(how):
     np.testing.assert_allclose(
-        group_normalised(np.array(rewards)), oracle(rewards, 1e-6), rtol=1e-6
+        normalised(np.array(REWARDS), how), oracle(REWARDS, how), rtol=1e-6, atol=1e-12
     )
 
 
+@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e-3, -7.3])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
-def test_group_normalised_of_equal_rewards_is_exactly_zero(reward: float, size: int):
+def test_normalised_equal_rewards_are_exactly_zero(how: str, reward: float, size: int):
     # 0.1 summed seven times and divided is not 0.1: the result may not be left to rounding.
-    assert not group_normalised(np.full(size, reward)).any()
+    assert not normalised(np.full(size, reward), how).any()
 
 
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=16), st.randoms())
-def test_group_normalised_moves_with_its_members(rewards: list[int], random):
+def test_group_advantages_move_with_the_members(rewards: list[int], random):
     order = list(range(len(rewards)))
     random.shuffle(order)
-    straight = group_normalised(np.array(rewards, np.float32))
-    shuffled = group_normalised(np.array(rewards, np.float32)[order])
-    np.testing.assert_allclose(shuffled, straight[order], atol=1e-6)
-    assert abs(straight.sum()) < 1e-4
+    members = [np.array([0.0, r]) for r in rewards]
+    straight = group_advantages(members, [[1, 1]] * len(rewards), AdvantageConfig())
+    moved = [members[n] for n in order]
+    shuffled = group_advantages(moved, [[1, 1]] * len(rewards), AdvantageConfig())
+    for place, n in enumerate(order):
+        np.testing.assert_allclose(shuffled[place], straight[n], atol=1e-6)
 
 
-@pytest.mark.parametrize("rewards", [[1.0, np.nan], [np.inf, 0.0], [], [[1.0, 2.0]]])
-def test_group_normalised_of_unusable_rewards_raises(rewards):
-    with pytest.raises(TrainingError, match="rewards of a group"):
-        group_normalised(np.array(rewards))
+def test_group_advantages_by_episode_pay_every_token_the_same():
+    members = [np.array([0.0, 0.5, 0.5]), np.array([0.0]), np.array([0.25, 0.25])]
+    got = group_advantages(members, [[2, 1], [1], [1, 1]], AdvantageConfig())
+    expected = oracle([1.0, 0.0, 0.5], "group_std")
+    for of, value, lengths in zip(got, expected, (3, 1, 2), strict=True):
+        np.testing.assert_allclose(of, [value] * lengths, rtol=1e-6)
+        assert of.dtype == np.float32
+
+
+def test_group_advantages_by_turn_compare_turns_of_a_number():
+    """Two tokens a turn; rewards 1 then 2, 0 then 4, and 3 in a single turn; discount 1/2."""
+    members = [np.array([1.0, 0, 0, 2]), np.array([0, 0, 4, 0.0]), np.array([0, 3.0])]
+    cfg = AdvantageConfig(credit="turn", normalise="group_mean", turn_discount=0.5)
+    got = group_advantages(members, [[2, 2], [2, 2], [2]], cfg)
+    # Returns: first turns 1 + 2/2 = 2, 0 + 4/2 = 2, 3; second turns 2, 4.
+    third = 1 / 3
+    np.testing.assert_allclose(got[0], [-third, -third, -1, -1], atol=1e-6)
+    np.testing.assert_allclose(got[1], [-third, -third, 1, 1], atol=1e-6)
+    np.testing.assert_allclose(got[2], [2 * third] * 2, atol=1e-6)
+
+
+def test_group_advantages_of_a_group_of_one_or_without_tokens():
+    assert not group_advantages([np.array([0.0, 1.0])], [[2]], AdvantageConfig())[0].any()
+    got = group_advantages([np.zeros(0), np.array([1.0])], [[], [1]], AdvantageConfig())
+    assert got[0].shape == (0,)
+    np.testing.assert_allclose(got[1], [1.0], rtol=1e-5)
+
+
+def test_batch_normalised_is_over_all_tokens():
+    tokens = [np.array([1.0, 1.0, 0.0]), np.array([]), np.array([-2.0])]
+    every = [1.0, 1.0, 0.0, -2.0]
+    mean, deviation = statistics.fmean(every), statistics.pstdev(every)
+    got = np.concatenate(batch_normalised(tokens))
+    np.testing.assert_allclose(got, [(x - mean) / (deviation + 1e-6) for x in every], rtol=1e-6)
+    assert not np.concatenate(batch_normalised([np.full(3, 0.1), np.full(4, 0.1)])).any()
+    assert [len(of) for of in batch_normalised([np.array([])])] == [0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "lengths", "message"),
+    [
+        ([np.array([1.0, np.nan])], [[2]], "not all finite: member 0"),
+        ([np.zeros(1), np.array([np.inf])], [[1], [1]], "not all finite: member 1"),
+        ([], [], "without a member"),
+        ([np.zeros(3)], [[1, 1]], r"3 sampled tokens in turns of \[1, 1\]"),
+        ([np.zeros(2)], [[2, 0]], r"turns of \[2, 0\]"),
+    ],
+)
+def test_group_advantages_of_unusable_rewards_raise(rewards, lengths, message):
+    with pytest.raises(TrainingError, match=message):
+        group_advantages(rewards, lengths, AdvantageConfig())
+
+
+# ----------------------------------------------------------------------------------------- GAE
+
+
+def gae(rewards, values, lengths, *, discount, gae_lambda, bootstrap):
+    return advantages.generalised_advantages(
+        np.array(rewards, float),
+        np.array(values, float),
+        lengths,
+        discount=discount,
+        gae_lambda=gae_lambda,
+        bootstrap=bootstrap,
+    )
+
+
+def published_gae(rewards, values, next_value, done, gamma, lam):
+    """openai/baselines ppo2/runner.py, its loop over steps, for one environment."""
+    result = [0.0] * len(rewards)
+    last = 0.0
+    for t in reversed(range(len(rewards))):
+        if t == len(rewards) - 1:
+            nonterminal, following = 1.0 - done, next_value
+        else:
+            nonterminal, following = 1.0, values[t + 1]
+        delta = rewards[t] + gamma * following * nonterminal - values[t]
+        result[t] = last = delta + gamma * lam * nonterminal * last
+    return result
+
+
+@given(
+    st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=8),
+    st.booleans(),
+    st.floats(-2, 2),
+)
+def test_gae_of_one_token_turns_equals_the_published_loop(steps, done, next_value):
+    """Every token a turn: then our chain is the ordinary one, step by step."""
+    rewards, values = zip(*steps, strict=True)
+    got, returns = gae(
+        rewards,
+        values,
+        [1] * len(steps),
+        discount=0.9,
+        gae_lambda=0.8,
+        bootstrap=0.0 if done else next_value,
+    )
+    expected = published_gae(rewards, values, next_value, float(done), 0.9, 0.8)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    np.testing.assert_allclose(returns, np.add(expected, values), atol=1e-5)
+
+
+def test_gae_over_turns_equals_the_double_sum():
+    """A_t = sum_k (product of d l from t to k - 1) delta_k, straight from the definition."""
+    rng = np.random.default_rng(0)
+    lengths, discount, lam, bootstrap = [3, 1, 4], 0.9, 0.7, 0.4
+    rewards, values = rng.normal(size=(2, 8))
+    last = {2, 3, 7}
+    decay = [discount * lam if t in last else 1.0 for t in range(8)]
+    following = [*values[1:], bootstrap]
+    delta = [
+        rewards[t] + (discount if t in last else 1.0) * following[t] - values[t] for t in range(8)
+    ]
+    expected = [sum(np.prod(decay[t:k]) * delta[k] for k in range(t, 8)) for t in range(8)]
+    got, _ = gae(rewards, values, lengths, discount=discount, gae_lambda=lam, bootstrap=bootstrap)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_gae_of_one_turn_is_the_return_less_the_value_however_long_it_is():
+    values = [0.3, -0.2, 0.5, 0.1]
+    got, returns = gae([0, 0, 0, 1.0], values, [4], discount=0.5, gae_lambda=0.1, bootstrap=0.0)
+    np.testing.assert_allclose(got, [1.0 - v for v in values], atol=1e-6)
+    np.testing.assert_allclose(returns, [1.0] * 4, atol=1e-6)
+
+
+def test_gae_truncated_episode_bootstraps_and_terminated_one_does_not():
+    cut, _ = gae([0.0], [0.2], [1], discount=0.9, gae_lambda=0.95, bootstrap=2.0)
+    ended, _ = gae([0.0], [0.2], [1], discount=0.9, gae_lambda=0.95, bootstrap=0.0)
+    assert cut[0] == pytest.approx(0.9 * 2.0 - 0.2) and ended[0] == pytest.approx(-0.2)
+
+
+def test_gae_of_no_token_is_empty_and_of_nan_an_error():
+    got, returns = gae([], [], [], discount=0.9, gae_lambda=0.95, bootstrap=0.0)
+    assert got.shape == returns.shape == (0,)
+    with pytest.raises(TrainingError, match="not all finite"):
+        gae([0.0], [np.nan], [1], discount=0.9, gae_lambda=0.95, bootstrap=0.0)

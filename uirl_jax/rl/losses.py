@@ -1,14 +1,17 @@
-"""Losses over token logprobs, as unreduced sums with their denominator. Pure JAX, no model.
+"""Losses over token logprobs, as weighted sums. Pure JAX, no model.
 
-Every function here takes float32[B,T] arrays whose position t is about token t itself, and a
-completion mask that is 1 where the policy sampled that token. The caller divides once, after the
-microbatches; an empty mask has denominator 0 and the caller's quotient is defined as 0.
+Every function here takes float32[B,T] arrays whose position t is about token t itself, and weights:
+0 where the policy did not sample the token, elsewhere the token's share in the mean that the config
+asks for (rl.weights). The weights of all of a step's batches add up to 1, so the loss of a step is
+the plain sum of its batches' losses, and rows, packing and padding mean nothing.
 
     token      p  p  s  s  s  p  p  s  s  .        p prompt, s sampled, . padding
-    mask       0  0  1  1  1  0  0  1  1  0        denominator 5
+    weights    0  0 .2 .2 .2  0  0 .2 .2  0        token mean over this row alone
+    turn_ids   0  0  1  1  1  0  0  2  2  0        one number a turn, within the row
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +20,27 @@ import jax.numpy as jnp
 # tuning knob).
 MAX_LOG_RATIO = 20.0
 
+KlEstimator = Literal["k1", "k2", "k3"]
+
 
 @dataclasses.dataclass(frozen=True)
-class GrpoConfig:
-    """The clipped policy-gradient loss with a KL penalty against the base."""
+class PolicyLossConfig:
+    """The clipped policy-gradient loss and what is added to it. Defaults are GRPO's."""
 
-    clip_low: float = 0.2  # PPO's range; DAPO raises the upper side only
-    clip_high: float = 0.2
-    kl_coefficient: float = 0.01  # of the k3 estimator against the base, adapters off
-    importance_cap: float = 2.0  # truncates old / behaviour (TIS), 1 at staleness 0; 0: not used
+    clip_low: float = 0.2  # PPO's range
+    clip_high: float = 0.2  # DAPO ("clip higher") raises the upper side only, to 0.28
+    ratio: Literal["token", "turn"] = "token"  # turn: one ratio for all a turn's tokens, GSPO
+    kl_coefficient: float = 0.01  # against the base, adapters off
+    kl_estimator: KlEstimator = "k3"
+    # reward: the coefficient times k1 is taken off the rewards instead, before the advantages.
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coefficient: float = (
+        0.0  # a bonus for the entropy of every sampled token's distribution
+    )
+    # old / behaviour, for the actor's lag: truncate (TIS) caps it; mask leaves a token out whose
+    # weight is beyond the cap or its inverse; none for rollouts that are taken as on-policy.
+    importance: Literal["truncate", "mask", "none"] = "truncate"
+    importance_cap: float = 2.0
 
 
 def clipped_policy_loss(
@@ -35,25 +50,29 @@ def clipped_policy_loss(
     behaviour_bt: jax.Array,
     ref_bt: jax.Array,
     advantages_bt: jax.Array,
-    completion_mask_bt: jax.Array,
-    cfg: GrpoConfig,
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """-E[w min(r A, clip(r) A)] + beta KL(policy || base), token by token.
+    weights_bt: jax.Array,
+    turn_ids_bt: jax.Array,
+    entropies_bt: jax.Array | None = None,
+    cfg: PolicyLossConfig,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """-sum w c min(r A, clip(r) A) + beta KL(policy || base) - eta H.
 
-    r = policy / old is clipped (PPO, arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3),
-    w = min(old / behaviour, cap) corrects for the actor's lag without gradient (AReaL's decoupled
-    objective, arXiv:2505.24298, eq. 5, truncated), and the KL term is k3, exp(d) - d - 1 with
-    d = ref - policy (arXiv:2402.03300, eq. 4).
+    r = policy / old is clipped (PPO, arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). With
+    cfg.ratio="turn" it is the geometric mean over a turn's tokens, the same for all of them (GSPO,
+    arXiv:2507.18071, eq. 5 and 7; the gradient is eq. 10's). c = old / behaviour corrects for the
+    actor's lag without gradient (AReaL's decoupled objective, arXiv:2505.24298, eq. 5).
 
     Args:
-      logprobs_bt: of the policy that is being trained; the only argument with a gradient.
+      logprobs_bt: of the policy that is being trained; with entropies_bt the only gradient.
       old_bt, behaviour_bt, ref_bt: of the learner's policy at the start of the update, of the actor
         when it sampled, and of the base (adapters off).
-      advantages_bt: 0 outside the mask.
+      turn_ids_bt: int32, from 1, different for the turns of a row; 0 where nothing was sampled.
+      entropies_bt: of the distributions that the tokens were sampled from; for the bonus.
     Returns:
-      (sum, denominator, sums of metrics over the same tokens), each a float32 scalar.
+      (loss, metrics): both sums over the batch, which add up over a step's batches; metrics are
+      means over sampled tokens once they are divided by "tokens".
     """
-    mask_bt = completion_mask_bt.astype(jnp.float32)
+    mask_bt = (weights_bt > 0).astype(jnp.float32)
     old_bt, behaviour_bt, ref_bt = jax.lax.stop_gradient((old_bt, behaviour_bt, ref_bt))
 
     def log_ratio(upper_bt: jax.Array, lower_bt: jax.Array) -> jax.Array:
@@ -62,36 +81,108 @@ def clipped_policy_loss(
         masked_bt = jnp.where(mask_bt > 0, upper_bt - lower_bt, 0.0)
         return jnp.clip(masked_bt, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
-    ratio_bt = jnp.exp(log_ratio(logprobs_bt, old_bt))
+    policy_to_old_bt = log_ratio(logprobs_bt, old_bt)
+    if cfg.ratio == "turn":
+        policy_to_old_bt = turn_mean(policy_to_old_bt, mask_bt, turn_ids_bt)
+    ratio_bt = jnp.exp(policy_to_old_bt)
     clipped_bt = jnp.clip(ratio_bt, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
     surrogate_bt = jnp.minimum(ratio_bt * advantages_bt, clipped_bt * advantages_bt)
-    weight_bt = jnp.ones_like(mask_bt)
-    if cfg.importance_cap > 0:
-        weight_bt = jnp.minimum(jnp.exp(log_ratio(old_bt, behaviour_bt)), cfg.importance_cap)
+    correction_bt = importance_weights(log_ratio(old_bt, behaviour_bt), cfg)
 
-    to_ref_bt = log_ratio(ref_bt, logprobs_bt)
-    kl_bt = jnp.exp(to_ref_bt) - to_ref_bt - 1.0
+    kl_bt = kl(log_ratio(ref_bt, logprobs_bt), cfg.kl_estimator) * mask_bt
+    loss_bt = -correction_bt * surrogate_bt
+    if cfg.kl_in == "loss":
+        loss_bt += cfg.kl_coefficient * kl_bt
+    if entropies_bt is not None:
+        loss_bt -= cfg.entropy_coefficient * entropies_bt
+    # Where nothing was sampled there is anything, even NaN: not multiplied by 0, left out.
+    loss = jnp.where(mask_bt > 0, loss_bt * weights_bt, 0.0).sum()
 
-    policy_sum = -(weight_bt * surrogate_bt * mask_bt).sum()
-    kl_sum = (kl_bt * mask_bt).sum()
-    was_clipped_bt = (ratio_bt * advantages_bt > clipped_bt * advantages_bt).astype(jnp.float32)
-    drift_bt = jnp.abs(old_bt - behaviour_bt)
+    def total(x_bt: jax.Array) -> jax.Array:
+        return jnp.where(mask_bt > 0, x_bt, 0.0).sum()
+
+    was_clipped_bt = ratio_bt * advantages_bt > clipped_bt * advantages_bt
     metrics = {
-        "actor/policy_loss": policy_sum,
-        "actor/kl_loss": kl_sum,
-        "actor/clip_fraction": (was_clipped_bt * mask_bt).sum(),
-        # Of the sampled tokens: a one-sample estimate of the entropy at temperature 1.
-        "actor/entropy": -(jnp.where(mask_bt > 0, logprobs_bt, 0.0)).sum(),
-        "offpolicy/drift": jnp.where(mask_bt > 0, drift_bt, 0.0).sum(),
-        "offpolicy/weight": (weight_bt * mask_bt).sum(),
+        "tokens": mask_bt.sum(),
+        "actor/policy_loss": total(-correction_bt * surrogate_bt),
+        "actor/kl_loss": total(kl_bt),
+        "actor/clip_fraction": total(was_clipped_bt.astype(jnp.float32)),
+        # Without the distributions' own: the one-sample estimate, of the sampled tokens.
+        "actor/entropy": total(-logprobs_bt if entropies_bt is None else entropies_bt),
+        "actor/old_kl": total(kl(-log_ratio(logprobs_bt, old_bt), "k3")),
+        "offpolicy/drift": total(jnp.abs(old_bt - behaviour_bt)),
+        "offpolicy/weight": total(correction_bt),
+        "offpolicy/weight_squared": total(jnp.square(correction_bt)),
     }
-    return policy_sum + cfg.kl_coefficient * kl_sum, mask_bt.sum(), metrics
+    return loss, metrics
+
+
+def importance_weights(old_to_behaviour_bt: jax.Array, cfg: PolicyLossConfig) -> jax.Array:
+    """Of log(old / behaviour): truncated at the cap (TIS), or 0 beyond it on either side (MIS)."""
+    ratio_bt = jnp.exp(old_to_behaviour_bt)
+    if cfg.importance == "truncate":
+        return jnp.minimum(ratio_bt, cfg.importance_cap)
+    if cfg.importance == "mask":
+        inside_bt = (ratio_bt <= cfg.importance_cap) & (ratio_bt >= 1.0 / cfg.importance_cap)
+        return jnp.where(inside_bt, ratio_bt, 0.0)
+    return jnp.ones_like(ratio_bt)
+
+
+def kl(to_ref_bt: jax.Array, estimator: KlEstimator) -> jax.Array:
+    """KL(policy || ref) from one sample, d = log(ref / policy).
+
+    k1 = -d is unbiased, and its gradient in a loss is 0 on average: it belongs in the reward.
+    k2 = d**2 / 2. k3 = exp(d) - d - 1 is unbiased and never negative (GRPO's, arXiv:2402.03300,
+    eq. 4). Source: J. Schulman, Approximating KL divergence, 2020.
+    """
+    if estimator == "k1":
+        return -to_ref_bt
+    if estimator == "k2":
+        return jnp.square(to_ref_bt) / 2
+    return jnp.exp(to_ref_bt) - to_ref_bt - 1.0
+
+
+def turn_mean(x_bt: jax.Array, mask_bt: jax.Array, turn_ids_bt: jax.Array) -> jax.Array:
+    """Every token's value becomes the mean over its turn's sampled tokens; 0 outside of turns."""
+    tokens = x_bt.shape[1]
+
+    def one_row(x_t: jax.Array, mask_t: jax.Array, turn_ids_t: jax.Array) -> jax.Array:
+        sums = jax.ops.segment_sum(x_t * mask_t, turn_ids_t, tokens + 1)
+        counts = jax.ops.segment_sum(mask_t, turn_ids_t, tokens + 1)
+        return (sums / jnp.maximum(counts, 1.0))[turn_ids_t] * mask_t
+
+    return jax.vmap(one_row)(x_bt, mask_bt, turn_ids_bt)
+
+
+def value_loss(
+    values_bt: jax.Array,
+    *,
+    old_values_bt: jax.Array,
+    returns_bt: jax.Array,
+    weights_bt: jax.Array,
+    clip: float,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """sum w max((v - R)**2, (v_old + clip(v - v_old) - R)**2) / 2; clip 0 takes the first alone.
+
+    Args: as above; values and returns at position t are of the state before token t was sampled.
+    Source: PPO as released, openai/baselines ppo2/model.py.
+    """
+    old_values_bt, returns_bt = jax.lax.stop_gradient((old_values_bt, returns_bt))
+    squared_bt = jnp.square(values_bt - returns_bt)
+    if clip > 0:
+        near_bt = old_values_bt + jnp.clip(values_bt - old_values_bt, -clip, clip)
+        squared_bt = jnp.maximum(squared_bt, jnp.square(near_bt - returns_bt))
+    inside_bt = weights_bt > 0
+    loss = jnp.where(inside_bt, 0.5 * squared_bt * weights_bt, 0.0).sum()
+    error_bt = jnp.where(inside_bt, values_bt - returns_bt, 0.0)
+    return loss, {"critic/error": jnp.abs(error_bt).sum(), "critic/squared": (error_bt**2).sum()}
 
 
 def supervised_loss(
-    logprobs_bt: jax.Array, *, completion_mask_bt: jax.Array
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy of the demonstrated tokens: (sum, denominator, sums of metrics)."""
-    mask_bt = completion_mask_bt.astype(jnp.float32)
-    nll_sum = -(jnp.where(mask_bt > 0, logprobs_bt, 0.0)).sum()
-    return nll_sum, mask_bt.sum(), {"sft/loss": nll_sum}
+    logprobs_bt: jax.Array, *, weights_bt: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Cross-entropy of the demonstrated (or kept) tokens."""
+    inside_bt = weights_bt > 0
+    loss = -jnp.where(inside_bt, logprobs_bt * weights_bt, 0.0).sum()
+    nll_sum = -jnp.where(inside_bt, logprobs_bt, 0.0).sum()
+    return loss, {"tokens": inside_bt.sum().astype(jnp.float32), "sft/loss": nll_sum}

@@ -1,0 +1,78 @@
+"""What an episode was paid, and at which of its tokens. numpy on the host.
+
+The outcome stands at the last sampled token, a turn's own reward at the turn's last one; what is
+taken off (length, KL) is taken off here, so that every estimator of rl.advantages sees it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from uirl_jax.errors import TrainingError
+from uirl_jax.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """Which of a record's rewards count, and the penalty for running long."""
+
+    outcome: float = 1.0  # weight of the episode's reward
+    turns: float = 0.0  # weight of every turn's own reward
+    # Overlong shaping (DAPO, arXiv:2503.14476, eq. 13): nothing up to max - buffer sampled tokens,
+    # then linearly down to -1 at max. 0: none.
+    overlong_max_tokens: int = 0
+    overlong_buffer_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.overlong_max_tokens and not 0 < self.overlong_buffer_tokens <= (
+            self.overlong_max_tokens
+        ):
+            raise TrainingError(
+                f"reward.overlong_buffer_tokens={self.overlong_buffer_tokens}, expected 1 to "
+                f"overlong_max_tokens={self.overlong_max_tokens}"
+            )
+
+
+def token_rewards(
+    trajectory: Trajectory,
+    cfg: RewardConfig,
+    *,
+    kl_s: np.ndarray | None = None,
+    kl_coefficient: float = 0.0,
+) -> np.ndarray:
+    """float64[S], one for each sampled token in the order of the turns.
+
+    Args:
+      kl_s: float[S], log(old / ref) of the sampled tokens: k1, taken off token by token where the
+        KL is in the reward (RLHF's form, arXiv:2203.02155, section 3.5).
+    Raises: TrainingError for a reward that is not finite.
+    """
+    lengths = turn_lengths(trajectory)
+    rewards_s = np.zeros(sum(lengths))
+    if len(rewards_s):
+        for end, turn in zip(np.cumsum(lengths), trajectory.turns, strict=True):
+            rewards_s[end - 1] += cfg.turns * turn.reward
+        rewards_s[-1] += cfg.outcome * trajectory.reward + overlong_penalty(len(rewards_s), cfg)
+    if kl_s is not None:
+        rewards_s -= kl_coefficient * kl_s
+    if not np.isfinite(rewards_s).all():
+        raise TrainingError(
+            f"episode {trajectory.episode_id}: reward {trajectory.reward}, turns "
+            f"{[turn.reward for turn in trajectory.turns]}: not all finite"
+        )
+    return rewards_s
+
+
+def overlong_penalty(sampled_tokens: int, cfg: RewardConfig) -> float:
+    """0 to -1."""
+    if not cfg.overlong_max_tokens:
+        return 0.0
+    free = cfg.overlong_max_tokens - cfg.overlong_buffer_tokens
+    over = (sampled_tokens - free) / cfg.overlong_buffer_tokens
+    return -float(np.clip(over, 0.0, 1.0))
+
+
+def turn_lengths(trajectory: Trajectory) -> Sequence[int]:
+    """Sampled tokens of each turn."""
+    return [len(turn.token_ids) for turn in trajectory.turns]
