@@ -50,7 +50,9 @@ def get_config() -> ConfigDict:
     cfg.learner.batch.patch_lengths = (192,)
     cfg.learner.batch.share_prompts = True
     cfg.learner.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"})
-    cfg.learner.loss = ConfigDict({"kl_coefficient": 0.01})
+
+    cfg.algorithm = ConfigDict()
+    cfg.algorithm.loss = ConfigDict({"kl_coefficient": 0.01})
 
     cfg.evaluation = ConfigDict({"episodes": 200, "temperature": 0.0})
     return cfg

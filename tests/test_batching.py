@@ -10,7 +10,7 @@ from PIL import Image
 
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ConfigError, RecordError
-from uirl_jax.shards.batching import BatchConfig, make_batches, sequences
+from uirl_jax.shards.batching import BatchConfig, fill, gather, make_batches, sequences
 from uirl_jax.types import StopReason, TaskSpec, TrainBatch, Trajectory, Turn
 
 PLACEHOLDER = 9
@@ -62,12 +62,14 @@ def trajectory(turns: list[Turn], images: dict[str, bytes] | None = None) -> Tra
 
 
 def batches_of(trajectories, advantages=None, **changes) -> list[TrainBatch]:
-    return make_batches(
+    batches = make_batches(
         trajectories,
-        advantages if advantages is not None else [1.0] * len(trajectories),
         image_cfg=IMAGE_CFG,
         image_token_id=PLACEHOLDER,
         cfg=dataclasses.replace(CFG, **changes),
+    )
+    return fill(
+        batches, advantages_bt=advantages if advantages is not None else [1.0] * len(trajectories)
     )
 
 
@@ -91,7 +93,7 @@ def test_sequences_of_turns_that_only_grow_are_one():
         merged[0].behaviour_logprobs_t, [0, 0, -50 / 8, -51 / 8, 0, -52 / 8]
     )
     dtypes = [array.dtype for name, array in vars(merged[0]).items() if name.endswith("_t")]
-    assert dtypes == [np.int32, np.float32, np.float32, np.int32]
+    assert dtypes == [np.int32, np.float32, np.float32, np.int32, np.int32]
 
 
 def test_sequences_fork_where_the_context_drops_something():
@@ -468,6 +470,40 @@ def test_batch_that_fits_no_shape_raises_config_error(trajectories, changes, mes
 def test_batch_of_a_record_that_contradicts_itself_raises_record_error(broken, message):
     with pytest.raises(RecordError, match=message):
         batch_of([broken])
+
+
+def test_turn_ids_are_a_turns_own_within_its_row():
+    two = trajectory([turn([1], [50, 51]), turn([1, 50, 51, 2], [52])])
+    batch = batch_of([two, trajectory([turn([3], [53, 54])])], row_lengths=(12,), pack=True)
+    assert batch.token_ids_bt[0].tolist() == [1, 50, 51, 2, 52, 3, 53, 54, 0, 0, 0, 0]
+    assert batch.turn_ids_bt[0].tolist() == [0, 1, 1, 0, 2, 0, 3, 3, 0, 0, 0, 0]
+    later = batch_of([trajectory([turn([1], [50]), turn([2], [51])])], pack=True)
+    assert batch_ids(later) == [1, 2]  # dense, although the second sequence begins with turn 1
+
+
+def batch_ids(batch: TrainBatch) -> list[int]:
+    return batch.turn_ids_bt[batch.turn_ids_bt > 0].tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(episodes(), min_size=1, max_size=5), st.booleans(), st.booleans())
+def test_gather_reads_what_fill_put_at_every_sampled_token(episode_turns, pack, share):
+    """Rows, forks, packing and shared prompts: a token's number comes back to its trajectory."""
+    records = [trajectory(turns) for turns in episode_turns]
+    sampled = [[i for t in record.turns for i in t.token_ids.tolist()] for record in records]
+    batches = batches_of(
+        records, rows=2, row_lengths=(64,), pack=pack, share_prompts=share and pack
+    )
+    ids = gather(batches, [b.token_ids_bt for b in batches], [len(of) for of in sampled])
+    assert [of.tolist() for of in ids] == sampled
+    rng = np.random.default_rng(0)
+    values = [rng.random(len(of)).astype(np.float32) for of in sampled]
+    filled = fill(batches, weights_bt=values)
+    back = gather(filled, [b.weights_bt for b in filled], [len(of) for of in sampled])
+    for got, expected in zip(back, values, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for batch in filled:
+        assert not batch.weights_bt[batch.completion_mask_bt == 0].any()
 
 
 def test_batch_with_too_few_advantages_raises_config_error():

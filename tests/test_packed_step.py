@@ -20,7 +20,8 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import qwen2_vl
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.rl.losses import PolicyLossConfig
+from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
 from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
@@ -102,34 +103,42 @@ def records() -> tuple[list[Trajectory], list[float]]:
 
 
 @functools.cache
-def gradients(layout: str) -> tuple[Any, dict[str, float], int]:
+def gradients(layout: str, ratio: str = "token") -> tuple[Any, dict[str, float], int]:
     """Of the step's loss, its metrics, and the number of batches that the layout made."""
     graphdef, lora, frozen = test_step.make_model(targets=("all",))
     optimizer = learner_state.make_optimizer(test_step.OPTIMIZER, 10)
-    cfg = GrpoConfig(kl_coefficient=0.1)
+    cfg = PolicyLossConfig(kl_coefficient=0.1, ratio=ratio)
     run = learner_step.make_steps(graphdef, optimizer, cfg, temperature=0.8, forbidden_ids=(3,))
     trajectories, advantages = records()
     batches = batching.make_batches(
         trajectories,
-        advantages,
         image_cfg=IMAGE_CFG,
         image_token_id=PLACEHOLDER,
         cfg=LAYOUTS[layout],
     )
+    tokens = [sum(len(turn.token_ids) for turn in of.turns) for of in trajectories]
+    batches = batching.fill(
+        batches,
+        advantages_bt=advantages,
+        weights_bt=token_weights(tokens, "trajectory_mean"),
+    )
     total = None
     for number, batch in enumerate(batches):
         arrays = learner_step.to_device(batch, None)
-        scored = run.score(lora, frozen, arrays)
-        one = run.policy_gradients(lora, frozen, arrays, scored, (np.int32(0), np.int32(number)))
+        scored = run.score((lora, None), frozen, arrays)
+        one = run.policy_gradients(
+            (lora, None), frozen, arrays, scored, (np.int32(0), np.int32(0), np.int32(number))
+        )
         total = one if total is None else run.add(total, one)
     return jax.device_get(total[0]), learner_step.to_floats(total[1]), len(batches)
 
 
+@pytest.mark.parametrize("ratio", ["token", "turn"])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one sequence a row"])
-def test_loss_and_gradients_of_any_layout_are_those_of_a_sequence_a_row(layout):
-    expected, expected_sums, _ = gradients("one sequence a row")
-    got, sums, _ = gradients(layout)
-    assert sums["learner/tokens"] == sum(len(t.token_ids) for r in records()[0] for t in r.turns)
+def test_loss_and_gradients_of_any_layout_are_those_of_a_sequence_a_row(layout, ratio):
+    expected, expected_sums, _ = gradients("one sequence a row", ratio)
+    got, sums, _ = gradients(layout, ratio)
+    assert sums["tokens"] == sum(len(t.token_ids) for r in records()[0] for t in r.turns)
     assert expected_sums["actor/kl_loss"] > 1 and expected_sums["offpolicy/drift"] > 100
     for name, value in expected_sums.items():
         assert sums[name] == pytest.approx(value, rel=1e-5, abs=1e-4), name
@@ -140,12 +149,11 @@ def test_loss_and_gradients_of_any_layout_are_those_of_a_sequence_a_row(layout):
 
 def test_layouts_of_the_test_above_do_what_they_say():
     assert [gradients(layout)[2] > 1 for layout in LAYOUTS] == [False, False, False, False, True]
-    trajectories, advantages = records()
+    trajectories, _ = records()
     slots = {}
     for layout in ("packed", "prompts shared"):
         (batch,) = batching.make_batches(
             trajectories,
-            advantages,
             image_cfg=IMAGE_CFG,
             image_token_id=PLACEHOLDER,
             cfg=LAYOUTS[layout],
@@ -168,11 +176,15 @@ def test_compiled_step_holds_no_array_of_rows_by_tokens_by_vocabulary(monkeypatc
 
     def largest_elements(max_logits_bytes: int) -> int:
         monkeypatch.setattr(qwen2_vl, "_MAX_LOGITS_BYTES", max_logits_bytes)
-        run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
-        scored = run.score.lower(lora, frozen, arrays)
-        at = (np.int32(0), np.int32(0))
+        run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+        scored = run.score.lower((lora, None), frozen, arrays)
+        at = (np.int32(0), np.int32(0), np.int32(0))
         gradients = run.policy_gradients.lower(
-            lora, frozen, arrays, jax.eval_shape(run.score, lora, frozen, arrays), at
+            (lora, None),
+            frozen,
+            arrays,
+            jax.eval_shape(run.score, (lora, None), frozen, arrays),
+            at,
         )
         texts = [lowered.compile().as_text() for lowered in (scored, gradients)]
         shapes = re.findall(r"\b(?:f|s|u|pred|bf)\d*\[([\d,]+)\]", "".join(texts))

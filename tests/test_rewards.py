@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.sample_trajectories import make_trajectory
-from uirl_jax.errors import TrainingError
+from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.rl.rewards import RewardConfig, overlong_penalty, token_rewards
 
 # Turns of two, three and four sampled tokens that were paid 0, 0.1 and 0.2; the episode 0.5.
@@ -51,5 +51,5 @@ def test_token_rewards_of_an_episode_without_a_turn_are_none():
 
 @pytest.mark.parametrize("buffer", [0, -1, 11])
 def test_reward_config_overlong_buffer_that_is_impossible_raises(buffer: int):
-    with pytest.raises(TrainingError, match=f"overlong_buffer_tokens={buffer}, expected 1 to"):
+    with pytest.raises(ConfigError, match=f"overlong_buffer_tokens={buffer}, expected 1 to"):
         RewardConfig(overlong_max_tokens=10, overlong_buffer_tokens=buffer)

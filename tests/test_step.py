@@ -17,7 +17,7 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch
 
@@ -72,6 +72,12 @@ def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) 
         vision_index_bt=vision_bt,
         behaviour_logprobs_bt=-rng.exponential(1, (rows, tokens)).astype(np.float32) * mask_bt,
         advantages_bt=rng.normal(0, 1, (rows, 1)).astype(np.float32) * mask_bt,
+        weights_bt=mask_bt / mask_bt.sum(),
+        turn_ids_bt=mask_bt.astype(np.int32),
+        values_bt=None,
+        returns_bt=None,
+        trajectory_bs=np.full((rows, 1), -1),
+        token_bs=np.full((rows, 1), -1),
         patches_ipf=rng.normal(0, 1, (images, 16, 96)).astype(np.float32),
         patch_positions_ip2=np.broadcast_to(patch_positions, (images, 16, 2)).astype(np.int32),
         patch_segments_ip=np.ones((images, 16), np.int32),
@@ -94,13 +100,13 @@ def take_steps(*batches: TrainBatch, steps: int = 1, mesh=None):
     """Metrics of the last step, adapters after it."""
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
     state = learner_state.init_state(lora, optimizer, mesh)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
     arrays = [learner_step.to_device(batch, mesh) for batch in batches]
     for _ in range(steps):
-        state, metrics = run.policy_step(state, frozen, arrays)
+        state, metrics = run.policy_update(state, frozen, arrays)
     return learner_step.to_floats(metrics), jax.device_get(state.trainable)
 
 
@@ -133,6 +139,7 @@ def test_update_with_more_padding_is_the_same_update():
             for name in (
                 *("token_ids_bt", "segment_ids_bt", "positions_3bt", "completion_mask_bt"),
                 *("vision_index_bt", "sampled_index_bs", "behaviour_logprobs_bt", "advantages_bt"),
+                *("weights_bt", "turn_ids_bt"),
             )
         },
     )
@@ -150,10 +157,10 @@ def test_update_with_zero_advantages_and_no_kl_changes_nothing():
     before = jax.device_get(lora)
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
     run = learner_step.make_steps(
-        graphdef, optimizer, GrpoConfig(kl_coefficient=0.0), use_reference=False
+        graphdef, optimizer, PolicyLossConfig(kl_coefficient=0.0), use_reference=False
     )
     state = learner_state.init_state(lora, optimizer)
-    state, _ = run.policy_step(state, frozen, [learner_step.to_device(batch, None)])
+    state, _ = run.policy_update(state, frozen, [learner_step.to_device(batch, None)])
     assert_trees_close(before, jax.device_get(state.trainable), atol=0)
 
 
@@ -162,12 +169,12 @@ def test_update_leaves_frozen_weights_bit_for_bit_and_learns():
     before = jax.device_get(frozen)
     batch = make_batch()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 50)
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
     state = learner_state.init_state(lora, optimizer)
     arrays = learner_step.to_device(batch, None)
     losses = []
     for _ in range(12):
-        state, metrics = run.supervised_step(state, frozen, [arrays])
+        state, metrics = run.supervised_update(state, frozen, [arrays])
         losses.append(float(metrics["sft/loss"]))
     assert losses[-1] < 0.9 * losses[0]
     assert_trees_close(before, jax.device_get(frozen), atol=0)
@@ -181,10 +188,10 @@ def adapters_off(lora):
 def test_reference_is_the_base_without_adapters():
     graphdef, lora, frozen = make_model(dropout=0.1)  # so that old has a pass of its own
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
     arrays = learner_step.to_device(make_batch(), None)
-    scored = run.score(lora, frozen, arrays)
-    base = run.score(adapters_off(lora), frozen, arrays)
+    scored = run.score((lora, None), frozen, arrays)
+    base = run.score((adapters_off(lora), None), frozen, arrays)
     np.testing.assert_allclose(scored.ref_bt, base.old_bt, atol=1e-6)
     assert np.abs(np.asarray(scored.old_bt - scored.ref_bt)).max() > 1e-3
 
@@ -192,15 +199,17 @@ def test_reference_is_the_base_without_adapters():
 def test_step_without_a_pass_for_old_logprobs_is_the_step_with_one():
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
-    scoring = learner_step.make_steps(make_model(dropout=0.1)[0], optimizer, GrpoConfig())
+    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    scoring = learner_step.make_steps(make_model(dropout=0.1)[0], optimizer, PolicyLossConfig())
     arrays = learner_step.to_device(make_batch(), None)
-    scored = run.score(lora, frozen, arrays)
+    scored = run.score((lora, None), frozen, arrays)
     assert scored.old_bt is None
-    old_bt = scoring.score(lora, frozen, arrays).old_bt
-    at = (jnp.int32(0), np.int32(0))
-    got, got_sums = run.policy_gradients(lora, frozen, arrays, scored, at)
-    expected, sums = run.policy_gradients(lora, frozen, arrays, scored._replace(old_bt=old_bt), at)
+    old_bt = scoring.score((lora, None), frozen, arrays).old_bt
+    at = (jnp.int32(0), np.int32(0), np.int32(0))
+    got, got_sums = run.policy_gradients((lora, None), frozen, arrays, scored, at)
+    expected, sums = run.policy_gradients(
+        (lora, None), frozen, arrays, scored._replace(old_bt=old_bt), at
+    )
     for name, value in sums.items():
         assert float(got_sums[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
@@ -210,20 +219,20 @@ def test_step_without_a_pass_for_old_logprobs_is_the_step_with_one():
 def test_update_vision_adapters_learn_and_the_reference_is_the_base():
     graphdef, lora, frozen = make_model(targets=("vision", "merger"), dropout=0.1)
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), vision_trainable=True)
+    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig(), vision_trainable=True)
     arrays = learner_step.to_device(make_batch(), None)
-    scored = run.score(lora, frozen, arrays)
+    scored = run.score((lora, None), frozen, arrays)
     # The base's visual tokens too: with the adapters' the reference would move as they learn.
-    base = run.score(adapters_off(lora), frozen, arrays)
+    base = run.score((adapters_off(lora), None), frozen, arrays)
     np.testing.assert_allclose(scored.ref_bt, base.old_bt, atol=1e-6)
     np.testing.assert_allclose(base.ref_bt, base.old_bt, atol=1e-6)
     assert np.abs(np.asarray(scored.old_bt - scored.ref_bt)).max() > 1e-3
 
     # Without dropout, for the arithmetic: visual tokens inside the loss are those that were scored.
     graphdef, lora, frozen = make_model(targets=("vision", "merger"))
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig(), vision_trainable=True)
+    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig(), vision_trainable=True)
     before = jax.device_get(lora)
-    state, metrics = run.policy_step(learner_state.init_state(lora, optimizer), frozen, [arrays])
+    state, metrics = run.policy_update(learner_state.init_state(lora, optimizer), frozen, [arrays])
     assert float(metrics["learner/grad_norm"]) > 1e-6
     for (path, leaf), old in zip(
         jax.tree.leaves_with_path(jax.device_get(state.trainable)),
@@ -233,7 +242,7 @@ def test_update_vision_adapters_learn_and_the_reference_is_the_base():
         assert np.abs(leaf - old).max() > 1e-4, jax.tree_util.keystr(path)
     difference_bt = np.asarray(scored.ref_bt - scored.old_bt)
     kl_bt = np.exp(difference_bt) - difference_bt - 1
-    mask_bt = np.asarray(arrays["completion_mask_bt"])
+    mask_bt = np.asarray(arrays["weights_bt"] > 0)
     expected = (kl_bt * mask_bt).sum() / mask_bt.sum()
     assert float(metrics["actor/kl_loss"]) == pytest.approx(expected, rel=1e-3)
 
@@ -245,7 +254,7 @@ def losses_with(*, rows: int = 8, parts: int = 1, dropout_seed: int = 0, **lora)
     run = learner_step.make_steps(
         graphdef,
         optimizer,
-        GrpoConfig(),
+        PolicyLossConfig(),
         vision_trainable="visual" in trainable,
         dropout_seed=dropout_seed,
     )
@@ -264,7 +273,7 @@ def losses_with(*, rows: int = 8, parts: int = 1, dropout_seed: int = 0, **lora)
     for _ in range(2):
         state = learner_state.init_state(trainable, optimizer)
         for _ in range(3):
-            state, metrics = run.supervised_step(state, frozen, batches)
+            state, metrics = run.supervised_update(state, frozen, batches)
             losses.append(float(metrics["sft/loss"]))
     return losses
 
@@ -292,21 +301,21 @@ def test_score_with_dropout_drops_nothing():
     for rate in (0.0, 0.4):
         graphdef, lora, frozen = make_model(dropout=rate)
         optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-        run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
-        scored.append(run.score(lora, frozen, arrays))
+        run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+        scored.append(run.score((lora, None), frozen, arrays))
     plain, dropping = scored
     np.testing.assert_array_equal(plain.visual_md, dropping.visual_md)
     np.testing.assert_array_equal(plain.ref_bt, dropping.ref_bt)
     # The old logprobs have a pass of their own, and nothing is dropped in it.
-    at = (jnp.int32(0), np.int32(0))
-    _, sums = run.policy_gradients(lora, frozen, arrays, dropping, at)
+    at = (jnp.int32(0), np.int32(0), np.int32(0))
+    _, sums = run.policy_gradients((lora, None), frozen, arrays, dropping, at)
     drift = float(sums["offpolicy/drift"])
-    mask_bt = np.asarray(arrays["completion_mask_bt"])
+    mask_bt = np.asarray(arrays["weights_bt"] > 0)
     behaviour_bt = np.asarray(arrays["behaviour_logprobs_bt"])
     expected = (np.abs(np.asarray(dropping.old_bt) - behaviour_bt) * mask_bt).sum()
     assert drift == pytest.approx(expected, rel=1e-5)
-    half = learner_step.make_steps(make_model(dropout=0.8)[0], optimizer, GrpoConfig())
-    np.testing.assert_array_equal(half.score(lora, frozen, arrays).old_bt, dropping.old_bt)
+    half = learner_step.make_steps(make_model(dropout=0.8)[0], optimizer, PolicyLossConfig())
+    np.testing.assert_array_equal(half.score((lora, None), frozen, arrays).old_bt, dropping.old_bt)
 
 
 def test_update_on_eight_devices_equals_one_device():

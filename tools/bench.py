@@ -15,6 +15,7 @@ Peers (`bench_peers`, extra `bench`): transformers and peft in torch. Nothing is
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -138,6 +139,7 @@ def write_work(directory: Path, size: Size) -> None:
         directory / "arrays.npz",
         token_ids_bt=token_ids_bt,
         prompt_length=len(prompt),
+        rewards_g=rewards_g,
         advantages_g=((rewards_g - rewards_g.mean()) / rewards_g.std()).astype(np.float32),
         patches_pf=patches_pf,
         grid_thw=np.array(grid),
@@ -151,11 +153,12 @@ def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
     from flax import nnx
 
     from uirl_jax import vision_inputs
+    from uirl_jax.learner import algorithm
     from uirl_jax.learner import state as learner_state
     from uirl_jax.learner import step as learner_step
     from uirl_jax.models import peft_adapters, qwen2_vl_weights
     from uirl_jax.models.lora import LoRAParam
-    from uirl_jax.rl.losses import GrpoConfig
+    from uirl_jax.rl.losses import PolicyLossConfig
     from uirl_jax.shards import batching
     from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
@@ -177,8 +180,10 @@ def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
         learner_state.OptimizerConfig(lr=LEARNING_RATE, clip_norm=1e9), 1000
     )
     # As if an actor with the newest policy had sampled: no correction for lag.
-    loss_cfg = GrpoConfig(kl_coefficient=KL_COEFFICIENT, importance_cap=0.0)
-    steps = learner_step.make_steps(graphdef, optimizer, loss_cfg)
+    algorithm_cfg = algorithm.AlgorithmConfig(
+        loss=PolicyLossConfig(kl_coefficient=KL_COEFFICIENT, importance="none")
+    )
+    steps = learner_step.make_steps(graphdef, optimizer, algorithm_cfg.loss)
     state = learner_state.init_state(adapters, optimizer)
     prompt_length = int(arrays["prompt_length"])
     screenshot = (directory / "screenshot.png").read_bytes()
@@ -203,10 +208,12 @@ def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
             images={key: screenshot},
             image_grids={key: tuple(arrays["grid_thw"].tolist())},
             stop_reason=StopReason.COMPLETED,
-            reward=0.0,
+            reward=float(reward),
             success=False,
         )
-        for number, token_ids_t in enumerate(arrays["token_ids_bt"])
+        for number, (token_ids_t, reward) in enumerate(
+            zip(arrays["token_ids_bt"], arrays["rewards_g"], strict=True)
+        )
     ]
     sampled = arrays["token_ids_bt"].shape[1] - prompt_length
     in_a_row = len(group) if share_prompts else 1
@@ -222,16 +229,22 @@ def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
 
     def step() -> float:
         nonlocal state
-        batches = batching.make_batches(
-            group,
-            arrays["advantages_g"].tolist(),
-            image_cfg=vision_inputs.ImageConfig(),
-            image_token_id=model.cfg.image_token_id,
-            cfg=batch_cfg,
+        state, metrics, _ = algorithm.learn(
+            [group],
+            algorithm_cfg,
+            steps,
+            state,
+            frozen,
+            make_batches=functools.partial(
+                batching.make_batches,
+                image_cfg=vision_inputs.ImageConfig(),
+                image_token_id=model.cfg.image_token_id,
+                cfg=batch_cfg,
+            ),
+            mesh=None,
+            seed=0,
         )
-        on_device = [learner_step.to_device(batch, None) for batch in batches]
-        state, metrics = steps.policy_step(state, frozen, on_device)
-        return learner_step.to_floats(metrics)["learner/loss"]
+        return metrics["learner/loss"]
 
     return step
 

@@ -227,12 +227,20 @@ def make_batch(
             visual += range(index * tokens, (index + 1) * tokens)
         is_visual_t = example.token_ids_t == image_token_id
         arrays["vision_index_bt"][row, :length][is_visual_t] = visual
+    mask_bt = arrays["completion_mask_bt"]
+    index_bs = batching.sampled_index(mask_bt, ())
     return TrainBatch(
         **arrays,
         prefix_segments_bt=None,
-        sampled_index_bs=batching.sampled_index(arrays["completion_mask_bt"], ()),
+        sampled_index_bs=index_bs,
+        turn_ids_bt=mask_bt.astype(np.int32),
+        weights_bt=mask_bt / max(mask_bt.sum(), 1.0),
         behaviour_logprobs_bt=np.zeros(shape_bt, np.float32),
         advantages_bt=np.zeros(shape_bt, np.float32),
+        values_bt=None,
+        returns_bt=None,
+        trajectory_bs=np.full_like(index_bs, -1),  # examples are no trajectories
+        token_bs=np.full_like(index_bs, -1),
     )
 
 

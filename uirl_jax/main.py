@@ -33,10 +33,10 @@ from uirl_jax.actor.player import Player
 from uirl_jax.chat import Chat
 from uirl_jax.engine.engine import Engine
 from uirl_jax.errors import ConfigError, RestartError, UirlError
+from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cold_start import run_cold_start
-from uirl_jax.learner.loop import Advantages, LearnerResult, run_learner
+from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.models import loading, qwen2_vl_weights, sharding
-from uirl_jax.rl.advantages import group_normalised
 from uirl_jax.run_config import MeshConfig, RunConfig
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import TaskSpec
@@ -292,12 +292,13 @@ def learn(
     model: loading.PolicyModel,
     mesh: jax.sharding.Mesh,
     stop: threading.Event,
-    advantages: Advantages = group_normalised,
+    replace_advantages: Advantages | None = None,
 ) -> LearnerResult:
     """The learner's run, on this thread."""
     with jax.set_mesh(mesh):
         return run_learner(
             run.cfg.learner,
+            run.cfg.algorithm,
             model,
             workdir=run.workdir,
             run_id=run.run_id,
@@ -306,12 +307,12 @@ def learn(
             temperature=run.cfg.actor.rollout.temperature,
             forbidden_ids=forbidden_ids(run.make_chat(model), model),
             seed=run.cfg.seed,
-            advantages=advantages,
+            replace_advantages=replace_advantages,
         )
 
 
 def run_all(
-    run: Run, stop: threading.Event, advantages: Advantages = group_normalised
+    run: Run, stop: threading.Event, replace_advantages: Advantages | None = None
 ) -> evaluate.EvalResult | None:
     """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report."""
     cfg = run.cfg
@@ -352,7 +353,7 @@ def run_all(
         # An actor that ends with an error would leave the learner waiting for records for ever.
         acting.add_done_callback(lambda future: future.exception() and stop.set())
         try:
-            result = learn(run, model, mesh, stop, advantages)
+            result = learn(run, model, mesh, stop, replace_advantages)
         finally:
             background.start(_set(async_stop))
             actor_metrics = acting.result()

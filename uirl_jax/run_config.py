@@ -11,6 +11,7 @@ from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import ChatConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
+from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.learner.loop import LearnerConfig
 from uirl_jax.models.lora import LoraConfig
@@ -79,6 +80,7 @@ class RunConfig:
     model: ModelConfig
     tasks: tuple[TaskConfig, ...]
     learner: LearnerConfig
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     seed: int = dataclasses.field(default=0, metadata={"min": 0, "max": 2**31 - 1})
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)

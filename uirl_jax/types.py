@@ -114,6 +114,7 @@ class TrainBatch:
         completion_mask  0 0 0 0 0 0 1 1 1 0
         vision_index    -1-1 7 8-1-1-1-1-1-1     rows of the table of visual tokens
         sampled_index    6 7 8 -1                of S = 4 places
+        turn_ids         0 0 0 0 0 0 1 1 1 0     from 1, other ones for other turns of the row
 
     Two sequences that begin alike may share their prompt, which then stands in the row once. Its
     last token is repeated in each of them, so that every sampled token follows the one it was
@@ -132,9 +133,17 @@ class TrainBatch:
     positions_3bt: np.ndarray  # int32, M-RoPE (time, height, width)
     completion_mask_bt: np.ndarray  # float32, 1 where the policy sampled the token
     sampled_index_bs: np.ndarray  # int32, where completion_mask is 1; -1 fills up
+    turn_ids_bt: np.ndarray  # int32, 0 outside completion_mask
     vision_index_bt: np.ndarray  # int32, -1 where the token is no visual token
     behaviour_logprobs_bt: np.ndarray  # float32, 0 outside completion_mask
     advantages_bt: np.ndarray  # float32, 0 outside completion_mask
+    weights_bt: np.ndarray  # float32, a token's share in the loss's mean; 0 outside of the mask
+    values_bt: np.ndarray | None  # float32, of the critic before the update; None without one
+    returns_bt: np.ndarray | None  # float32, what the critic is trained on
     patches_ipf: np.ndarray  # float32[I,P,F], distinct screenshots, padded patches
     patch_positions_ip2: np.ndarray  # int32, (height, width): the tower's rotary embedding
     patch_segments_ip: np.ndarray  # int32, 0 is padding
+    # For the host: which of the trajectories, and which of its sampled tokens, stands at
+    # sampled_index; -1 fills up.
+    trajectory_bs: np.ndarray
+    token_bs: np.ndarray

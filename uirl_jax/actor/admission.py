@@ -8,6 +8,7 @@ What the learner says in `Manifest.extra`:
 
     groups_trained    [[0, 57], [58, 120]]   indices trained on up to here, as half-open ranges
     groups_consumed   119                    without groups_trained: the first 119 indices
+    groups_useless    3                      of these, without anything to learn from: replaced
     finished          true                   the run is over
 """
 
@@ -84,6 +85,7 @@ class Ledger:
     version: int
     trained: tuple[range, ...]  # ascending, disjoint
     pending: frozenset[int]  # on disk, and the learner can still train on them
+    useless: int = 0  # of the trained ones: others are wanted in their place
 
     @classmethod
     def of(cls, manifest: Manifest, on_disk: Collection[ShardGroup], max_staleness: int) -> Self:
@@ -98,7 +100,7 @@ class Ledger:
             and group.newest_version <= manifest.version
             and not _holds(trained, group.index)
         )
-        return cls(manifest.version, trained, pending)
+        return cls(manifest.version, trained, pending, _useless(manifest))
 
     def __contains__(self, index: int) -> bool:
         return index in self.pending or _holds(self.trained, index)
@@ -108,7 +110,7 @@ class Ledger:
 
         Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch.
         """
-        accepted = sum(map(len, self.trained)) + len(self.pending)
+        accepted = sum(map(len, self.trained)) - self.useless + len(self.pending)
         return accepted + running < (max_staleness + self.version + 1) * groups_per_step
 
     def next_index(self, first: int, stride: int, taken: Collection[int]) -> int:
@@ -141,6 +143,16 @@ def _trained(manifest: Manifest) -> tuple[range, ...]:
             "release?"
         )
     return tuple(span for span in ranges if span)
+
+
+def _useless(manifest: Manifest) -> int:
+    count = manifest.extra.get("groups_useless", 0)
+    if count.__class__ is not int or count < 0:
+        raise PolicyError(
+            f"policy version {manifest.version}: the manifest's groups_useless is "
+            f"{str(count)[:80]}, expected a whole number; is the learner of this release?"
+        )
+    return count
 
 
 def _ascending(ranges: list[range]) -> bool:

@@ -20,6 +20,8 @@ from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.models.lora import LoRAParam
+from uirl_jax.rl.rewards import turn_lengths
+from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
 from uirl_jax.types import TaskSpec, TrainBatch
 from uirl_jax.verifiers.demonstrations import demonstrate
@@ -72,13 +74,14 @@ def run_cold_start(
             )
             rng = np.random.default_rng([seed, index])
             trajectories.append(demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality))
-        return batching.make_batches(
+        batches = batching.make_batches(
             trajectories,
-            [0.0] * len(trajectories),
             image_cfg=model.image_cfg,
             image_token_id=model.cfg.image_token_id,
             cfg=batch_cfg,
         )
+        tokens = [sum(turn_lengths(of)) for of in trajectories]
+        return batching.fill(batches, weights_bt=token_weights(tokens, "token_mean"))
 
     progress = metrics.Progress("cold start", cfg.steps)
     with metrics.MetricsWriter(workdir / "cold_start") as writer:

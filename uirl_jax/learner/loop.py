@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,17 @@ import numpy as np
 
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.learner import algorithm
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
+from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.metrics import MetricsWriter, Progress, key_values
 from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
-from uirl_jax.rl.advantages import group_normalised
-from uirl_jax.rl.losses import GrpoConfig
 from uirl_jax.shards import batching
 from uirl_jax.shards.reader import ShardQueue
-from uirl_jax.types import Trajectory
-
-Advantages = Callable[[np.ndarray], np.ndarray]  # float[G] rewards of a group -> float32[G]
+from uirl_jax.types import TrainBatch, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +44,6 @@ class LearnerConfig:
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
     )
-    loss: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     keep_checkpoints: int = 3
     poll_s: float = 0.02  # between looks at the shard directory
 
@@ -63,6 +60,7 @@ class LearnerResult:
 
 def run_learner(
     cfg: LearnerConfig,
+    algorithm_cfg: AlgorithmConfig,
     model: PolicyModel,
     *,
     workdir: Path,
@@ -72,28 +70,35 @@ def run_learner(
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
     seed: int = 0,
-    advantages: Advantages = group_normalised,
+    replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
     """Trains until cfg.steps are done or `stop` is set; carries on where an earlier process ended.
 
     Args:
       temperature, forbidden_ids: as the actors sample; see `learner.step`.
       seed: of the adapters' dropout.
-      advantages: of a group's rewards. Another one than GRPO's is for tests: with zeros nothing may
-        be learnt.
+      replace_advantages: for tests: with zeros nothing may be learnt.
     Raises:
       CheckpointError: there are checkpoints and none is whole.
       TrainingError: a loss or gradient norm that is not finite.
     """
     # 1. The state: fresh, or of the newest checkpoint that is whole.
-    optimizer = learner_state.make_optimizer(cfg.optimizer, cfg.steps)
-    state = learner_state.init_state(model.lora, optimizer, mesh)
+    updates = cfg.steps * algorithm_cfg.updates_a_step
+    optimizer = learner_state.make_optimizer(cfg.optimizer, updates)
+    critic = None
+    if algorithm_cfg.has_critic:
+        critic = learner_state.init_critic(
+            model.cfg.hidden_size, learner_state.make_critic_optimizer(algorithm_cfg.critic)
+        )
+    state = learner_state.init_state(model.lora, optimizer, mesh, critic=critic)
     steps = learner_step.make_steps(
         model.graphdef,
         optimizer,
-        cfg.loss,
+        algorithm_cfg.loss,
+        critic_cfg=algorithm_cfg.critic if algorithm_cfg.has_critic else None,
         vision_trainable="visual" in model.lora,
-        use_reference=cfg.loss.kl_coefficient > 0,
+        use_reference=algorithm_cfg.use_reference,
+        recompute_old=algorithm_cfg.recompute_old,
         temperature=temperature,
         forbidden_ids=forbidden_ids,
         dropout_seed=seed,
@@ -103,15 +108,16 @@ def run_learner(
     metrics_writer = MetricsWriter(workdir)
     with checkpointer, metrics_writer:
         restored = checkpointer.restore_latest(jax.tree.map(_abstract, state))
-        meta = restored.meta if restored else {"shards": None, "groups": [], "train_seconds": 0.0}
+        meta = {"shards": None, "groups": [], "useless": 0, "train_seconds": 0.0}
         if restored:
-            state = restored.arrays
+            state, meta = restored.arrays, restored.meta
             for line in restored.skipped:
                 print(key_values("checkpoint_skipped", reason=line), flush=True)
         step = int(state.step)
         metrics_writer.truncate_from(step + 1)
         queue = ShardQueue(workdir, run_id, model.base_hash, meta["shards"])
         trained = _Ranges(meta["groups"])
+        useless = int(meta["useless"])
         earlier_s, started_s = float(meta["train_seconds"]), time.monotonic()
 
         def train_seconds() -> float:
@@ -122,10 +128,19 @@ def run_learner(
             meta = {
                 "shards": shards,
                 "groups": trained.pairs,
+                "useless": useless,
                 "train_seconds": train_seconds(),
             }
             checkpointer.save(step, state, meta)
             return shards
+
+        def make_batches(trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
+            return batching.make_batches(
+                trajectories,
+                image_cfg=model.image_cfg,
+                image_token_id=model.cfg.image_token_id,
+                cfg=cfg.batch,
+            )
 
         def publish() -> None:
             policy_sync.publish(
@@ -137,6 +152,7 @@ def run_learner(
                 run_id=run_id,
                 extra={
                     "groups_trained": trained.pairs,
+                    "groups_useless": useless,
                     "finished": step >= cfg.steps,
                 },
             )
@@ -152,26 +168,39 @@ def run_learner(
         saved_s = 0.0
         while step < cfg.steps and not stop.is_set():
             step_started_s = time.monotonic()
-            groups = _wait_for_groups(queue, cfg, step, stop)
-            if groups is None:
+            groups: list[list[Trajectory]] = []
+            passed = 0  # groups of this step that it could not learn from
+            while missing := _missing(groups, cfg, algorithm_cfg):
+                more = _wait_for_groups(queue, cfg, missing, step, stop)
+                if more is None:
+                    break
+                for group in more:
+                    trained.add(int(group[0].group_id))
+                fresh = [group for group in more if algorithm.useful(group, algorithm_cfg)]
+                groups += fresh
+                if len(fresh) < len(more):
+                    # Counted and said: the actor may then start others in their place.
+                    passed += len(more) - len(fresh)
+                    useless += len(more) - len(fresh)
+                    publish()
+            if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
 
-            batches = batching.make_batches(
-                [trajectory for group in groups for trajectory in group],
-                np.concatenate([advantages(_rewards(group)) for group in groups]),
-                image_cfg=model.image_cfg,
-                image_token_id=model.cfg.image_token_id,
-                cfg=cfg.batch,
+            state, metrics, tokens = algorithm.learn(
+                groups,
+                algorithm_cfg,
+                steps,
+                state,
+                model.frozen,
+                make_batches=make_batches,
+                mesh=mesh,
+                seed=seed,
+                replace_advantages=replace_advantages,
             )
-            arrays = [learner_step.to_device(batch, mesh) for batch in batches]
-            state, device_metrics = steps.policy_step(state, model.frozen, arrays)
-            metrics = learner_step.to_floats(device_metrics)
             check_finite(step + 1, metrics)
 
             step += 1
-            for group in groups:
-                trained.add(int(group[0].group_id))
             learnt_s = time.monotonic() - step_started_s - waited_s
 
             # 3. What it was: before it is saved. Killed in between, a step is taken again and its
@@ -183,7 +212,8 @@ def run_learner(
                 "time/wait_for_records_s": waited_s,
                 "time/learn_s": learnt_s,
                 "time/step_s": whole_s,
-                "learner/tokens_per_s": learner_step.tokens_in(batches) / whole_s,
+                "learner/tokens_per_s": tokens / whole_s,
+                "groups/useless": passed,
                 "compile/count": steps.compile_count(),
             }
             metrics |= {f"records/{name}": n for name, n in queue.accounting().items()}
@@ -222,12 +252,23 @@ class _Ranges:
         self.pairs = merged
 
 
+def _missing(
+    groups: list[list[Trajectory]], cfg: LearnerConfig, algorithm_cfg: AlgorithmConfig
+) -> int:
+    """How many groups a step still needs."""
+    if algorithm_cfg.objective == "imitation" and len(groups) >= cfg.groups_per_step:
+        # Episodes count there, and not groups.
+        n_kept = sum(len(algorithm.kept(group, algorithm_cfg)) for group in groups)
+        return int(n_kept < algorithm_cfg.min_kept)
+    return max(cfg.groups_per_step - len(groups), 0)
+
+
 def _wait_for_groups(
-    queue: ShardQueue, cfg: LearnerConfig, version: int, stop: threading.Event
+    queue: ShardQueue, cfg: LearnerConfig, count: int, version: int, stop: threading.Event
 ) -> list[list[Trajectory]] | None:
     while not stop.is_set():
         queue.poll()
-        groups = queue.take_groups(cfg.groups_per_step, version, cfg.max_staleness)
+        groups = queue.take_groups(count, version, cfg.max_staleness)
         if groups is not None:
             return groups
         stop.wait(cfg.poll_s)

@@ -4,7 +4,7 @@ The frozen tree is no part of the state: it is never donated, never checkpointed
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from uirl_jax.models import sharding
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW or Muon, with a linear warm-up and a clip of the gradient's global norm."""
+    """One of optax's, with a linear warm-up and a clip of the gradient's global norm."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices orthogonalised, the rest by AdamW
+    # muon: matrices orthogonalised, the rest by AdamW. adafactor: moments by row and column, for
+    # full weights that leave no room for AdamW's.
+    name: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
     lr: float = 1e-4  # LoRA's usual; full weights want about 1e-5, a model from nothing 1e-3
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine"] = "constant"
@@ -29,24 +31,44 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """The value head of PPO: one linear layer on the policy's last hidden state."""
+
+    lr: float = 1e-3  # its own: it starts from zero, the trunk does not
+    coefficient: float = 0.1  # of the value loss, whose gradient also reaches the adapters
+    clip: float = 0.2  # of the value's change from what it was before the update; 0: none
+
+
+class Critic(NamedTuple):
+    """The value head and its optimizer's state."""
+
+    params: dict[str, dict[str, jax.Array]]  # value_head: kernel [D,1], bias [1]
+    opt_state: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes. A pytree; `step` counts optimizer updates."""
+    """Everything that a step changes, a pytree.
+
+    `step` counts the learner's steps; each may be several updates of the optimizer.
+    """
 
     trainable: nnx.State  # the adapters, or every weight where all are trained
     opt_state: Any
+    critic: Critic | None
     step: jax.Array  # int32[]
 
 
-def make_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up, then constant or a cosine to a tenth of the peak."""
+def make_schedule(cfg: OptimizerConfig, total_updates: int) -> optax.Schedule:
+    """Learning rate by update: linear warm-up, then constant or a cosine to a tenth of the peak."""
     if cfg.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0 if cfg.warmup_steps else cfg.lr,
             peak_value=cfg.lr,
             warmup_steps=cfg.warmup_steps,
-            decay_steps=max(total_steps, cfg.warmup_steps + 1),
+            decay_steps=max(total_updates, cfg.warmup_steps + 1),
             end_value=cfg.lr / 10,
         )
     if not cfg.warmup_steps:
@@ -54,9 +76,13 @@ def make_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Schedule:
     return optax.linear_schedule(cfg.lr / cfg.warmup_steps, cfg.lr, cfg.warmup_steps)
 
 
-def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW or Muon. Weight decay spares vectors, as is usual."""
-    schedule = make_schedule(cfg, total_steps)
+def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
+    """Clip by global norm, then the optimizer. Weight decay spares vectors, as is usual."""
+
+    def matrices(tree: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, leaf: _matrix_axes(path, leaf) is not None, tree)
+
+    schedule = make_schedule(cfg, total_updates)
     if cfg.name == "muon":
         step = optax.contrib.muon(
             schedule,
@@ -66,16 +92,20 @@ def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTran
             muon_weight_dimension_numbers=lambda tree: jax.tree.map_with_path(_matrix_axes, tree),
             consistent_rms=0.2,  # updates as large as AdamW's (arXiv:2502.16982): one lr for both
         )
-    else:
+    elif cfg.name == "adamw":
         step = optax.adamw(
-            schedule,
-            b1=cfg.b1,
-            b2=cfg.b2,
-            weight_decay=cfg.weight_decay,
-            mask=lambda tree: jax.tree.map_with_path(
-                lambda path, leaf: _matrix_axes(path, leaf) is not None, tree
-            ),
+            schedule, b1=cfg.b1, b2=cfg.b2, weight_decay=cfg.weight_decay, mask=matrices
         )
+    elif cfg.name == "adafactor":
+        step = optax.adafactor(
+            schedule,
+            multiply_by_parameter_scale=False,  # fresh LoRA B is zero, and would stay there
+            weight_decay_rate=cfg.weight_decay or None,
+            weight_decay_mask=matrices,
+        )
+    else:
+        decay = optax.add_decayed_weights(cfg.weight_decay, mask=matrices)
+        step = optax.chain(decay, optax.sgd(schedule, momentum=cfg.b1))
     return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), step)
 
 
@@ -90,14 +120,27 @@ def _matrix_axes(path: Any, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbe
     return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
 
 
+def make_critic_optimizer(cfg: CriticConfig) -> optax.GradientTransformation:
+    """Adam at a constant rate: the head is small and chases a moving target."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(cfg.lr))
+
+
+def init_critic(width: int, optimizer: optax.GradientTransformation) -> Critic:
+    """A head that says 0 everywhere."""
+    params = {"value_head": {"kernel": jnp.zeros((width, 1)), "bias": jnp.zeros((1,))}}
+    return Critic(params, optimizer.init(params))
+
+
 def init_state(
     trainable: nnx.State,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh | None = None,
+    *,
+    critic: Critic | None = None,
 ) -> TrainState:
     """A fresh state on the mesh; trainable leaves in float32, whatever the frozen tree is in."""
     trainable = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trainable)
-    state = TrainState(trainable, optimizer.init(trainable), jnp.zeros((), jnp.int32))
+    state = TrainState(trainable, optimizer.init(trainable), critic, jnp.zeros((), jnp.int32))
     if mesh is None:
         return state
     return jax.device_put(state, sharding.state_shardings(mesh, state))

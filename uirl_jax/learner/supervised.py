@@ -17,7 +17,7 @@ from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import TrainingError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.types import TrainBatch
 
 
@@ -58,7 +58,7 @@ def train(
     steps = learner_step.make_steps(
         graphdef,
         optimizer,
-        GrpoConfig(),
+        PolicyLossConfig(),
         vision_trainable=vision_trainable,
     )
     state = learner_state.init_state(trainable, optimizer)
@@ -70,7 +70,8 @@ def train(
         on_restore(started_step + 1)
         for step in range(started_step, cfg.steps):
             arrays = [learner_step.to_device(batch, None) for batch in batches_at(step)]
-            state, device_metrics = steps.supervised_step(state, frozen, arrays)
+            state, device_metrics = steps.supervised_update(state, frozen, arrays)
+            state = steps.next_step(state)
             last = step + 1 == cfg.steps
             if last or (step + 1) % cfg.log_every == 0:
                 metrics = learner_step.to_floats(device_metrics)

@@ -704,6 +704,34 @@ def token_logprobs(
       temperature, forbidden_v: bool[V]; of the distribution that was sampled from, so that what the
         engine recorded and what is computed here are the same number.
     """
+    logprobs_bt, _ = token_logprobs_and_entropies(
+        model,
+        x_btd,
+        token_ids_bt,
+        sampled_index_bs,
+        chunk=chunk,
+        temperature=temperature,
+        forbidden_v=forbidden_v,
+        entropies=False,
+    )
+    return logprobs_bt
+
+
+def token_logprobs_and_entropies(
+    model: Qwen2VL,
+    x_btd: jax.Array,
+    token_ids_bt: jax.Array,
+    sampled_index_bs: jax.Array | None = None,
+    *,
+    chunk: int | None = None,
+    temperature: float = 1.0,
+    forbidden_v: jax.Array | None = None,
+    entropies: bool = True,
+) -> tuple[jax.Array, jax.Array | None]:
+    """token_logprobs, and beside it the entropy of the distribution that each token is of, in nats.
+
+    Args: see token_logprobs; without `entropies` they are None.
+    """
     if sampled_index_bs is None:
         sampled_index_bs = jnp.broadcast_to(
             jnp.arange(1, token_ids_bt.shape[1]), (len(token_ids_bt), token_ids_bt.shape[1] - 1)
@@ -711,35 +739,11 @@ def token_logprobs(
     before_bs = jnp.maximum(sampled_index_bs - 1, 0)
     x_bsd = jnp.take_along_axis(x_btd, before_bs[..., None], axis=1)
     target_ids_bs = jnp.take_along_axis(token_ids_bt, jnp.maximum(sampled_index_bs, 0), axis=1)
-    scores_bs = target_logprobs(
-        model,
-        x_bsd,
-        target_ids_bs,
-        chunk=chunk,
-        temperature=temperature,
-        forbidden_v=forbidden_v,
-    )
-    # Past the end of the row, where nothing is written.
-    at_bs = jnp.where(sampled_index_bs < 0, token_ids_bt.shape[1], sampled_index_bs)
-    row_b1 = jnp.arange(len(token_ids_bt))[:, None]
-    return jnp.zeros(token_ids_bt.shape).at[row_b1, at_bs].set(scores_bs, mode="drop")
+    if chunk is None:
+        token_bytes = 4 * on_a_device((len(x_btd), model.cfg.vocab_size), "batch", "vocab")
+        chunk = max(_MAX_LOGITS_BYTES // token_bytes, 1)
 
-
-def target_logprobs(
-    model: Qwen2VL,
-    x_btd: jax.Array,
-    target_ids_bt: jax.Array,
-    *,
-    chunk: int | None = None,
-    temperature: float = 1.0,
-    forbidden_v: jax.Array | None = None,
-) -> jax.Array:
-    """float32[B,T]: logprob of target_ids[:,t] given x[:,t]; the positions may be a selection.
-
-    Args: see token_logprobs.
-    """
-
-    def score(x_bcd: jax.Array, target_ids_bc: jax.Array) -> jax.Array:
+    def score(x_bcd: jax.Array, target_ids_bc: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         logits_bcv = logits(model, x_bcd) / temperature
         if forbidden_v is not None:
             logits_bcv = jnp.where(forbidden_v, jnp.finfo(jnp.float32).min, logits_bcv)
@@ -747,27 +751,45 @@ def target_logprobs(
         # gather's would be a scatter over the vocabulary.
         is_target_bcv = target_ids_bc[..., None] == jnp.arange(logits_bcv.shape[-1])
         target_bc = jnp.sum(jnp.where(is_target_bcv, logits_bcv, 0.0), axis=-1)
-        return target_bc - jax.nn.logsumexp(logits_bcv, axis=-1)
+        total_bc = jax.nn.logsumexp(logits_bcv, axis=-1)
+        if not entropies:
+            return target_bc - total_bc, None
+        mean_bc = jnp.sum(jax.nn.softmax(logits_bcv, axis=-1) * logits_bcv, axis=-1)
+        return target_bc - total_bc, total_bc - mean_bc
 
-    batch, tokens = target_ids_bt.shape
-    if chunk is None:
-        token_bytes = 4 * on_a_device((batch, model.cfg.vocab_size), "batch", "vocab")
-        chunk = max(_MAX_LOGITS_BYTES // token_bytes, 1)
+    scores_bs, entropies_bs = _in_chunks(score, x_bsd, target_ids_bs, chunk)
+    # Past the end of the row, where nothing is written.
+    at_bs = jnp.where(sampled_index_bs < 0, token_ids_bt.shape[1], sampled_index_bs)
+    row_b1 = jnp.arange(len(token_ids_bt))[:, None]
+
+    def spread(values_bs: jax.Array) -> jax.Array:
+        return jnp.zeros(token_ids_bt.shape).at[row_b1, at_bs].set(values_bs, mode="drop")
+
+    return spread(scores_bs), None if entropies_bs is None else spread(entropies_bs)
+
+
+def _in_chunks(
+    score: Callable[..., Any], x_bsd: jax.Array, target_ids_bs: jax.Array, chunk: int
+) -> Any:
+    """score() of a few positions of all rows at a time; its results are [B,S]."""
     # Recomputed in the backward pass: saved logits of every chunk would be the [B,T,V] array again.
     score = jax.checkpoint(score)
-    if tokens <= chunk:
-        return score(x_btd, target_ids_bt)
-    chunks = -(-tokens // chunk)
-    chunk = -(-tokens // chunks)  # equal parts waste the least padding
-    padding = chunks * chunk - tokens
-    x_cbtd = jnp.moveaxis(
-        jnp.pad(x_btd, ((0, 0), (0, padding), (0, 0))).reshape(batch, chunks, chunk, -1), 1, 0
+    batch, places = target_ids_bs.shape
+    if places <= chunk:
+        return score(x_bsd, target_ids_bs)
+    chunks = -(-places // chunk)
+    chunk = -(-places // chunks)  # equal parts waste the least padding
+    padding = chunks * chunk - places
+    x_kbcd = jnp.moveaxis(
+        jnp.pad(x_bsd, ((0, 0), (0, padding), (0, 0))).reshape(batch, chunks, chunk, -1), 1, 0
     )
-    target_ids_cbt = jnp.moveaxis(
-        jnp.pad(target_ids_bt, ((0, 0), (0, padding))).reshape(batch, chunks, chunk), 1, 0
+    target_ids_kbc = jnp.moveaxis(
+        jnp.pad(target_ids_bs, ((0, 0), (0, padding))).reshape(batch, chunks, chunk), 1, 0
     )
-    scores_cbt = jax.lax.map(lambda part: score(*part), (x_cbtd, target_ids_cbt))
-    return jnp.moveaxis(scores_cbt, 0, 1).reshape(batch, -1)[:, :tokens]
+    results = jax.lax.map(lambda part: score(*part), (x_kbcd, target_ids_kbc))
+    return jax.tree.map(
+        lambda of_kbc: jnp.moveaxis(of_kbc, 0, 1).reshape(batch, -1)[:, :places], results
+    )
 
 
 def init_cache(cfg: Qwen2VLConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:

@@ -59,6 +59,8 @@ PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
             }.items()
         },
         "patch_embed/kernel": (None, "embed"),
+        "value_head/kernel": ("embed", None),
+        "value_head/bias": (None,),
         **{
             f"{name}/{leaf}": (None,)
             for name in (
@@ -81,7 +83,10 @@ BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
         "sampled_index_bs": ("batch", None),
         "vision_index_bt": ("batch", None),
         "behaviour_logprobs_bt": ("batch", None),
-        "advantages_bt": ("batch", None),
+        **{
+            name: ("batch", None)
+            for name in ("turn_ids_bt", "advantages_bt", "weights_bt", "values_bt", "returns_bt")
+        },
         "patches_ipf": ("images", None, None),
         "patch_positions_ip2": ("images", None, None),
         "patch_segments_ip": ("images", None),
@@ -154,6 +159,8 @@ def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
         axes = PARAM_RULES.get("/".join(names[-2:]), PARAM_RULES.get(names[-1] if names else ""))
         if axes is None:
             unknown.append("/".join(names))
+            axes = ()
+        if len(axes) > len(leaf.shape):  # Adafactor's moments by row and by column: small
             axes = ()
         return NamedSharding(mesh, partition_spec(axes, leaf.shape, dict(mesh.shape)))
 

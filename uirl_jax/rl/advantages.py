@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from uirl_jax.errors import TrainingError
+from uirl_jax.errors import ConfigError, TrainingError
 
 # What is taken off a group's returns, and what they are divided by:
 #   group_std  mean and deviation of the group (GRPO, arXiv:2402.03300, section 4.1.2)
@@ -28,11 +28,20 @@ class AdvantageConfig:
 
     estimator: Literal["group", "gae"] = "group"  # gae: needs the value head
     normalise: Normalise = "group_std"
-    # episode: all tokens get their episode's return. turn: those of a turn get what followed it.
-    credit: Literal["episode", "turn"] = "episode"
+    # episode: all tokens get their episode's return. turn: those of a turn get what it and the
+    # turns after it were paid. token: what followed the token (with normalise batch or none).
+    credit: Literal["episode", "turn", "token"] = "episode"
     turn_discount: float = 1.0  # gamma, from a turn to the one before it; within a turn it is 1
     gae_lambda: float = 0.95
     epsilon: float = 1e-6  # added to a deviation
+
+    def __post_init__(self) -> None:
+        within_groups = self.normalise not in ("batch", "none")
+        if within_groups and (self.estimator == "gae" or self.credit == "token"):
+            raise ConfigError(
+                f"advantage.normalise={self.normalise!r}: tokens are not compared within a group; "
+                f"with estimator={self.estimator!r}, credit={self.credit!r} it is 'batch' or 'none'"
+            )
 
 
 def group_advantages(
@@ -59,6 +68,8 @@ def group_advantages(
             np.full(len(rewards), value, np.float32)
             for rewards, value in zip(token_rewards, values_g, strict=True)
         ]
+    if cfg.credit == "token":
+        return [np.cumsum(of[::-1])[::-1].astype(np.float32) for of in token_rewards]
     returns = [
         turn_returns(rewards, lengths, cfg.turn_discount)
         for rewards, lengths in zip(token_rewards, turn_lengths, strict=True)

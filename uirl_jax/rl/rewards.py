@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from uirl_jax.errors import TrainingError
+from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.types import Trajectory
 
 
@@ -28,7 +28,7 @@ class RewardConfig:
         if self.overlong_max_tokens and not 0 < self.overlong_buffer_tokens <= (
             self.overlong_max_tokens
         ):
-            raise TrainingError(
+            raise ConfigError(
                 f"reward.overlong_buffer_tokens={self.overlong_buffer_tokens}, expected 1 to "
                 f"overlong_max_tokens={self.overlong_max_tokens}"
             )

@@ -1,7 +1,8 @@
 """Trajectories into the arrays of one learner step: merge turns, pack rows, lay out screenshots.
 
 Learner side, between `reader` and `learner.step`; numpy on the host, no device array is made here.
-It is given the advantages and does not compute them. Every shape it returns is one of few fixed
+What is computed per sampled token (advantages, weights) is put in its place by `fill` and read from
+there by `gather`; none of it is computed here. Every shape it returns is one of few fixed
 ones, so that the step compiles once per shape; a step with more records has more batches.
 """
 
@@ -53,6 +54,7 @@ class Sequence:
     completion_mask_t: np.ndarray  # float32, 1 where the policy sampled the token
     behaviour_logprobs_t: np.ndarray  # float32, 0 outside completion_mask
     policy_versions_t: np.ndarray  # int32, -1 outside completion_mask
+    turns_t: np.ndarray  # int32, the turn of the trajectory, -1 outside completion_mask
     image_keys: tuple[str, ...]  # of the screenshots in token_ids, in order
 
 
@@ -64,7 +66,7 @@ def sequences(trajectory: Trajectory) -> list[Sequence]:
     the older turns' tokens are context. Sampled tokens keep the order of the turns.
     """
     done: list[Sequence] = []
-    for turn in trajectory.turns:
+    for number, turn in enumerate(trajectory.turns):
         before = done[-1] if done else None
         if before is not None and _continues(before, turn.context_ids, turn.image_keys):
             done.pop()
@@ -80,6 +82,7 @@ def sequences(trajectory: Trajectory) -> list[Sequence]:
                 np.full(new, -1),
                 np.full(len(turn.token_ids), turn.policy_version),
             ),
+            "turns_t": (np.full(new, -1), np.full(len(turn.token_ids), number)),
         }
         arrays = {
             name: np.concatenate([*([getattr(before, name)] if before else []), *added]).astype(
@@ -105,7 +108,6 @@ Screenshot = tuple[np.ndarray, tuple[int, int, int]]  # float32[P,F] patches, gr
 
 def make_batches(
     trajectories: Seq[Trajectory],
-    advantages: Seq[float | np.ndarray],
     *,
     image_cfg: vision_inputs.ImageConfig,
     image_token_id: int,
@@ -114,25 +116,29 @@ def make_batches(
     """All the trajectories in batches of cfg.rows rows; see types.TrainBatch for the layout.
 
     Args:
-        advantages: per trajectory one float, or float32[S] with one for each sampled token in the
-            order of the turns.
         image_token_id: the placeholder in context_ids, one per visual token.
         cfg: the shapes, and what rows may hold.
 
-    Returns: at least one batch; rows beyond the sequences, and image rows beyond the screenshots,
-    are padding. Row i of patches_ipf holds a batch's screenshot i; its visual tokens are rows
-    i * P / merge_size ** 2 and on of the flattened table.
+    Returns: at least one batch, its advantages and weights still 0 (`fill`). Rows beyond the
+    sequences, and image rows beyond the screenshots, are padding. Row i of patches_ipf holds a
+    batch's screenshot i; its visual tokens are rows i * P / merge_size ** 2 and on of the
+    flattened table.
 
     Raises ConfigError where the trajectories fit none of the shapes, RecordError where a trajectory
     contradicts itself or its screenshots.
     """
     flat = [
-        (sequence, advantages_t, trajectory)
-        for trajectory, advantage in zip(trajectories, advantages, strict=True)
-        for sequence, advantages_t in _with_advantages(trajectory, advantage)
+        (sequence, number, first_token)
+        for number, trajectory in enumerate(trajectories)
+        for sequence, first_token in _numbered(sequences(trajectory))
     ]
-    screenshots = _process_images([(sequence, record) for sequence, _, record in flat], image_cfg)
-    pieces = [_piece(*one, image_cfg, image_token_id) for one in flat]
+    screenshots = _process_images(
+        [(sequence, trajectories[number]) for sequence, number, _ in flat], image_cfg
+    )
+    pieces = [
+        _piece(sequence, trajectories[number], number, first_token, image_cfg, image_token_id)
+        for sequence, number, first_token in flat
+    ]
     row_length, rows = packing.fill_rows(
         pieces,
         rows=cfg.rows,
@@ -148,8 +154,9 @@ def make_batches(
 
 def _piece(
     sequence: Sequence,
-    advantages_t: np.ndarray,
     trajectory: Trajectory,
+    number: int,
+    first_token: int,
     image_cfg: vision_inputs.ImageConfig,
     image_token_id: int,
 ) -> packing.Piece:
@@ -169,11 +176,13 @@ def _piece(
         sequence.token_ids_t,
         sequence.completion_mask_t,
         sequence.behaviour_logprobs_t,
-        advantages_t,
+        sequence.turns_t,
         positions_3t,
         sequence.image_keys,
         prompt_length,
         prompt_images=int(np.searchsorted(ends_v, seen)) + 1 if seen else 0,
+        trajectory=number,
+        first_token=first_token,
     )
 
 
@@ -214,8 +223,9 @@ def _assemble(
         "completion_mask_bt": np.zeros(shape_bt, np.float32),
         "vision_index_bt": np.full(shape_bt, -1, np.int32),
         "behaviour_logprobs_bt": np.zeros(shape_bt, np.float32),
-        "advantages_bt": np.zeros(shape_bt, np.float32),
+        "turn_ids_bt": np.zeros(shape_bt, np.int32),
     }
+    number_bt, token_bt = np.full(shape_bt, -1, np.int32), np.full(shape_bt, -1, np.int32)
     for b, row in enumerate(rows):
         for place in row.places:
             piece, of = place.piece, slice(place.start, place.stop)
@@ -230,11 +240,28 @@ def _assemble(
             arrays["completion_mask_bt"][at] = piece.completion_mask[of]
             arrays["vision_index_bt"][at] = vision_index_t[of]
             arrays["behaviour_logprobs_bt"][at] = piece.behaviour_logprobs[of]
-            arrays["advantages_bt"][at] = piece.advantages[of]
+            inside_t = piece.completion_mask[of] > 0
+            first_turn = min(piece.turns[of][inside_t], default=0)
+            turns_t = arrays["turn_ids_bt"][b].max() + 1 + piece.turns[of] - first_turn
+            arrays["turn_ids_bt"][at] = np.where(inside_t, turns_t, 0)
+            number_bt[at] = np.where(inside_t, piece.trajectory, -1)
+            before = np.count_nonzero(piece.completion_mask[: place.start])
+            tokens_t = piece.first_token + before + np.cumsum(inside_t) - 1
+            token_bt[at] = np.where(inside_t, tokens_t, -1)
     if not cfg.share_prompts:
         arrays["prefix_segments_bt"] = None
     index_bs = sampled_index(arrays["completion_mask_bt"], cfg.sampled_lengths)
-    return TrainBatch(**arrays, sampled_index_bs=index_bs)
+    unused_bs, at_bs = index_bs < 0, np.maximum(index_bs, 0)
+    return TrainBatch(
+        **arrays,
+        sampled_index_bs=index_bs,
+        trajectory_bs=np.where(unused_bs, -1, np.take_along_axis(number_bt, at_bs, 1)),
+        token_bs=np.where(unused_bs, -1, np.take_along_axis(token_bt, at_bs, 1)),
+        advantages_bt=np.zeros(shape_bt, np.float32),
+        weights_bt=np.zeros(shape_bt, np.float32),
+        values_bt=None,
+        returns_bt=None,
+    )
 
 
 def sampled_index(completion_mask_bt: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
@@ -247,26 +274,62 @@ def sampled_index(completion_mask_bt: np.ndarray, lengths: tuple[int, ...]) -> n
     return index_bs
 
 
-def _with_advantages(
-    trajectory: Trajectory, advantage: float | np.ndarray
-) -> list[tuple[Sequence, np.ndarray]]:
-    """The trajectory's sequences, each with float32[T] advantages, 0 outside its mask."""
-    found = sequences(trajectory)
+def _numbered(found: list[Sequence]) -> list[tuple[Sequence, int]]:
+    """Each with the number of sampled tokens of its trajectory that come before its own."""
     counts = [int(sequence.completion_mask_t.sum()) for sequence in found]
-    advantages_s = np.asarray(advantage, np.float32)
-    if advantages_s.ndim and advantages_s.shape != (sum(counts),):
-        raise ConfigError(
-            f"episode {trajectory.episode_id}: advantages have shape {advantages_s.shape}, "
-            f"expected one float or [{sum(counts)}], one per sampled token"
+    return list(zip(found, np.cumsum([0, *counts[:-1]]).tolist(), strict=True))
+
+
+def fill(batches: Seq[TrainBatch], **per_token: Seq[float | np.ndarray]) -> list[TrainBatch]:
+    """The batches with fields set: fill(batches, advantages_bt=..., weights_bt=...).
+
+    Args:
+        per_token: by field, for each of the trajectories one float, or float[S] with one for each
+            sampled token in the order of the turns.
+    Raises: ConfigError where a length is not a trajectory's.
+    """
+    sampled = np.zeros(max((b.trajectory_bs.max(initial=-1) for b in batches), default=-1) + 1, int)
+    for batch in batches:
+        np.add.at(sampled, batch.trajectory_bs[batch.trajectory_bs >= 0], 1)
+    for name, values in per_token.items():
+        for number, of in enumerate(values):
+            expected = sampled[number] if number < len(sampled) else 0
+            if np.ndim(of) and np.shape(of) != (expected,):
+                raise ConfigError(
+                    f"trajectory {number}: {name} has shape {np.shape(of)}, expected one float or "
+                    f"[{expected}], one per sampled token"
+                )
+    return [
+        dataclasses.replace(
+            batch, **{name: _spread(batch, values) for name, values in per_token.items()}
         )
-    advantages_s = np.broadcast_to(advantages_s, (sum(counts),))
-    result, used = [], 0
-    for sequence, count in zip(found, counts, strict=True):
-        advantages_t = np.zeros(len(sequence.token_ids_t), np.float32)
-        advantages_t[sequence.completion_mask_t > 0] = advantages_s[used : used + count]
-        used += count
-        result.append((sequence, advantages_t))
-    return result
+        for batch in batches
+    ]
+
+
+def _spread(batch: TrainBatch, values: Seq[float | np.ndarray]) -> np.ndarray:
+    out_bt = np.zeros(batch.token_ids_bt.shape, np.float32)
+    for b, s in zip(*np.nonzero(batch.sampled_index_bs >= 0), strict=True):
+        of = values[batch.trajectory_bs[b, s]]
+        out_bt[b, batch.sampled_index_bs[b, s]] = of[batch.token_bs[b, s]] if np.ndim(of) else of
+    return out_bt
+
+
+def gather(
+    batches: Seq[TrainBatch], arrays_bt: Seq[np.ndarray], sampled_tokens: Seq[int]
+) -> list[np.ndarray]:
+    """The reverse of `fill`: what stands at the trajectories' sampled tokens, float32[S] each.
+
+    Args:
+        arrays_bt: one array a batch.
+        sampled_tokens: S of every trajectory.
+    """
+    out = [np.zeros(count, np.float32) for count in sampled_tokens]
+    for batch, array_bt in zip(batches, arrays_bt, strict=True):
+        for b, s in zip(*np.nonzero(batch.sampled_index_bs >= 0), strict=True):
+            of = out[batch.trajectory_bs[b, s]]
+            of[batch.token_bs[b, s]] = array_bt[b, batch.sampled_index_bs[b, s]]
+    return out
 
 
 def _process_images(

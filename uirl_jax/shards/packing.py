@@ -18,11 +18,13 @@ class Piece(NamedTuple):
     token_ids: np.ndarray
     completion_mask: np.ndarray
     behaviour_logprobs: np.ndarray
-    advantages: np.ndarray
+    turns: np.ndarray  # -1 where nothing was sampled
     positions: np.ndarray  # [3,T]
     image_keys: tuple[str, ...]
     prompt_length: int  # tokens that may stand in a row once for several sequences
     prompt_images: int  # screenshots among them
+    trajectory: int  # number of the trajectory
+    first_token: int  # sampled tokens of the trajectory that are in earlier pieces
 
 
 class Place(NamedTuple):

@@ -1,0 +1,19 @@
+"""DAPO on the quickstart's task: clip higher, token mean, no KL, useless groups are replaced.
+
+    python -m uirl_jax.main --config=configs/dapo.py --workdir=runs/dapo
+
+Source: arXiv:2503.14476. What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.loss = ConfigDict({"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.0})
+    cfg.algorithm.aggregation = "token_mean"
+    cfg.algorithm.skip_equal_groups = True
+    cfg.algorithm.reward = ConfigDict({"overlong_max_tokens": 16, "overlong_buffer_tokens": 4})
+    return cfg

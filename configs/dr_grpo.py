@@ -1,0 +1,19 @@
+"""Dr. GRPO on the quickstart's task: no deviation, every token's share is the same for all lengths.
+
+    python -m uirl_jax.main --config=configs/dr_grpo.py --workdir=runs/dr_grpo
+
+Source: arXiv:2503.20783. What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.advantage = ConfigDict({"normalise": "group_mean"})
+    cfg.algorithm.aggregation = "constant_length"
+    cfg.algorithm.max_tokens = 16  # max_turns x max_new_tokens
+    cfg.algorithm.loss.kl_coefficient = 0.0  # as in the paper
+    return cfg

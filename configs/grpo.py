@@ -1,0 +1,17 @@
+"""GRPO as in its paper on the quickstart's task: every trajectory counts the same.
+
+    python -m uirl_jax.main --config=configs/grpo.py --workdir=runs/grpo
+
+Source: arXiv:2402.03300. What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.advantage = ConfigDict({"normalise": "group_std"})
+    cfg.algorithm.aggregation = "trajectory_mean"
+    return cfg

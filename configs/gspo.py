@@ -1,0 +1,20 @@
+"""GSPO on the quickstart's task: one importance ratio a turn, and a narrow clip.
+
+    python -m uirl_jax.main --config=configs/gspo.py --workdir=runs/gspo
+
+Source: arXiv:2507.18071. What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.loss.ratio = "turn"
+    cfg.algorithm.loss.clip_low = 3e-4  # the paper's, section 5.1
+    cfg.algorithm.loss.clip_high = 4e-4
+    cfg.algorithm.aggregation = "trajectory_mean"
+    cfg.algorithm.minibatches = 4  # as in the paper: with one update a step every ratio is 1
+    return cfg

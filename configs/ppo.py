@@ -1,0 +1,23 @@
+"""PPO on the quickstart's task: a value head on the policy's trunk, GAE over turns, two epochs.
+
+    python -m uirl_jax.main --config=configs/ppo.py --workdir=runs/ppo
+
+Source: arXiv:1707.06347. What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.advantage = ConfigDict({"estimator": "gae", "normalise": "batch"})
+    cfg.algorithm.advantage.gae_lambda = 0.95
+    cfg.algorithm.advantage.turn_discount = 0.99
+    cfg.algorithm.loss.entropy_coefficient = 1e-3
+    cfg.algorithm.critic = ConfigDict({"lr": 3e-3, "coefficient": 0.1, "clip": 0.2})
+    cfg.algorithm.epochs = 2
+    cfg.algorithm.minibatches = 2
+    cfg.algorithm.stop_kl = 0.05
+    return cfg

@@ -1,0 +1,17 @@
+"""REINFORCE++ on the quickstart's task: what followed a token, normalised over all of a step.
+
+    python -m uirl_jax.main --config=configs/reinforce_pp.py --workdir=runs/reinforce_pp
+
+Source: arXiv:2501.03262. What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.advantage = ConfigDict({"normalise": "batch", "credit": "token"})
+    cfg.algorithm.loss.kl_in = "reward"
+    return cfg

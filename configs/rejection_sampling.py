@@ -1,0 +1,19 @@
+"""Rejection sampling on the quickstart's task: episodes that succeed are imitated.
+
+    python -m uirl_jax.main --config=configs/rejection_sampling.py --workdir=runs/rejection_sampling
+
+What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.objective = "imitation"
+    cfg.algorithm.keep_reward = 1.0
+    cfg.algorithm.keep_per_group = 4  # so that instances that are easy already do not crowd it
+    cfg.algorithm.min_kept = 8
+    return cfg

@@ -1,0 +1,18 @@
+"""RLOO on the quickstart's task: the others' mean as the baseline, the KL in the reward.
+
+    python -m uirl_jax.main --config=configs/rloo.py --workdir=runs/rloo
+
+Source: arXiv:2402.14740. What it reached here: docs/algorithms.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.algorithm.advantage = ConfigDict({"normalise": "leave_one_out"})
+    cfg.algorithm.loss.kl_in = "reward"
+    cfg.algorithm.aggregation = "trajectory_mean"
+    return cfg

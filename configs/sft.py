@@ -1,0 +1,21 @@
+"""Supervised training on scripted demonstrations of the quickstart's task, and nothing after it.
+
+    python -m uirl_jax.main --config=configs/sft.py --workdir=runs/sft
+
+The trained model is a directory in Hugging Face's format: runs/sft/cold_start/model.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.learner.steps = 0
+    cfg.cold_start = ConfigDict()
+    cfg.cold_start.steps = 60
+    cfg.cold_start.episodes_per_step = 32
+    cfg.cold_start.quality = 1.0
+    cfg.cold_start.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"})
+    return cfg

@@ -1,0 +1,272 @@
+"""A step from records to an update, for every algorithm: on a tiny model, without an actor."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+from tests import test_packed_step, test_step
+from uirl_jax import config, run_config
+from uirl_jax.errors import ConfigError, TrainingError
+from uirl_jax.learner import algorithm
+from uirl_jax.learner import state as learner_state
+from uirl_jax.learner import step as learner_step
+from uirl_jax.learner.algorithm import AlgorithmConfig
+from uirl_jax.rl.advantages import AdvantageConfig
+from uirl_jax.rl.losses import PolicyLossConfig
+from uirl_jax.shards import batching
+from uirl_jax.types import StopReason, Trajectory
+
+PPO = AlgorithmConfig(advantage=AdvantageConfig(estimator="gae", normalise="batch"), epochs=2)
+CONFIGS = {
+    "grpo": AlgorithmConfig(aggregation="trajectory_mean"),
+    "dr_grpo": AlgorithmConfig(
+        advantage=AdvantageConfig(normalise="group_mean"),
+        aggregation="constant_length",
+        max_tokens=10,
+    ),
+    "gspo": AlgorithmConfig(loss=PolicyLossConfig(ratio="turn"), minibatches=2),
+    "rloo": AlgorithmConfig(
+        advantage=AdvantageConfig(normalise="leave_one_out"), loss=PolicyLossConfig(kl_in="reward")
+    ),
+    "reinforce_pp": AlgorithmConfig(
+        advantage=AdvantageConfig(normalise="batch", credit="token"),
+        loss=PolicyLossConfig(kl_in="reward"),
+    ),
+    "turns": AlgorithmConfig(advantage=AdvantageConfig(credit="turn")),
+    "ppo": PPO,
+    "imitation": AlgorithmConfig(objective="imitation", keep_reward=0.5),
+}
+
+
+def groups(rewards: list[float] | None = None) -> list[list[Trajectory]]:
+    """Four groups of four; by default every second episode is paid."""
+    records, _ = test_packed_step.records()
+    rewards = rewards or [float(n % 2) for n in range(len(records))]
+    paid = [dataclasses.replace(of, reward=r) for of, r in zip(records, rewards, strict=True)]
+    return [paid[n : n + 4] for n in range(0, len(paid), 4)]
+
+
+class Learner:
+    """Steps of one algorithm on the tiny model."""
+
+    def __init__(self, cfg: AlgorithmConfig, lr: float = 1e-2) -> None:
+        graphdef, lora, self.frozen = test_step.make_model(targets=("all",))
+        optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(lr=lr), 100)
+        critic = None
+        if cfg.has_critic:
+            critic_optimizer = learner_state.make_critic_optimizer(cfg.critic)
+            critic = learner_state.init_critic(32, critic_optimizer)
+        self.cfg = cfg
+        self.state = learner_state.init_state(lora, optimizer, critic=critic)
+        self.steps = learner_step.make_steps(
+            graphdef,
+            optimizer,
+            cfg.loss,
+            critic_cfg=cfg.critic if cfg.has_critic else None,
+            use_reference=cfg.use_reference,
+            recompute_old=cfg.recompute_old,
+        )
+
+    def step(self, records=None, layout: str = "packed", **options) -> dict[str, float]:
+        self.state, metrics, _ = algorithm.learn(
+            groups() if records is None else records,
+            self.cfg,
+            self.steps,
+            self.state,
+            self.frozen,
+            make_batches=functools.partial(
+                batching.make_batches,
+                image_cfg=test_packed_step.IMAGE_CFG,
+                image_token_id=test_packed_step.PLACEHOLDER,
+                cfg=test_packed_step.LAYOUTS[layout],
+            ),
+            mesh=None,
+            seed=0,
+            **options,
+        )
+        return metrics
+
+
+def likelihood(learner: Learner, good: bool) -> float:
+    """Mean logprob of what the paid (or the unpaid) episodes sampled."""
+    of = [[r for r in group if (r.reward > 0) == good] for group in groups()]
+    cfg = AlgorithmConfig(objective="imitation", keep_reward=-1.0)
+    probe = Learner(cfg, lr=0.0)
+    probe.state = dataclasses.replace(
+        probe.state, trainable=jax.tree.map(np.array, learner.state.trainable)
+    )
+    return -probe.step(of)["sft/loss"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_learn_makes_what_was_paid_likelier_than_what_was_not(name: str):
+    learner = Learner(CONFIGS[name], lr=3e-3)
+    before = [likelihood(learner, good) for good in (True, False)]
+    for _ in range(4):
+        metrics = learner.step()
+        assert all(np.isfinite(value) for value in metrics.values()), metrics
+    after = [likelihood(learner, good) for good in (True, False)]
+    assert after[0] - before[0] > after[1] - before[1] + 0.01
+    assert int(learner.state.step) == 4
+    assert metrics["learner/updates"] == CONFIGS[name].updates_a_step
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_learn_does_not_hang_on_the_layout_or_the_order_in_a_group(name: str):
+    cfg = dataclasses.replace(CONFIGS[name], minibatches=1)
+    straight, other = Learner(cfg), Learner(cfg)
+    expected = straight.step()
+    turned = [group[::-1] for group in groups()]
+    got = other.step(turned, "prompts shared, a row at a time")
+    for metric in ("learner/loss", "learner/grad_norm"):
+        assert got[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_learn_with_equal_rewards_and_no_kl_changes_nothing():
+    for cfg in (CONFIGS["grpo"], CONFIGS["dr_grpo"], CONFIGS["rloo"], CONFIGS["turns"]):
+        cfg = dataclasses.replace(cfg, loss=PolicyLossConfig(kl_coefficient=0.0))
+        learner = Learner(cfg)
+        before = jax.device_get(learner.state.trainable)
+        metrics = learner.step(groups([0.1] * 16))
+        assert metrics["learner/grad_norm"] == 0.0
+        test_step.assert_trees_close(before, jax.device_get(learner.state.trainable), atol=0)
+
+
+def test_learn_with_a_reward_that_is_not_finite_names_the_episode():
+    learner = Learner(CONFIGS["grpo"])
+    with pytest.raises(TrainingError, match="episode 0-3: reward nan"):
+        learner.step(groups([0.0, 1.0, 0.0, np.nan] * 4))
+
+
+def test_learn_kl_in_the_reward_is_kl_of_the_policy_to_the_base():
+    """With nothing paid, RLOO compares the KL alone: a token likelier than the base's costs."""
+    cfg = dataclasses.replace(
+        CONFIGS["rloo"], loss=PolicyLossConfig(kl_in="reward", kl_coefficient=0.5)
+    )
+    learner = Learner(cfg)
+    seen = []
+
+    def note(tokens):
+        seen.append(tokens)
+        return tokens
+
+    learner.step(groups([0.0] * 16), replace_advantages=note)
+    scores = Learner(dataclasses.replace(cfg, minibatches=2))
+    (batch,) = batching.make_batches(
+        [of for group in groups() for of in group],
+        image_cfg=test_packed_step.IMAGE_CFG,
+        image_token_id=test_packed_step.PLACEHOLDER,
+        cfg=test_packed_step.LAYOUTS["packed"],
+    )
+    scored = scores.steps.score(
+        learner_step.params_of(scores.state), scores.frozen, learner_step.to_device(batch, None)
+    )
+    counts = [len(of) for of in seen[0]]
+    difference = np.asarray(scored.old_bt - scored.ref_bt)
+    kl = [of.sum() for of in batching.gather([batch], [difference], counts)]
+    assert np.abs(kl).max() > 0.1
+    for first in range(0, 16, 4):
+        for n in range(4):
+            others = np.mean([kl[first + m] for m in range(4) if m != n])
+            expected = -0.5 * (kl[first + n] - others)
+            np.testing.assert_allclose(seen[0][first + n], expected, rtol=1e-3, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- PPO
+
+
+def test_ppo_critic_learns_what_episodes_were_paid():
+    learner = Learner(dataclasses.replace(PPO, critic=learner_state.CriticConfig(lr=3e-2)))
+    errors = [learner.step()["critic/error"] for _ in range(30)]
+    assert errors[-1] < 0.7 * errors[0]
+
+
+def test_ppo_truncated_episodes_bootstrap_and_ended_ones_do_not():
+    """A critic that says 2 everywhere: what was cut short is worth 2 (discounted) at its end."""
+    cfg = dataclasses.replace(
+        PPO,
+        advantage=AdvantageConfig(
+            estimator="gae", normalise="none", turn_discount=0.5, gae_lambda=1.0
+        ),
+    )
+    learner = Learner(cfg)
+    head = {"kernel": np.zeros((32, 1), np.float32), "bias": np.full((1,), 2.0, np.float32)}
+    critic = learner.state.critic._replace(params={"value_head": head})
+    learner.state = dataclasses.replace(learner.state, critic=critic)
+    records = groups([0.0] * 16)
+    cut = dataclasses.replace(records[0][0], stop_reason=StopReason.MAX_TURNS)
+    records[0][0] = cut
+    seen = []
+
+    def note(tokens):
+        seen.append(tokens)
+        return tokens
+
+    learner.step(records, replace_advantages=note)
+    ended = next(n for n in range(1, 16) if len(records[n // 4][n % 4].turns) == 1)
+    assert len(cut.turns) == 1
+    np.testing.assert_allclose(seen[0][0], 0.5 * 2 - 2, atol=1e-5)
+    np.testing.assert_allclose(seen[0][ended], 0.0 - 2, atol=1e-5)
+
+
+def test_ppo_stops_its_updates_where_the_policy_has_moved_enough():
+    cfg = dataclasses.replace(PPO, epochs=4, stop_kl=1e-9)
+    metrics = Learner(cfg).step()
+    # The first update starts from KL 0, the second sees what it did.
+    assert metrics["learner/updates"] == 2
+    assert Learner(dataclasses.replace(cfg, stop_kl=1e9)).step()["learner/updates"] == 4
+
+
+# ------------------------------------------------------------------------------------- selection
+
+
+def test_kept_are_the_best_above_the_threshold():
+    group = groups([0.2, 0.9, 0.5, 1.0] * 4)[0]
+    cfg = AlgorithmConfig(objective="imitation", keep_reward=0.5)
+    assert [of.reward for of in algorithm.kept(group, cfg)] == [1.0, 0.9, 0.5]
+    two = dataclasses.replace(cfg, keep_per_group=2)
+    assert [of.reward for of in algorithm.kept(group, two)] == [1.0, 0.9]
+    assert not algorithm.useful(group, dataclasses.replace(cfg, keep_reward=1.5))
+
+
+def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_skipped():
+    mixed, equal = groups([0.0, 1.0] * 8)[0], groups([1.0] * 16)[0]
+    skipping = AlgorithmConfig(skip_equal_groups=True)
+    assert algorithm.useful(mixed, skipping) and not algorithm.useful(equal, skipping)
+    assert algorithm.useful(equal, AlgorithmConfig())
+
+
+# --------------------------------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "ppo", "rejection_sampling", "sft"],
+)
+def test_config_of_every_algorithm_is_one_that_runs(name: str):
+    cfg = importlib.import_module(f"configs.{name}").get_config()
+    resolved = config.from_config(run_config.RunConfig, cfg)
+    assert resolved.model.path.endswith("tiny-ui-base")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"aggregation": "constant_length"}, "needs algorithm.max_tokens"),
+        ({"advantage": {"estimator": "gae"}}, "advantage.normalise='group_std'"),
+        ({"advantage": {"credit": "token"}}, "credit='token' it is 'batch' or 'none'"),
+        ({"reward": {"overlong_max_tokens": 5}}, "overlong_buffer_tokens=0, expected 1 to"),
+        ({"epochs": 0}, "algorithm.epochs"),
+        ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
+    ],
+)
+def test_config_of_an_algorithm_that_makes_no_sense_is_one_line(section: dict, message: str):
+    cfg = importlib.import_module("configs.quickstart").get_config()
+    cfg.algorithm = section
+    with pytest.raises(ConfigError, match=message) as caught:
+        config.from_config(run_config.RunConfig, cfg)
+    assert "\n" not in str(caught.value)
