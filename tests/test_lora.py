@@ -273,5 +273,11 @@ def test_dropout_draws_for_every_layer_and_projection_and_once_more_when_recompu
     [{"rank": 0}, {"targets": ("head",)}, {"targets": ()}, {"dropout": 1.0}, {"dropout": -0.1}],
 )
 def test_lora_config_impossible_values_are_a_config_error(wrong):
-    with pytest.raises(ConfigError, match=f"lora.{next(iter(wrong))}"):
+    with pytest.raises(ConfigError, match=f"lora.{next(iter(wrong))}") as error:
         LoraConfig(**wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_lora_config_unknown_target_says_which_and_what_is_known():
+    with pytest.raises(ConfigError, match=r"'head' is unknown, expected some of \('attention', 'm"):
+        LoraConfig(targets=("attention", "head"))

@@ -186,6 +186,13 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.tasks.0.name=x"], "config.tasks"),
         (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "engine.max_new_tokens is 8"),
+        (["--config.mesh.data=3"], "the 1 devices, e.g. data=1, fsdp=1, model=1"),
+        (["--config.model.lora.targets=('attention', 'head')"], "got str 'head', expected"),
+        (["--config.model.quantize=int4"], "expected 'none' or 'int8'"),
+        (
+            [f"--config.model.path={SHIPPED_MODEL}", "--config.model.adapter=/nowhere"],
+            "/nowhere/adapter_config.json: cannot be read",
+        ),
     ],
 )
 def test_main_mistake_of_the_user_is_one_line(tmp_path, arguments: list[str], said: str):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests import small_model
 from uirl_jax.errors import ModelError
-from uirl_jax.models import qwen2_vl, qwen2_vl_weights
+from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights, stacking, weight_files
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 
@@ -143,6 +143,43 @@ def test_load_fresh_adapters_leave_the_base_and_follow_the_key(saved):
             assert not array.any()
 
 
+@pytest.mark.parametrize("kind", [stacking.HostLeaf, stacking.DeviceLeaf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_load_holds_a_few_tensors_in_host_memory_above_the_arrays(
+    tmp_path, monkeypatch, kind, dtype
+):
+    cfg = dataclasses.replace(
+        small_model.CONFIG, intermediate_size=32_768, num_hidden_layers=8, hidden_size=32
+    )
+    model = small_model.fresh(cfg, lora=None)
+    qwen2_vl_weights.save_pretrained(model, tmp_path)
+    expected = nnx.state(model)
+    del model
+    monkeypatch.setattr(qwen2_vl_weights, "start_leaf", kind)
+    largest_bytes = 4 * 32 * 32_768
+    monkeypatch.setattr(weight_files, "_READ_AHEAD_BYTES", largest_bytes)
+    monkeypatch.setattr(qwen2_vl_weights, "_PLACERS", 1)
+    load(tmp_path, param_dtype=dtype)  # compiles
+    tracemalloc.start()
+    try:
+        state = nnx.state(load(tmp_path, param_dtype=dtype))
+        arrays_bytes, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_array_equal(got, wanted.astype(dtype)),
+        state,
+        expected,
+    )
+    if kind is stacking.HostLeaf:  # the arrays are the buffers that were read into
+        assert arrays_bytes > sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    else:
+        assert arrays_bytes < largest_bytes  # XLA's own memory is not numpy's
+    # One that is put in place, with its copy in another layout, one that waits for that, and one
+    # that is read ahead.
+    assert peak_bytes - arrays_bytes < 4.5 * largest_bytes
+
+
 def damaged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     tensors = dict(tensors)
     del tensors["model.layers.1.self_attn.q_proj.bias"]
@@ -242,6 +279,27 @@ def test_base_hash_changes_with_any_byte_and_with_nothing_else(saved, tmp_path):
     changed = qwen2_vl_weights.base_hash(copy)
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
     assert len({first, changed, qwen2_vl_weights.base_hash(copy)}) == 3
+
+
+def test_loading_hashes_the_files_meanwhile_and_gives_up_with_the_load(saved, monkeypatch):
+    model_dir, _ = saved
+    asked = []
+
+    def slow_hash(path, stop):
+        asked.append(path)
+        assert stop.wait(60)  # a load that fails does not wait for the hash of 15 GB
+        return "unused"
+
+    monkeypatch.setattr(qwen2_vl_weights, "base_hash", slow_hash)
+    broken = dataclasses.replace(small_model.LORA, rank=1)
+    monkeypatch.setattr(qwen2_vl_weights, "load_pretrained", failing)
+    with pytest.raises(ModelError, match="does not fit"):
+        loading.load(model_dir, lora=broken, seed=0)
+    assert asked == [model_dir]
+
+
+def failing(*_, **__):
+    raise ModelError("does not fit")
 
 
 def contents(model_dir) -> dict[str, bytes]:

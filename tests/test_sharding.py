@@ -1,10 +1,15 @@
+import collections
+import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import unittest.mock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +17,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.models import qwen2_vl, qwen2_vl_weights, sharding
+from uirl_jax.learner import state as learner_state
+from uirl_jax.models import quantization, qwen2_vl, qwen2_vl_weights, sharding, stacking
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
 from uirl_jax.types import TrainBatch
@@ -51,6 +57,22 @@ def test_make_mesh_names_and_types_every_axis():
 def test_make_mesh_that_does_not_fit_the_devices_is_a_config_error(sizes):
     with pytest.raises(ConfigError, match="mesh of data="):
         sharding.make_mesh(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accepted"),
+    [
+        ((3, 1, 1), "8 devices, e.g. data=8, fsdp=1, model=1"),
+        ((1, 3, 4), "8 devices, e.g. data=2, fsdp=1, model=4"),
+        ((-1, 4, 3), "8 devices, e.g. data=2, fsdp=4, model=1"),
+        ((4, 4, 4), "8 devices, e.g. data=1, fsdp=2, model=4"),
+    ],
+)
+def test_make_mesh_that_does_not_divide_says_what_would(sizes, accepted):
+    devices = jax.devices() * 8  # only their number counts
+    with pytest.raises(ConfigError, match=accepted) as error:
+        sharding.make_mesh(*sizes, devices=devices[:8])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -196,31 +218,231 @@ def check_eight_devices() -> None:
     base = nnx.state(model, nnx.Not(LoRAParam))
     with tempfile.TemporaryDirectory() as model_dir:
         qwen2_vl_weights.save_pretrained(model, model_dir)  # fresh adapters: the base itself
-        loaded = qwen2_vl_weights.load_pretrained(
-            model_dir, lora=None, param_dtype=jnp.float32, init_key=jax.random.key(0), mesh=mesh
-        )
-    state = nnx.state(loaded)
-    jax.tree.map(np.testing.assert_array_equal, state, base)
-    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-    assert jax.tree.leaves(placed) == jax.tree.leaves(sharding.state_shardings(mesh, state))
-    kernel = state["text"]["blocks"]["gate_proj"]["kernel"][...]
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 12)}
+        for kind in (stacking.HostLeaf, stacking.DeviceLeaf):
+            with unittest.mock.patch.object(qwen2_vl_weights, "start_leaf", kind):
+                state = load(model_dir, mesh=mesh)
+                int8 = load(model_dir, mesh=mesh, quantize="int8")
+            jax.tree.map(np.testing.assert_array_equal, state, base)
+            jax.tree.map(np.testing.assert_array_equal, int8, load(model_dir, quantize="int8"))
+            for tree in (state, int8):
+                shardings = jax.tree.leaves(sharding.state_shardings(mesh, tree))
+                assert [leaf.sharding for leaf in jax.tree.leaves(tree)] == shardings
+                kernel = tree["text"]["blocks"]["gate_proj"]["kernel"][...]
+                assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 12)}
+
+
+def load(model_dir: str, **options: Any) -> nnx.State:
+    options = {"lora": None, "param_dtype": jnp.float32, "init_key": jax.random.key(0)} | options
+    return nnx.state(qwen2_vl_weights.load_pretrained(model_dir, **options))
+
+
+SHAPES = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
+
+
+def adapter_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
+    """A loss through both towers and the gradients of the adapters, placed as a learner does it."""
+    rng = np.random.default_rng(0)
+    batch = {
+        "token_ids_bt": rng.integers(0, 64, (8, 6)).astype(np.int32),
+        "segment_ids_bt": np.repeat([[1, 1, 1, 2, 2, 0]], 8, 0).astype(np.int32),
+        "positions_3bt": np.broadcast_to(np.arange(6, dtype=np.int32), (3, 8, 6)),
+        "vision_index_bt": np.where(rng.random((8, 6)) < 0.5, rng.integers(0, 16, (8, 6)), -1),
+        "patches_ipf": rng.normal(size=(8, 8, 24)).astype(np.float32),
+        "patch_positions_ip2": rng.integers(0, 4, (8, 8, 2)).astype(np.int32),
+        "patch_segments_ip": np.repeat([[1] * 4 + [2] * 4], 8, 0).astype(np.int32),
+    }
+    graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
+    out = None
+    if mesh is not None:
+        placed = sharding.state_shardings(mesh, adapters)
+        adapters = jax.device_put(adapters, placed)
+        frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
+        shardings = sharding.batch_shardings(mesh)
+        batch = {name: jax.device_put(array, shardings[name]) for name, array in batch.items()}
+        out = (None, placed)
+
+    @functools.partial(jax.jit, out_shardings=out)
+    def gradients(adapters, frozen, batch):
+        def loss(adapters):
+            model = nnx.merge(graphdef, adapters, frozen)
+            visual_md = qwen2_vl.encode_images(
+                model,
+                *(batch[f"patch{name}"] for name in ("es_ipf", "_positions_ip2")),
+                batch["patch_segments_ip"],
+            )
+            x_btd = qwen2_vl.hidden(
+                model,
+                batch["token_ids_bt"],
+                visual_md,
+                batch["vision_index_bt"],
+                batch["positions_3bt"],
+                batch["segment_ids_bt"],
+            )
+            return qwen2_vl.token_logprobs(model, x_btd, batch["token_ids_bt"]).mean()
+
+        return jax.value_and_grad(loss)(adapters)
+
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        return jax.device_get(gradients(adapters, frozen, batch))
+
+
+def check_every_shape() -> None:
+    """The body of the test below, in a process of its own."""
+    assert len(jax.devices()) == 8 and len(SHAPES) == 10
+    cfg = Qwen2VLConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        mrope_section=(1, 1, 2),
+        initializer_range=0.2,
+        vision=VisionConfig(
+            depth=1, embed_dim=32, num_heads=8, mlp_ratio=2, hidden_size=64, patch_size=2
+        ),
+    )
+    # With alpha / rank = 1: noise that is scaled up makes attention so steep that the rounding of
+    # float32 alone is 4e-4 of a gradient.
+    lora = LoraConfig(rank=2, alpha=2.0, targets=("all",))
+    model = Qwen2VL(cfg, lora=lora, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    noisy = jax.tree.map(  # with a B of zeros the gradients of A would be zero
+        lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape).astype(np.float32),
+        nnx.state(model, LoRAParam),
+    )
+    nnx.update(model, noisy)
+    expected_loss, expected = adapter_gradients(model, None)
+    for shape in SHAPES:
+        loss, got = adapter_gradients(model, sharding.make_mesh(*shape))
+        assert abs(loss - expected_loss) < 1e-4 * abs(expected_loss), shape
+        for (path, gradient), wanted in zip(
+            jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
+        ):
+            largest = np.abs(wanted).max()
+            assert largest > 0, path
+            assert np.abs(gradient - wanted).max() < 1e-4 * largest, (shape, path)
+
+
+def test_eight_fake_devices_in_every_shape_equal_one_device():
+    # Ten programs: compiled fast, not to run fast.
+    done = on_eight_devices(
+        "check_every_shape",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_eight_fake_devices_on_a_2x2x2_mesh_equal_one_device():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
+    done = on_eight_devices("check_eight_devices")
+    assert done.returncode == 0, done.stderr[-3000:]
+    # The compiler says so where two stated shardings force it to gather an activation whole.
+    assert "Involuntary full rematerialization" not in done.stderr
+
+
+def on_eight_devices(function: str, more_flags: str = "") -> subprocess.CompletedProcess[str]:
+    """A function of this file in a process of its own: the device count is fixed at its start."""
+    flags = " ".join(
         [
-            sys.executable,
-            "-c",
-            "from tests import test_sharding; test_sharding.check_eight_devices()",
-        ],
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_force_host_platform_device_count=8",
+            more_flags,
+        ]
+    )
+    return subprocess.run(
+        [sys.executable, "-c", f"from tests import test_sharding; test_sharding.{function}()"],
         cwd=pathlib.Path(__file__).parents[1],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    # The compiler says so where two stated shardings force it to gather an activation whole.
-    assert "Involuntary full rematerialization" not in done.stderr
+
+
+# ------------------------------------------------------------------------------ Qwen2-VL-7B
+
+ONE_MIB = 2**20
+
+
+@functools.cache
+def abstract_7b(quantize: str = "none"):
+    """(train state, frozen tree) of Qwen2-VL-7B in bfloat16 with LoRA r=16; no weights are made."""
+    cfg = Qwen2VLConfig(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vision=VisionConfig(hidden_size=3584),
+    )
+    model = nnx.eval_shape(
+        lambda: Qwen2VL(
+            cfg,
+            lora=LoraConfig(rank=16, targets=("all",)),
+            rngs=nnx.Rngs(0),
+            param_dtype=jnp.bfloat16,
+        )
+    )
+    if quantize == "int8":
+        model = quantization.quantized(model)
+    _, adapters, frozen = nnx.split(model, LoRAParam, ...)
+    optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(), 100)
+    state = jax.eval_shape(lambda lora: learner_state.init_state(lora, optimizer), adapters)
+    return state, frozen
+
+
+def placed(tree, mesh):
+    """(name, bytes, bytes on a device, spec) of every leaf."""
+    shardings = jax.tree.leaves(sharding.state_shardings(mesh, tree))
+    for (path, leaf), where in zip(jax.tree.leaves_with_path(tree), shardings, strict=True):
+        part = math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        yield jax.tree_util.keystr(path), leaf.size * leaf.dtype.itemsize, part, where.spec
+
+
+def abstract_mesh(data: int, fsdp: int, model: int) -> AbstractMesh:
+    return AbstractMesh((data, fsdp, model), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_7b_every_large_leaf_is_cut_along_every_axis_of_its_rule(quantize):
+    mesh = abstract_mesh(data=1, fsdp=4, model=2)
+    state, frozen = abstract_7b(quantize)
+    large = [leaf for leaf in placed((state, frozen), mesh) if leaf[1] > ONE_MIB]
+    kinds = collections.Counter()
+    for name, size_bytes, part_bytes, spec in large:
+        # By hand, not by the table: matrices of the base lie on all eight devices; an adapter's
+        # matrix has one long side, A that of the inputs, B that of the outputs.
+        inputs_wide = any(f"'{n}'" in name for n in ("o_proj", "down_proj"))
+        if "'lora_a'" in name:
+            kind, parts = "lora_a", 2 if inputs_wide else 4
+        elif "'lora_b'" in name:
+            kind, parts = "lora_b", 4 if inputs_wide else 2
+        elif "'patch_embed'" in name:
+            kind, parts = "patch_embed", 4
+        elif "'bias'" in name or "'kernel_scale'" in name:
+            kind, parts = "vector", 2
+        else:
+            kind, parts = "matrix", 8
+        kinds[kind] += 1
+        assert part_bytes * parts == size_bytes, (name, spec)
+    # 7 + 4 + 2 kernels, embedding, head; adapters and both of Adam's moments of them. B of k and v
+    # is less than a MiB.
+    assert kinds["matrix"] == 15
+    assert (kinds["lora_a"], kinds["lora_b"]) == (3 * 7, 3 * 5)
+
+
+def test_7b_bytes_on_a_device_are_an_eighth():
+    mesh = abstract_mesh(data=1, fsdp=4, model=2)
+    state, frozen = abstract_7b()
+
+    def totals(tree) -> tuple[int, int]:
+        leaves = list(placed(tree, mesh))
+        return sum(leaf[1] for leaf in leaves), sum(leaf[2] for leaf in leaves)
+
+    frozen_bytes, frozen_part = totals(frozen)
+    both_bytes, both_part = totals((state, frozen))
+    assert frozen_bytes == pytest.approx(16.58e9, rel=1e-3)
+    assert 1 <= 8 * frozen_part / frozen_bytes < 1.005
+    # Adapters and their moments, 0.48 GB, are cut in two or four: an adapter has one long side.
+    assert 1 <= 8 * both_part / both_bytes < 1.08

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from tools import bench_load
 from uirl_jax import platform_flags
 
 THREADS = 2
@@ -403,6 +404,7 @@ def main() -> None:
     training.add_argument("--peers", action="store_true", help="also torch with transformers, peft")
     training.add_argument("--rounds", type=int, default=5, help="steps of each, after the first")
     training.add_argument("--json", type=Path, help="write the numbers here too")
+    bench_load.add_command(commands)
     working = commands.add_parser("work", help="one contender's process (used by train)")
     working.add_argument("name", choices=("ours", *OWN_VARIANTS, *PEERS))
     working.add_argument("directory", type=Path)
@@ -411,8 +413,12 @@ def main() -> None:
         work(args.name, args.directory)
         return
     platform_flags.set_defaults()
-    result = train(args.peers, args.rounds, SMALL)
-    print(format_table(result))
+    if args.command == "load":
+        result = bench_load.load(bench_load.settings_of(args), args.directory)
+        print(bench_load.format_table(result))
+    else:
+        result = train(args.peers, args.rounds, SMALL)
+        print(format_table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -140,6 +140,9 @@ class Run:
             param_dtype=cfg.param_dtype,
             remat=cfg.remat,
             mesh=mesh,
+            quantize=cfg.quantize,
+            # What a cold start writes has the adapter merged into it.
+            adapter=cfg.adapter if path == Path(cfg.path) else "",
         )
 
     def make_chat(self, model: loading.PolicyModel) -> Chat:

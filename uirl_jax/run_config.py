@@ -15,6 +15,7 @@ from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.learner.loop import LearnerConfig
 from uirl_jax.models.lora import LoraConfig
+from uirl_jax.models.quantization import Quantize
 from uirl_jax.models.qwen2_vl import Remat
 from uirl_jax.types import TaskSpec
 
@@ -24,8 +25,13 @@ class ModelConfig:
     """The base model and its adapters."""
 
     path: str
+    # A PEFT adapter to start from, trained on this base; lora must be what it was made with. It is
+    # trained on; the reference of the KL term is the base without it.
+    adapter: str = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     param_dtype: Literal["float32", "bfloat16"] = "float32"
+    # int8: the base's projections take half the memory of bfloat16; their rounding is the price.
+    quantize: Quantize = "none"
     remat: Remat = "none"
 
 
@@ -104,6 +110,11 @@ class RunConfig:
             faults.append(
                 f"learner.batch.row_lengths={batch.row_lengths}: an episode may have "
                 f"{self.max_context_tokens} tokens of context and {new_tokens} new ones"
+            )
+        if self.model.quantize != "none" and self.cold_start.steps:
+            faults.append(
+                f"model.quantize={self.model.quantize!r}: a cold start writes a merged model, "
+                "which int8 weights cannot become; set cold_start.steps=0 or quantize='none'"
             )
         if faults:
             raise ConfigError("; ".join(faults))

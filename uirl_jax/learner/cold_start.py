@@ -26,9 +26,11 @@ from uirl_jax.shards import batching
 from uirl_jax.types import TaskSpec, TrainBatch
 from uirl_jax.verifiers.demonstrations import demonstrate
 
-TOKENIZER_FILES = (
+TOKENIZER_FILES = (  # and the processor's
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "preprocessor_config.json", "generation_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    "generation_config.json",
 )
 
 
@@ -105,8 +107,13 @@ def run_cold_start(
     temporary = workdir / "cold_start" / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, trained, frozen), temporary)
-    for name in TOKENIZER_FILES:
-        if (model.path / name).exists():
-            shutil.copyfile(model.path / name, temporary / name)
+    copy_tokenizer(model.path, temporary)
     temporary.rename(target)
     return target
+
+
+def copy_tokenizer(model_dir: Path, target: Path) -> None:
+    """Everything but the weights and their config, as far as it is there."""
+    for name in TOKENIZER_FILES:
+        if (model_dir / name).exists():
+            shutil.copyfile(model_dir / name, target / name)

@@ -4,17 +4,23 @@ The only place that knows which family a directory holds. Nothing is downloaded 
 directory is run; a directory is input like any other, and every fault of it is a ModelError.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from uirl_jax.errors import ModelError
-from uirl_jax.models import qwen2_vl, qwen2_vl_weights
-from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models.lora import LoraConfig, LoRAParam, targets_of
+from uirl_jax.models.quantization import Quantize
 from uirl_jax.vision_inputs import ImageConfig
 
 SUPPORTED = ("qwen2_vl",)
@@ -44,8 +50,16 @@ def load(
     param_dtype: str = "float32",
     remat: qwen2_vl.Remat = "none",
     mesh: jax.sharding.Mesh | None = None,
+    quantize: Quantize = "none",
+    adapter: str | Path = "",
 ) -> PolicyModel:
-    """Reads a directory onto the mesh, with fresh adapters from `seed`.
+    """Reads a directory onto the mesh, with fresh adapters from `seed` or those of `adapter`.
+
+    Args:
+      param_dtype: of what is frozen; also of activations.
+      quantize: int8 holds the frozen projections in 8 bits (see `quantization`).
+      adapter: a directory in PEFT's format. It must be what `lora` says in all but dropout, which
+        is the training's business and not the adapter's.
 
     Raises:
       ModelError: no model there, an architecture that is not supported, or weights that do not fit.
@@ -56,15 +70,23 @@ def load(
         raise ModelError(
             f"{path}: model_type={family!r} is not supported; supported: {', '.join(SUPPORTED)}"
         )
-    model = qwen2_vl_weights.load_pretrained(
-        path,
-        lora=lora,
-        param_dtype=jnp.dtype(param_dtype),
-        remat=remat,
-        mesh=mesh,
-        init_key=jax.random.key(seed),
-    )
+    arrays = None
+    if adapter:  # before the weights: what is wrong with it shows in a second
+        cfg = qwen2_vl_weights.read_config(path)
+        arrays = _read_adapter(Path(adapter), cfg, lora)
+    with _hashing(path) as base_hash:
+        model = qwen2_vl_weights.load_pretrained(
+            path,
+            lora=lora,
+            param_dtype=jnp.dtype(param_dtype),
+            remat=remat,
+            mesh=mesh,
+            init_key=jax.random.key(seed),
+            quantize=quantize,
+        )
     graphdef, lora_state, frozen = nnx.split(model, LoRAParam, ...)
+    if arrays is not None:
+        lora_state = qwen2_vl_weights.adapters_from_numpy(arrays, lora_state)
     return PolicyModel(
         path=path,
         graphdef=graphdef,
@@ -72,8 +94,46 @@ def load(
         frozen=frozen,
         cfg=model.cfg,
         image_cfg=ImageConfig.load(path),
-        base_hash=qwen2_vl_weights.base_hash(path),
+        base_hash=base_hash.result(),
     )
+
+
+@contextlib.contextmanager
+def _hashing(path: Path) -> Iterator[concurrent.futures.Future[str]]:
+    """The directory's hash, made while the block reads the same files: the disk is read once.
+
+    A block that fails does not wait for it.
+    """
+    stop = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1, "hash-weights") as thread:
+        future = thread.submit(qwen2_vl_weights.base_hash, path, stop)
+        try:
+            yield future
+        except BaseException:
+            stop.set()
+            raise
+
+
+def _read_adapter(
+    directory: Path, cfg: qwen2_vl.Qwen2VLConfig, lora: LoraConfig | None
+) -> dict[str, np.ndarray]:
+    """Its arrays, by leaf. Raises: ModelError that names every difference to `lora`."""
+    found = peft_adapters.load_adapter(directory, cfg)
+    if lora is None:
+        raise ModelError(f"{directory}: the model is loaded without adapters")
+    differences = [
+        f"model.lora.{name}={wanted!r}, the adapter has {got!r}"
+        for name, wanted, got in (
+            ("rank", lora.rank, found.lora.rank),
+            ("alpha", lora.alpha, found.lora.alpha),
+            ("rslora", lora.rslora, found.lora.rslora),
+            ("targets", *(targets_of(one.projections) for one in (lora, found.lora))),
+        )
+        if wanted != got
+    ]
+    if differences:
+        raise ModelError(f"{directory}: {'; '.join(differences)}; set what the adapter has")
+    return found.arrays
 
 
 def _family(path: Path) -> str:

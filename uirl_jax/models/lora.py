@@ -68,8 +68,10 @@ class LoraConfig:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout}, expected at least 0 and less than 1")
         known = typing.get_args(Target)
-        if not self.targets or not set(self.targets) <= set(known):
-            raise ConfigError(f"lora.targets={self.targets}, expected some of {known}")
+        unknown = [target for target in self.targets if target not in known]
+        if unknown or not self.targets:
+            what = f": {unknown[0]!r} is unknown" if unknown else ""
+            raise ConfigError(f"lora.targets={self.targets}{what}, expected some of {known}")
 
     @property
     def scale(self) -> float:
@@ -100,7 +102,8 @@ class Linear(nnx.Module):
     """y = x kernel (+ bias) (+ scale (dropout(x) A) B).
 
     Leaves: kernel [in, out], bias [out] or None, lora_a [in, R] and lora_b [R, out] or None.
-    B starts at zero, so that fresh adapters leave the base as it is, bit for bit.
+    B starts at zero, so that fresh adapters leave the base as it is, bit for bit. An int8 kernel
+    (`quantization`) has kernel_scale [out] beside it.
 
     `axes` says how the kernel lies while it is used (sharding.AXIS_RULES): (None, "wide") cuts its
     outputs, ("wide", None) its inputs. The embedding side, cut along fsdp at rest, is gathered:
@@ -122,6 +125,7 @@ class Linear(nnx.Module):
         # take 0.02 for every width; a small model trained from nothing needs the right scale.
         kernel_io = jax.random.normal(rngs.params(), (in_features, out_features), jnp.float32)
         self.kernel = nnx.Param((kernel_io / math.sqrt(in_features)).astype(param_dtype))
+        self.kernel_scale = None
         self.axes = axes
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
         if lora is None:
@@ -150,6 +154,8 @@ class Linear(nnx.Module):
         """
         wide_in, wide_out = self.axes
         y = x @ constrain(self.kernel[...].astype(x.dtype), wide_in, wide_out)
+        if self.kernel_scale is not None:
+            y = y * self.kernel_scale[...].astype(x.dtype)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         if adapters and self.lora_a is not None:

@@ -27,7 +27,8 @@ from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.models.lora import PROJECTIONS, LoraConfig, LoRAParam, targets_of
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from uirl_jax.models.qwen2_vl_names import Leaf, current_name, leaves_of
-from uirl_jax.models.qwen2_vl_weights import DTYPE_NAMES, adapters_to_numpy, listed, replacing
+from uirl_jax.models.qwen2_vl_weights import adapters_to_numpy
+from uirl_jax.models.weight_files import DTYPE_NAMES, listed, replacing
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"

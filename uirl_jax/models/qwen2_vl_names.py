@@ -61,10 +61,15 @@ class Leaf:
 
 
 def leaves_of(cfg: Qwen2VLConfig, base: nnx.State) -> list[Leaf]:
-    """The table, filled in for one model: every leaf of the base."""
+    """The table, filled in for one model: every leaf of the base that tensors are read for.
+
+    The scale of an int8 kernel is none of them: it comes from the kernel's own tensors.
+    """
     leaves = []
     for key_path, array in jax.tree.leaves_with_path(base):
         names = leaf_names(key_path)
+        if names[-1] == "kernel_scale":
+            continue
         path = "/".join(names)
         stacked = names[1] == "blocks"
         shape = tuple(array.shape)

@@ -1,36 +1,41 @@
 """Qwen2-VL directories in Hugging Face's format: config.json, safetensors <-> the model's leaves.
 
 The table of qwen2_vl_names says which tensors make up which leaf. Tensors go one at a time between
-file and device, so that host memory holds a tensor or a leaf and not a model. Nothing is
-downloaded; no tokenizer is read or written; adapters in PEFT's format are peft_adapters' business.
+file and device, so that host memory holds a few tensors and not a model. Nothing is downloaded; no
+tokenizer is read or written; adapters in PEFT's format are peft_adapters' business, and how leaves
+are put together on their devices is stacking's.
 """
 
-import contextlib
+import collections
+import concurrent.futures
 import hashlib
 import itertools
 import json
-import math
-import os
 import re
+import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from flax import nnx
 
 from uirl_jax.errors import ModelError
+from uirl_jax.models import weight_files
 from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.models.quantization import Quantize, is_quantized, quantize_rows, quantized
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Remat
 from uirl_jax.models.qwen2_vl_names import Leaf, leaves_of, published_name
 from uirl_jax.models.sharding import leaf_names, state_shardings
+from uirl_jax.models.stacking import start_leaf
+from uirl_jax.models.weight_files import StoredTensor, listed
 
 _HASH_CHUNK_BYTES = 16 * 2**20
-DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours -> safetensors'
+# Threads that put tensors in place: one turns 2 GB/s, and a disk may give several times that.
+_PLACERS = 4
 # The names that save_pretrained gives, as transformers does.
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -44,6 +49,7 @@ def load_pretrained(
     mesh: jax.sharding.Mesh | None = None,
     compute_dtype: jnp.dtype | None = None,
     remat: Remat = "full",
+    quantize: Quantize = "none",
 ) -> Qwen2VL:
     """Reads config.json and model.safetensors (or its shards) straight into the model's arrays.
 
@@ -52,6 +58,7 @@ def load_pretrained(
       param_dtype: of the base weights, whatever dtype the files have.
       mesh: where the arrays go (`sharding.state_shardings`); None is the default device.
       compute_dtype, remat: see Qwen2VL.
+      quantize: int8 holds the projections in 8 bits; what else there is stays in param_dtype.
     Raises: ModelError that lists every tensor that is missing, unexpected or of another shape.
     """
     model_dir = Path(model_dir)
@@ -66,6 +73,8 @@ def load_pretrained(
             remat=remat,
         )
     )
+    if quantize == "int8":
+        abstract = quantized(abstract)
     graphdef, adapters, base = nnx.split(abstract, LoRAParam, ...)
     single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
@@ -73,14 +82,9 @@ def load_pretrained(
         return state_shardings(mesh, tree) if mesh else jax.tree.map(lambda _: single, tree)
 
     leaves = {leaf.path: leaf for leaf in leaves_of(cfg, base)}
-    with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, stack)
-        _check(model_dir, cfg, tensors, leaves)
-
-        def read(path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-            return _read_leaf(tensors, leaves["/".join(leaf_names(path))], leaf.dtype, sharding)
-
-        base = jax.tree.map_with_path(read, base, shardings(base))
+    stored = _stored_tensors(model_dir)
+    _check(model_dir, cfg, stored, leaves)
+    base = _read_base(stored, leaves, base, shardings(base))
     adapters = jax.tree.map_with_path(
         lambda path, leaf, sharding: jax.device_put(
             _init_adapter(leaf_names(path), leaf, init_key), sharding
@@ -109,15 +113,22 @@ def save_pretrained(
       max_shard_bytes: of tensors in a file; only a single tensor that is larger exceeds it. What
         fits in one file is model.safetensors, more are shards with model.safetensors.index.json.
         Default: as transformers cut the published models.
+    Raises: ModelError where the projections are int8.
     """
     model_dir = Path(model_dir)
+    if is_quantized(nnx.state(model, nnx.Not(LoRAParam))):
+        raise ModelError(
+            f"{model_dir}: the model to save has int8 projections, whose rounding a saved model "
+            "would keep; save the adapters, and merge them onto the original weights "
+            "(python -m tools.export merged)"
+        )
     model_dir.mkdir(parents=True, exist_ok=True)
     state = nnx.state(model)
     arrays = {"/".join(leaf_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(state)}
     leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)))
-    shards = _cut(
+    shards = weight_files.cut(
         [
-            _Tensor(name, leaf.tensor_shape, np.dtype(dtype or arrays[leaf.path].dtype))
+            weight_files.Tensor(name, leaf.tensor_shape, np.dtype(dtype or arrays[leaf.path].dtype))
             for leaf in leaves
             for name in leaf.tensors
         ],
@@ -136,10 +147,10 @@ def save_pretrained(
         documents = {"model.safetensors.index.json": index} | documents
 
     values = itertools.chain.from_iterable(_tensors_of(leaf, arrays, model.lora) for leaf in leaves)
-    with replacing(*(model_dir / name for name in [*names, *documents])) as files:
+    with weight_files.replacing(*(model_dir / name for name in [*names, *documents])) as files:
         for file, shard in zip(files[:count], shards, strict=True):
             # The library's own writer wants all tensors in memory; a file is a header and bytes.
-            file.write(_header(shard))
+            file.write(weight_files.header(shard))
             for tensor in shard:
                 value = next(values).astype(tensor.dtype, copy=False)
                 file.write(value.reshape(-1).view(np.uint8))
@@ -168,15 +179,31 @@ def read_config(model_dir: str | Path) -> Qwen2VLConfig:
         raise ModelError(f"{path}: a value of the wrong type ({error})") from error
 
 
-def base_hash(model_dir: str | Path) -> str:
-    """32 hex digits that name a base model: over config.json and every safetensors file."""
+def stored_dtype(model_dir: str | Path) -> jnp.dtype:
+    """The dtype in which most of a directory's weights are stored. Raises: ModelError."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for path in weight_files.paths_in(Path(model_dir)):
+        for tensor in weight_files.tensors_in(path):
+            sizes[tensor.dtype_name] += tensor.size_bytes
+    [(stored, _)] = sizes.most_common(1)
+    for name, theirs in weight_files.DTYPE_NAMES.items():
+        if theirs == stored:
+            return jnp.dtype(name)
+    raise ModelError(f"{model_dir}: weights of dtype {stored}")
+
+
+def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str:
+    """32 hex digits that name a base model: over config.json and every safetensors file.
+
+    1.2 GB/s on one core. Where `stop` is set meanwhile, what is returned names nothing.
+    """
     model_dir = Path(model_dir)
     digest = hashlib.blake2b(digest_size=16)
-    for path in [model_dir / "config.json", *_weight_files(model_dir)]:
+    for path in [model_dir / "config.json", *weight_files.paths_in(model_dir)]:
         # The length keeps a byte from moving over the border between two files unnoticed.
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK_BYTES):
+            while not (stop and stop.is_set()) and (chunk := file.read(_HASH_CHUNK_BYTES)):
                 digest.update(chunk)
     return digest.hexdigest()
 
@@ -217,88 +244,21 @@ def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx
     )
 
 
-class _Tensor(NamedTuple):
-    """A tensor that is to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def _cut(tensors: Sequence[_Tensor], max_shard_bytes: int) -> list[list[_Tensor]]:
-    """In their order, as many into each shard as fit, at least one."""
-    shards: list[list[_Tensor]] = []
-    used_bytes = 0
-    for tensor in tensors:
-        if not shards or used_bytes + tensor.size_bytes > max_shard_bytes:
-            shards.append([])
-            used_bytes = 0
-        shards[-1].append(tensor)
-        used_bytes += tensor.size_bytes
-    return shards
-
-
-def _header(tensors: Sequence[_Tensor]) -> bytes:
-    """The head of a safetensors file: its length, then JSON that says where each tensor lies."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype.name],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.size_bytes],
-        }
-        offset += tensor.size_bytes
-    header_bytes = json.dumps(header).encode()
-    header_bytes += b" " * (-len(header_bytes) % 8)
-    return len(header_bytes).to_bytes(8, "little") + header_bytes
-
-
-def _weight_files(model_dir: Path) -> list[Path]:
-    """model.safetensors, or the shards that model.safetensors.index.json names."""
-    index_path = model_dir / "model.safetensors.index.json"
-    if (model_dir / "model.safetensors").is_file():
-        return [model_dir / "model.safetensors"]
-    if not index_path.is_file():
-        raise ModelError(
-            f"{model_dir}: neither model.safetensors nor model.safetensors.index.json; expected a "
-            "model directory in Hugging Face's format"
-        )
-    try:
-        names = sorted(
-            set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
-        )
-        outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index_path}: no index of weights ({error!r})") from error
-    missing = [name for name in names if not (model_dir / name).is_file()]
-    if outside or missing:
-        raise ModelError(
-            f"{index_path}: " + listed([f"{n} is no file beside it" for n in [*outside, *missing]])
-        )
-    return [model_dir / name for name in names]
-
-
-def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Published name -> lazy slice. The files stay open until `stack` closes."""
+def _stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+    """By published name."""
     tensors = {}
-    for path in _weight_files(model_dir):
-        try:
-            file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ModelError(f"{path}: not a whole safetensors file ({error})") from error
-        for name in sorted(file.keys()):
-            if (published := published_name(name)) is not None:
-                tensors[published] = file.get_slice(name)
+    for path in weight_files.paths_in(model_dir):
+        for tensor in weight_files.tensors_in(path):
+            if (published := published_name(tensor.name)) is not None:
+                tensors[published] = tensor
     return tensors
 
 
 def _check(
-    model_dir: Path, cfg: Qwen2VLConfig, tensors: dict[str, Any], leaves: dict[str, Leaf]
+    model_dir: Path,
+    cfg: Qwen2VLConfig,
+    tensors: dict[str, StoredTensor],
+    leaves: dict[str, Leaf],
 ) -> None:
     expected = {name: leaf.tensor_shape for leaf in leaves.values() for name in leaf.tensors}
     # A tied head may be stored a second time.
@@ -310,39 +270,52 @@ def _check(
     problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"unexpected {name}" for name in sorted(surplus)]
     for name in sorted(expected.keys() & tensors.keys()):
-        shape = tuple(tensors[name].get_shape())
+        shape, dtype_name = tensors[name].shape, tensors[name].dtype_name
         if shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, expected {list(expected[name])}")
-        if tensors[name].get_dtype() not in DTYPE_NAMES.values():
-            problems.append(f"{name} has dtype {tensors[name].get_dtype()}")
+        if dtype_name not in weight_files.DTYPE_NAMES.values():
+            problems.append(f"{name} has dtype {dtype_name}")
     if problems:
         raise ModelError(f"{model_dir}: weights do not fit config.json: {listed(problems)}")
 
 
-def listed(problems: list[str], most: int = 12) -> str:
-    """One line, also for a directory in which everything is wrong."""
-    rest = len(problems) - most
-    return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
+def _read_base(
+    stored: dict[str, StoredTensor], leaves: dict[str, Leaf], base: nnx.State, shardings: nnx.State
+) -> nnx.State:
+    """Every leaf on its devices, from one pass over the files in the order of their bytes."""
+    started = {
+        "/".join(leaf_names(path)): start_leaf(leaf.shape, leaf.dtype, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree.leaves_with_path(base), jax.tree.leaves(shardings), strict=True
+        )
+    }
+    places = {
+        stored[name]: (leaf, layer if leaf.stacked else None)
+        for leaf in leaves.values()
+        for layer, name in enumerate(leaf.tensors)
+    }
 
+    def place(tensor: StoredTensor, array: np.ndarray) -> None:
+        leaf, layer = places[tensor]
+        if leaf.transposed:
+            array = array.reshape(array.shape[0], -1)
+            if (scale_path := f"{leaf.path}_scale") in started:
+                array, scale_o = quantize_rows(array)
+                started[scale_path].put(scale_o, layer)
+            array = array.T
+        started[leaf.path].put(array, layer)
 
-def _read_leaf(
-    tensors: dict[str, Any], leaf: Leaf, dtype: np.dtype, sharding: jax.sharding.Sharding
-) -> jax.Array:
-    """One leaf on its devices, tensor by tensor."""
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True))
-        out = np.empty(shape, dtype)
-        layers = range(*index[0].indices(leaf.shape[0])) if leaf.stacked else [0]
-        within = index[1:] if leaf.stacked else index
-        for row, layer in enumerate(layers):
-            tensor = tensors[leaf.tensors[layer]][...]
-            if leaf.transposed:
-                tensor = tensor.reshape(tensor.shape[0], -1).T
-            out[row if leaf.stacked else ...] = tensor[within]
-        return out
-
-    return jax.make_array_from_callback(leaf.shape, sharding, part)
+    with concurrent.futures.ThreadPoolExecutor(_PLACERS, "place-weights") as pool:
+        placing: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        for tensor, array in weight_files.read_in_order(places):
+            placing.append(pool.submit(place, tensor, array))
+            if len(placing) > _PLACERS:
+                placing.popleft().result()
+        for future in placing:
+            future.result()
+    return jax.tree.map_with_path(
+        lambda path, _: started.pop("/".join(leaf_names(path))).finish(), base
+    )
 
 
 def _tensors_of(
@@ -371,21 +344,3 @@ def _init_adapter(names: list[str], leaf: jax.ShapeDtypeStruct, init_key: jax.Ar
     leaf_key = jax.random.fold_in(init_key, zlib.crc32("/".join(names).encode()))
     bound = leaf.shape[-2] ** -0.5
     return jax.random.uniform(leaf_key, leaf.shape, leaf.dtype, -bound, bound)
-
-
-@contextlib.contextmanager
-def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Files that appear under their names, in this order, when all of them are whole."""
-    temporaries = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
-    try:
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(temporary.open("wb")) for temporary in temporaries]
-            yield files
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-        for temporary, path in zip(temporaries, paths, strict=True):
-            temporary.replace(path)
-    finally:
-        for temporary in temporaries:
-            temporary.unlink(missing_ok=True)

@@ -43,6 +43,7 @@ PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
             )
             for leaf, axes in {
                 "kernel": ("embed", "wide"),
+                "kernel_scale": ("wide",),
                 "bias": ("wide",),
                 "lora_a": ("embed", None),
                 "lora_b": (None, "wide"),
@@ -53,6 +54,7 @@ PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
             for name in ("o_proj", "down_proj", "proj", "fc2", "merger_fc2")
             for leaf, axes in {
                 "kernel": ("wide", "embed"),
+                "kernel_scale": (None,),
                 "bias": (None,),
                 "lora_a": ("wide", None),
                 "lora_b": (None, "embed"),
@@ -110,9 +112,19 @@ def make_mesh(
         rest = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = len(devices) // rest
     if math.prod(sizes) != len(devices):
-        raise ConfigError(f"{wanted}: expected sizes that multiply to the {len(devices)} devices")
+        raise ConfigError(
+            f"{wanted}: expected sizes that multiply to the {len(devices)} devices, "
+            f"e.g. {_nearest(sizes, len(devices))}"
+        )
     # Auto, given in full: the compiler fills in what the constraints below leave open.
     return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def _nearest(sizes: list[int], devices: int) -> str:
+    """A mesh of all devices that cuts weights as it was wanted, as far as that divides."""
+    model = math.gcd(sizes[2], devices)
+    fsdp = math.gcd(sizes[1], devices // model)
+    return f"data={devices // (model * fsdp)}, fsdp={fsdp}, model={model}"
 
 
 def partition_spec(

@@ -1,0 +1,136 @@
+"""What a run has learnt, as files that other programs read.
+
+    python -m tools.export adapter --workdir=runs/quickstart --out=adapter   (PEFT's format)
+    python -m tools.export merged --workdir=runs/quickstart --out=model      (Hugging Face's format)
+
+Takes the newest published policy of the run or, with --source=checkpoint, the newest checkpoint
+that is whole. `merged` adds the adapters to the original weights, in float32, whatever the run held
+its frozen weights in, writes them in the dtype that the original files have, and copies the
+tokenizer's and processor's files. The run may go on meanwhile; its workdir is only read.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from uirl_jax import config, policy_sync
+from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
+from uirl_jax.learner import state as learner_state
+from uirl_jax.learner.cold_start import copy_tokenizer
+from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models.lora import LoRAParam
+from uirl_jax.run_config import RunConfig
+
+
+def read_run(workdir: Path) -> RunConfig:
+    """The config that a run was started with. Raises: ConfigError."""
+    path = workdir / "config.json"
+    try:
+        resolved = json.loads(path.read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: no run's config ({type(error).__name__}: {error}); --workdir is a directory "
+            "that uirl_jax.main was run with"
+        ) from None
+    return config.from_config(RunConfig, resolved)
+
+
+def base_of(workdir: Path, cfg: RunConfig) -> Path:
+    """The model that the adapters belong to: the config's, or what the run's cold start wrote."""
+    return workdir / "cold_start" / "model" if cfg.cold_start.steps else Path(cfg.model.path)
+
+
+def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np.ndarray]]:
+    """What it is, and the arrays by leaf. Raises: PolicyError."""
+    manifest = policy_sync.read_manifest(workdir)
+    if manifest is None:
+        raise PolicyError(
+            f"{workdir}: no policy is published yet; the learner does so at its start"
+        )
+    base_hash = qwen2_vl_weights.base_hash(base_dir)
+    adapters = policy_sync.load(workdir, manifest, base_hash)
+    return f"policy version {manifest.version}", adapters
+
+
+def checkpointed_adapters(
+    workdir: Path, cfg: RunConfig, abstract: nnx.State
+) -> tuple[str, dict[str, np.ndarray]]:
+    """The same of the newest checkpoint that is whole. Raises: CheckpointError."""
+    optimizer = learner_state.make_optimizer(cfg.learner.optimizer, cfg.learner.steps)
+    state = jax.eval_shape(lambda lora: learner_state.init_state(lora, optimizer), abstract)
+    directory = workdir / "checkpoints"
+    restored = None
+    if directory.is_dir():
+        with Checkpointer(directory, read_only=True) as checkpointer:
+            restored = checkpointer.restore_latest(state)
+    if restored is None:
+        raise CheckpointError(f"{directory}: no checkpoint yet; the learner saves one at its start")
+    for line in restored.skipped:
+        print(f"skipped {line}")
+    trained = qwen2_vl_weights.adapters_to_numpy(restored.arrays.trainable)
+    return f"the checkpoint of step {restored.step}", trained
+
+
+def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
+    """Writes `out`; returns what was exported, in words.
+
+    Raises: UirlError for everything that a user can get wrong.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out={out}: is there already; give a new or an empty directory")
+    cfg = read_run(workdir)
+    base_dir = base_of(workdir, cfg)
+    model_cfg = qwen2_vl_weights.read_config(base_dir)
+    abstract = nnx.eval_shape(
+        lambda: qwen2_vl.Qwen2VL(model_cfg, lora=cfg.model.lora, rngs=nnx.Rngs(0))
+    )
+    graphdef, abstract_adapters, abstract_base = nnx.split(abstract, LoRAParam, ...)
+    if source == "policy":
+        what, arrays = published_adapters(workdir, base_dir)
+    else:
+        what, arrays = checkpointed_adapters(workdir, cfg, abstract_adapters)
+    adapters = qwen2_vl_weights.adapters_from_numpy(arrays, abstract_adapters)
+    if kind == "adapter":
+        model = nnx.merge(graphdef, adapters, abstract_base)  # an adapter says nothing of the base
+        peft_adapters.save_adapter(model, out, base_model=base_dir.resolve())
+    else:
+        model = qwen2_vl_weights.load_pretrained(
+            base_dir,
+            lora=cfg.model.lora,
+            param_dtype=qwen2_vl_weights.stored_dtype(base_dir),
+            init_key=jax.random.key(0),
+        )
+        nnx.update(model, adapters)
+        qwen2_vl_weights.save_pretrained(model, out)
+        copy_tokenizer(base_dir, out)
+    return f"{what} on {base_dir}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.export", allow_abbrev=False)
+    parser.add_argument("kind", choices=("adapter", "merged"), help="adapters alone, or a model")
+    parser.add_argument("--workdir", type=Path, required=True, help="of the run")
+    parser.add_argument("--out", type=Path, required=True, help="a directory that is made")
+    parser.add_argument("--source", choices=("policy", "checkpoint"), default="policy")
+    args = parser.parse_args(argv)
+    try:
+        what = export(args.kind, args.workdir, args.out, args.source)
+    except UirlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {args.out}: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.out}: {args.kind} of {what}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
