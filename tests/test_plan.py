@@ -399,9 +399,7 @@ def test_program_that_does_not_fit_or_cannot_be_read_is_told_apart(reason):
     assert (made["fits"], made["peak_bytes"]) == (True, resident + 3 * 2**30)
     assert "its text cannot be read" in plan_report.format_plan(made)
 
-    with pytest.raises(
-        ConfigError, match="refuses gradients: INTERNAL: Mosaic failed"
-    ):
+    with pytest.raises(ConfigError, match="refuses gradients: INTERNAL: Mosaic failed"):
         plan_programs._compile("gradients", Refused("INTERNAL: Mosaic failed"), print)
 
 
