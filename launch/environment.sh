@@ -30,6 +30,16 @@ make_environment() {
   printf '%s\n' "$wanted" >"$stamp"
 }
 
+# install_libtpu DIR: the TPU's compiler, for the tests marked `tpu_aot`; it needs no TPU. 200 MB, of the
+# version that jax[tpu] names: jaxlib 0.10.2 could not read what 0.0.51 made for v6e.
+install_libtpu() {
+  local dir=$1
+  "$dir/bin/python" -c 'import libtpu' 2>/dev/null && return 0
+  "$dir/bin/python" -m pip install --quiet --disable-pip-version-check "libtpu==0.0.42.*" || {
+    echo "could not install libtpu; tests marked tpu_aot will be skipped" >&2
+  }
+}
+
 # install_chromium: Debian's own, for the tests marked `browser`.
 install_chromium() {
   command -v chromium >/dev/null && return 0

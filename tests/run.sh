@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment if it is missing, then runs ruff and pytest. Arguments go to pytest.
-# CI (CI=true) also runs the tests marked `browser`, and installs Chromium for them.
+# CI (CI=true) also runs the tests marked `browser` and `tpu_aot`, and installs Chromium and the
+# TPU's compiler for them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,8 +11,9 @@ make_environment .venv test
 export JAX_PLATFORMS=cpu
 marks="not slow and not gpu and not tpu_aot and not browser"
 if [ "${CI:-}" = "true" ]; then
-  marks="not slow and not gpu and not tpu_aot"
+  marks="not slow and not gpu"
   install_chromium
+  install_libtpu .venv
 fi
 
 .venv/bin/ruff format --check .

@@ -10,7 +10,7 @@ import asyncio
 import collections
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -38,6 +38,30 @@ class _Waiting(NamedTuple):
     positions_3c: np.ndarray  # int32[3,C]
     future: asyncio.Future[SampleResult]
     arrived_s: float  # clock of the event loop
+
+
+def jit_generate(
+    graphdef: nnx.GraphDef,
+    *,
+    model_cfg: qwen2_vl.Qwen2VLConfig,
+    end_token_ids: Sequence[int],
+    forbidden_ids: Sequence[int],
+    cfg: EngineConfig,
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """The engine's one jitted function, (frozen, lora, *BatchArrays) as in sampling.generate."""
+    forbidden_v = np.zeros(model_cfg.vocab_size, bool)
+    forbidden_v[list(forbidden_ids)] = True
+    return jax.jit(
+        functools.partial(
+            sampling.generate,
+            graphdef,
+            model_cfg=model_cfg,
+            end_token_ids=tuple(int(token_id) for token_id in end_token_ids),
+            forbidden_v=forbidden_v,
+            max_new_tokens=cfg.max_new_tokens,
+            cache_dtype=jnp.dtype(cfg.cache_dtype),
+        )
+    )
 
 
 class Engine:
@@ -74,18 +98,12 @@ class Engine:
             "merge_size": model_cfg.vision.spatial_merge_size,
         }
         self._patch_features = model_cfg.vision.patch_features
-        forbidden_v = np.zeros(model_cfg.vocab_size, bool)
-        forbidden_v[list(forbidden_ids)] = True
-        self._generate = jax.jit(
-            functools.partial(
-                sampling.generate,
-                graphdef,
-                model_cfg=model_cfg,
-                end_token_ids=self._end_token_ids,
-                forbidden_v=forbidden_v,
-                max_new_tokens=cfg.max_new_tokens,
-                cache_dtype=jnp.dtype(cfg.cache_dtype),
-            )
+        self._generate = jit_generate(
+            graphdef,
+            model_cfg=model_cfg,
+            end_token_ids=self._end_token_ids,
+            forbidden_ids=forbidden_ids,
+            cfg=cfg,
         )
         self._programs: dict[Shape, jax.stages.Compiled] = {}
         self._waiting: collections.deque[_Waiting] = collections.deque()

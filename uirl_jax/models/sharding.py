@@ -96,28 +96,34 @@ BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
 )
 
 
-def make_mesh(
-    data: int = 1, fsdp: int = 1, model: int = 1, *, devices: list[jax.Device] | None = None
-) -> Mesh:
-    """A mesh of data x fsdp x model devices; -1 for one axis takes what the others leave.
+def mesh_sizes(data: int, fsdp: int, model: int, devices: int) -> tuple[int, int, int]:
+    """The sizes of the axes over so many devices; -1 for one axis takes what the others leave.
 
     Raises: ConfigError where the axes do not multiply to the number of devices.
     """
-    devices = list(jax.devices()) if devices is None else devices
     sizes = [data, fsdp, model]
     wanted = f"mesh of data={data}, fsdp={fsdp}, model={model}"
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ConfigError(f"{wanted}: expected positive sizes, at most one of them -1")
     if -1 in sizes:
         rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = len(devices) // rest
-    if math.prod(sizes) != len(devices):
+        sizes[sizes.index(-1)] = devices // rest
+    if math.prod(sizes) != devices:
         raise ConfigError(
-            f"{wanted}: expected sizes that multiply to the {len(devices)} devices, "
-            f"e.g. {_nearest(sizes, len(devices))}"
+            f"{wanted}: expected sizes that multiply to the {devices} devices, "
+            f"e.g. {_nearest(sizes, devices)}"
         )
+    return sizes[0], sizes[1], sizes[2]
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, model: int = 1, *, devices: list[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of data x fsdp x model devices; sizes and errors as in mesh_sizes."""
+    devices = list(jax.devices()) if devices is None else devices
+    sizes = mesh_sizes(data, fsdp, model, len(devices))
     # Auto, given in full: the compiler fills in what the constraints below leave open.
-    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def _nearest(sizes: list[int], devices: int) -> str:

@@ -1,0 +1,94 @@
+"""What single instructions of a program cost: matrix products, attention kernels, collectives."""
+
+import math
+import re
+
+from tools.plan_hlo_text import Instruction
+
+
+def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
+    lhs = operands[0].arrays[0].dims
+    depth = math.prod(lhs[int(i)] for i in contracted[1].split(",") if i) if contracted else 1
+    return 2.0 * math.prod(dot.arrays[0].dims) * depth
+
+
+def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> float:
+    """A TPU's matrix products are convolutions; a batch dimension becomes a dilated spatial one.
+
+    Only positions where the window meets the array are counted, as XLA's HloCostAnalysis does.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
+    lhs, rhs = operands[0].arrays[0].dims, operands[1].arrays[0].dims
+    out = convolution.arrays[0].dims
+    groups = re.search(r"batch_group_count=(\d+)", convolution.rest)
+    fma = rhs[labels[2].index("i")] * out[labels[3].index("f")] * out[labels[3].index("b")]
+    fma /= int(groups[1]) if groups else 1
+    window = re.search(r"window=\{([^}]*)\}", convolution.rest)
+    fields = dict(field.split("=") for field in window[1].split()) if window else {}
+    spatial = sorted(c for c in labels[1] if c.isdigit())
+    for number, label in enumerate(spatial):
+
+        def field(name: str, default: int, number: int = number) -> int:
+            return int(fields[name].split("x")[number]) if name in fields else default
+
+        padding = fields["pad"].split("x")[number].split("_") if "pad" in fields else ("0", "0")
+        in_size, out_size = lhs[labels[1].index(label)], out[labels[3].index(label)]
+        size = rhs[labels[2].index(label)]
+        stride, low = field("stride", 1), int(padding[0])
+        base, dilation = field("lhs_dilate", 1), field("rhs_dilate", 1)
+        fma *= sum(
+            0 <= at < (in_size - 1) * base + 1 and at % base == 0
+            for position in range(out_size)
+            for tap in range(size)
+            for at in (position * stride - low + tap * dilation,)
+        )
+    return 2.0 * fma
+
+
+def kernel_flops(kernel: Instruction, operands: list[Instruction]) -> float:
+    """Splash attention: 2 products a query and key forward, 3 for dq, 4 for dk and dv.
+
+    A causal kernel is given the queries' positions beside the two sides' segments; it skips the
+    tiles above the diagonal (int8[1,q,k] has an entry a tile).
+    Source: jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel.
+    """
+    products = next(
+        (n for part, n in (("_fwd", 2), ("_dq", 3), ("_dkv", 4)) if part in kernel.name), 0
+    )
+    floats = [o.arrays[0] for o in operands if o.arrays and o.arrays[0].dtype in ("bf16", "f32")]
+    if "splash" not in kernel.name or not floats:
+        return 0.0
+    q, k = floats[0].dims, floats[1].dims
+    causal = sum(o.arrays[0].dtype == "s32" for o in operands) > 2
+    tiles = next((o.arrays[0].dims[-1] for o in operands if o.arrays[0].dtype == "s8"), 1)
+    share = (tiles + 1) / (2 * tiles) if causal else 1.0
+    return 2.0 * products * math.prod(q) * k[-2] * share
+
+
+def sent_bytes(kind: str, collective: Instruction, operands: list[Instruction]) -> float:
+    """Bytes that one device sends, by the ring: (n - 1) / n of the whole, twice for all-reduce."""
+    members = group_size(collective.rest)
+    inside = sum(array.size_bytes for operand in operands for array in operand.arrays)
+    if kind == "collective-permute":
+        return float(inside)
+    if members < 2:
+        return 0.0
+    if kind == "all-gather":
+        return float(inside * (members - 1))
+    return inside * (members - 1) / members * (2 if kind == "all-reduce" else 1)
+
+
+def group_size(rest: str) -> int:
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)
+    if named:  # mesh['a'=2,'b'=4] {'a'}, or {'a':(1)2}: a part of an axis
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        return math.prod(
+            int(part) if part else sizes[name]
+            for name, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
+        )
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)
+    if iota:
+        return int(iota[2])
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    return len(listed[1].split(",")) if listed else 1

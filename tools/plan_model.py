@@ -1,0 +1,174 @@
+"""What a batch costs by formula: FLOPs that the algorithm needs, and an estimate of its memory.
+
+FLOPs are of matrix products, two for a multiplication and an addition, and exclude what is computed
+twice to save memory. Rows are taken as full, one episode each. The memory estimate ranks the
+candidates of a search and plans the machines that have no compiler here; where a program was
+compiled, the compiler's numbers count.
+"""
+
+import dataclasses
+import math
+
+from tools.plan_programs import Run, chip_bytes
+from uirl_jax.models.lora import LoraConfig, Projection
+from uirl_jax.models.qwen2_vl import Qwen2VLConfig
+
+_LOGITS_BYTES = 256 * 2**20  # of a chip's logits that are held at once (qwen2_vl.token_logprobs)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFlops:
+    """One forward pass of the text tower."""
+
+    projections: float
+    adapters: float
+    attention: float
+    vocabulary: float
+
+    @property
+    def base(self) -> float:
+        return self.projections + self.attention + self.vocabulary
+
+
+def text_projections(cfg: Qwen2VLConfig) -> dict[Projection, tuple[int, int]]:
+    """Inputs and outputs of a block's projections."""
+    dim, kv, mlp = (
+        cfg.hidden_size,
+        cfg.num_key_value_heads * cfg.head_dim,
+        cfg.intermediate_size,
+    )
+    return {
+        "q_proj": (dim, dim),
+        "k_proj": (dim, kv),
+        "v_proj": (dim, kv),
+        "o_proj": (dim, dim),
+        "gate_proj": (dim, mlp),
+        "up_proj": (dim, mlp),
+        "down_proj": (mlp, dim),
+    }
+
+
+def text_forward(
+    cfg: Qwen2VLConfig, lora: LoraConfig | None, tokens: int, episode_tokens: int, scored: int
+) -> TextFlops:
+    """Args: tokens in all; of an episode, which attends to itself; that meet the vocabulary."""
+    layers, projections = cfg.num_hidden_layers, text_projections(cfg)
+    per_token = sum(a * b for a, b in projections.values())
+    adapted = lora.projections if lora else ()
+    per_token_lora = sum(
+        lora.rank * (a + b) for name, (a, b) in projections.items() if name in adapted
+    )
+    return TextFlops(
+        projections=2.0 * layers * tokens * per_token,
+        adapters=2.0 * layers * tokens * per_token_lora,
+        # Scores and values, each against half of the episode: 2 x 2 x T / 2.
+        attention=2.0 * layers * tokens * episode_tokens * cfg.hidden_size,
+        vocabulary=2.0 * scored * cfg.hidden_size * cfg.vocab_size,
+    )
+
+
+def vision_forward(cfg: Qwen2VLConfig, images: int, patches: int) -> float:
+    """The vision tower over screenshots of so many patches; attention within a screenshot."""
+    vision = cfg.vision
+    dim, merged = vision.embed_dim, vision.embed_dim * vision.spatial_merge_size**2
+    per_patch = vision.patch_features * dim
+    per_patch += vision.depth * (4 * dim**2 + 2 * dim * vision.mlp_dim + 2 * patches * dim)
+    per_visual_token = merged**2 + merged * vision.hidden_size
+    return 2.0 * images * patches * (per_patch + per_visual_token / vision.spatial_merge_size**2)
+
+
+def _text_pass(run: Run) -> TextFlops:
+    """One forward pass over a whole batch; sampled positions meet the vocabulary."""
+    batch, lora = run.cfg.learner.batch, run.cfg.model.lora
+    tokens = batch.rows * batch.row_lengths[-1]
+    scored = math.prod(run.batch["sampled_index_bs"].shape)
+    return text_forward(run.model_cfg, lora, tokens, batch.row_lengths[-1], scored=scored)
+
+
+def batches_a_step(run: Run) -> int:
+    """A row holds one episode: a step of more of them has several batches."""
+    episodes = run.cfg.learner.groups_per_step * run.cfg.actor.group_size
+    return -(-episodes // run.cfg.learner.batch.rows)
+
+
+def batch_flops(run: Run) -> dict[str, float]:
+    """By part, over all chips. Frozen weights have no gradient: backward is once forward for them,
+    twice for adapters and attention."""
+    batch, text = run.cfg.learner.batch, _text_pass(run)
+    backward = text.projections + text.vocabulary + 2 * text.adapters + 2 * text.attention
+    parts = {
+        "vision tower": vision_forward(
+            run.model_cfg, batch.image_rows[-1], batch.patch_lengths[-1]
+        ),
+        "new policy, forward": text.base + text.adapters,
+        "new policy, backward": backward,
+    }
+    if run.cfg.learner.loss.kl_coefficient > 0:
+        parts["reference"] = text.base
+    return parts
+
+
+def recomputed_flops(run: Run) -> float:
+    """What remat computes a second time: no part of the model's FLOPs."""
+    text = _text_pass(run)
+    blocks = {
+        "none": 0.0,
+        "dots": text.attention,
+        "full": text.projections + text.adapters + text.attention,
+    }
+    return text.vocabulary + blocks[run.cfg.model.remat]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one chip."""
+
+    weights: float
+    state: float  # adapters and optimizer
+    batch: float  # with the table of visual tokens
+    saved: float  # what layers keep for the backward pass
+    temporaries: float  # the rest of a step's working set
+
+    @property
+    def peak(self) -> float:
+        return self.weights + self.state + self.batch + self.saved + self.temporaries
+
+
+def resident(run: Run) -> tuple[float, float, float]:
+    """Weights, state, and batch with the table of visual tokens: exact, from the shardings."""
+    batch = run.cfg.learner.batch
+    patches = batch.image_rows[-1] * batch.patch_lengths[-1]
+    tokens = patches // run.model_cfg.vision.spatial_merge_size**2
+    # Whole on every chip: any row may look up any screenshot.
+    table = tokens * run.model_cfg.hidden_size * _activation_bytes(run)
+    return chip_bytes(run.frozen), chip_bytes(run.state), chip_bytes(run.batch) + table
+
+
+def estimate_memory(run: Run) -> Memory:
+    """Saved and temporaries are estimates: a third off is normal."""
+    cfg, model = run.cfg, run.model_cfg
+    sizes, item = dict(run.mesh.shape), _activation_bytes(run)
+    across, wide = sizes["data"] * sizes["fsdp"], sizes["model"]
+    batch = cfg.learner.batch
+    tokens = batch.rows / across * batch.row_lengths[-1]
+    dim, mlp = model.hidden_size, model.intermediate_size
+    kv = model.num_key_value_heads * model.head_dim
+    outputs = (2 * dim + 2 * kv + 2 * mlp) / wide + dim  # of the projections of a block
+    kept = {"full": dim, "dots": 2 * dim + outputs, "none": 6 * dim + 2 * outputs}
+    saved = model.num_hidden_layers * tokens * kept[cfg.model.remat] * item
+    # Backward through one block, the logits of a chunk with their gradient, gathered weights.
+    block = tokens * (4 * mlp / wide + 8 * dim) * item
+    logits = 3 * _LOGITS_BYTES
+    gathered = 2 * model.vocab_size * dim * item / wide
+    images = batch.image_rows[-1] / across * batch.patch_lengths[-1]
+    # 2 mlp + 10 embed: 47 kB a patch was what libtpu took for 40 screenshots a chip.
+    vision = images * (2 * model.vision.mlp_dim + 10 * model.vision.embed_dim) * item
+    scoring = block / 2 + logits * 2 / 3 + gathered
+    gradients = saved + block + logits + gathered
+    weights, state, resident_batch = resident(run)
+    peak = max(gradients, scoring, vision)
+    return Memory(weights, state, resident_batch, saved, max(peak - saved, 0.0))
+
+
+def _activation_bytes(run: Run) -> int:
+    return 2 if run.cfg.model.param_dtype == "bfloat16" else 4

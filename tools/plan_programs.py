@@ -1,0 +1,319 @@
+"""The run's own programs, compiled for a machine that is not there, without a weight of the model.
+
+What the learner jits (`make_steps`: score, gradients) and what the engine jits (`jit_generate`:
+vision tower, prefill and decode steps) are lowered with abstract arrays, placed as the run places
+them, and compiled by the TPU's compiler on this host.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from uirl_jax.engine import engine
+from uirl_jax.engine.requests import Shape, empty_arrays
+from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.learner import state as learner_state
+from uirl_jax.learner import step as learner_step
+from uirl_jax.models import qwen2_vl, sharding
+from uirl_jax.models.lora import LoRAParam
+from uirl_jax.run_config import ModelConfig, RunConfig
+from uirl_jax.shards.batching import BatchConfig
+from uirl_jax.types import TrainBatch
+
+PUBLISHED = Path(__file__).parents[1] / "uirl_jax" / "assets" / "published"
+PROGRAMS = ("score", "gradients", "sample")
+# What libtpu says where a program is too large, as its parts notice it.
+_OUT_OF_MEMORY = re.compile(
+    r"(Used |HLO temporaries \()(?P<size>[\d.]+)(?P<unit>[KMG])"
+    r"( of [\d.]+[KMG] hbm|\) exceeds available HBM \([\d.]+[KMG]\))"
+)
+_BATCH_FLOATS = {"completion_mask_bt", "behaviour_logprobs_bt", "advantages_bt", "patches_ipf"}
+_ENGINE_AXES = {  # BatchArrays' fields -> what their dimensions mean; the rest as in a TrainBatch
+    **{name: ("batch",) for name in ("lengths_b", "max_new_b", "temperature_b")},
+    "seeds_b2": ("batch", None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that the programs are given, as shapes, dtypes and shardings."""
+
+    cfg: RunConfig
+    model_cfg: qwen2_vl.Qwen2VLConfig
+    mesh: Mesh | AbstractMesh
+    graphdef: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    state: learner_state.TrainState
+    frozen: nnx.State
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one program, per chip. Memory is 0 where it did not fit.
+
+    text is empty where it did not fit, or where this jaxlib cannot read what libtpu has written.
+    """
+
+    name: str
+    seconds: float
+    text: str
+    argument_bytes: int = 0
+    new_bytes: int = 0  # results that take no argument's place, temporaries and code
+    out_of_memory: str = ""  # the compiler's reason
+    wanted_bytes: float = 0.0  # what it would have taken at least
+
+
+def read_model_config(path: str) -> qwen2_vl.Qwen2VLConfig:
+    """Dimensions of a model directory; of a published model also where the directory is missing.
+
+    Raises: ModelError.
+    """
+    for directory in (Path(path), PUBLISHED / Path(path).name):
+        file = directory / "config.json"
+        if file.is_file():
+            try:
+                return qwen2_vl.Qwen2VLConfig.from_dict(json.loads(file.read_text("utf-8")))
+            except ValueError as error:
+                raise ModelError(f"{file}: cannot be read as JSON ({error})") from None
+    names = ", ".join(sorted(p.name for p in PUBLISHED.iterdir()))
+    raise ModelError(
+        f"{path}: has no config.json, and its name is none of the published models that can be "
+        f"planned without it: {names}; give --config.model.path"
+    )
+
+
+def abstract_run(
+    cfg: RunConfig,
+    model_cfg: qwen2_vl.Qwen2VLConfig,
+    chips: int,
+    devices: tuple[jax.Device, ...] | None,
+) -> Run:
+    """Raises: ConfigError where mesh and rows do not divide."""
+    sizes = sharding.mesh_sizes(cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.model, chips)
+    if devices is None:
+        mesh = AbstractMesh(sizes, sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    else:
+        mesh = sharding.make_mesh(*sizes, devices=list(devices))
+    rows, across = cfg.learner.batch.rows, sizes[0] * sizes[1]
+    if rows % across:
+        raise ConfigError(
+            f"learner.batch.rows={rows} over data x fsdp={across} chips: expected a multiple of "
+            f"{across} rows"
+        )
+    learner = cfg.learner
+    graphdef, frozen, optimizer, state = _abstract_leaves(
+        model_cfg, cfg.model, learner.optimizer, learner.steps
+    )
+    return Run(
+        cfg=cfg,
+        model_cfg=model_cfg,
+        mesh=mesh,
+        graphdef=graphdef,
+        optimizer=optimizer,
+        state=_placed(state, sharding.state_shardings(mesh, state)),
+        frozen=_placed(frozen, sharding.state_shardings(mesh, frozen)),
+        batch=abstract_batch(cfg.learner.batch, model_cfg, mesh),
+    )
+
+
+@functools.cache  # a search asks for the same a hundred times, and it takes a second
+def _abstract_leaves(
+    model_cfg: qwen2_vl.Qwen2VLConfig,
+    cfg: ModelConfig,
+    optimizer_cfg: learner_state.OptimizerConfig,
+    steps: int,
+) -> tuple[nnx.GraphDef, nnx.State, optax.GradientTransformation, learner_state.TrainState]:
+    model = nnx.eval_shape(
+        lambda: qwen2_vl.Qwen2VL(
+            model_cfg,
+            lora=cfg.lora,
+            rngs=nnx.Rngs(0),
+            param_dtype=jnp.dtype(cfg.param_dtype),
+            remat=cfg.remat,
+        )
+    )
+    graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
+    optimizer = learner_state.make_optimizer(optimizer_cfg, steps)
+    state = jax.eval_shape(lambda tree: learner_state.init_state(tree, optimizer), lora)
+    return graphdef, frozen, optimizer, state
+
+
+def abstract_batch(
+    cfg: BatchConfig, model_cfg: qwen2_vl.Qwen2VLConfig, mesh: Mesh | AbstractMesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The largest TrainBatch that the config allows; shapes by the letters of the fields' names."""
+    sizes = {
+        "b": cfg.rows,
+        "t": cfg.row_lengths[-1],
+        "s": (*cfg.sampled_lengths, cfg.row_lengths[-1])[0],
+        "i": cfg.image_rows[-1],
+        "p": cfg.patch_lengths[-1],
+        "f": model_cfg.vision.patch_features,
+        "2": 2,
+        "3": 3,
+    }
+    batch = {}
+    for field in dataclasses.fields(TrainBatch):
+        if field.name == "prefix_segments_bt" and not cfg.share_prompts:
+            continue
+        letters = field.name.rpartition("_")[2]
+        dtype = jnp.float32 if field.name in _BATCH_FLOATS else jnp.int32
+        batch[field.name] = jax.ShapeDtypeStruct([sizes[letter] for letter in letters], dtype)
+    return _placed(batch, sharding.batch_shardings(mesh, batch))
+
+
+def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None]) -> list[Compiled]:
+    """Compiles the named programs, one after the other; minutes each.
+
+    Raises: ConfigError where the compiler refuses for another reason than a lack of memory.
+    """
+    vision_trainable = "visual" in run.state.trainable
+    steps = learner_step.make_steps(
+        run.graphdef,
+        run.optimizer,
+        run.cfg.learner.loss,
+        vision_trainable=vision_trainable,
+        use_reference=run.cfg.learner.loss.kl_coefficient > 0,
+        temperature=run.cfg.actor.rollout.temperature,
+        forbidden_ids=_forbidden_ids(run.model_cfg),
+        state_shardings=jax.tree.map(lambda leaf: leaf.sharding, run.state),
+    )
+    done = []
+    with jax.set_mesh(run.mesh):
+        score_args = (run.state.trainable, run.frozen, run.batch)
+        for name in names:
+            if name == "score":
+                lowered = steps.score.lower(*score_args)
+            elif name == "gradients":
+                scored = _scored(run, jax.eval_shape(steps.score, *score_args))
+                at = (jax.ShapeDtypeStruct((), jnp.int32),) * 2
+                lowered = steps.policy_gradients.lower(*score_args, scored, at)
+            else:
+                lowered = _lower_sampling(run)
+            done.append(_compile(name, lowered, say))
+    return done
+
+
+def _scored(run: Run, scored: Any) -> Any:
+    """What `score` hands to the gradients: the table of visual tokens whole, [B,T] in rows."""
+    sizes = dict(run.mesh.shape)
+
+    def place(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        is_rows = array.shape[0] == run.cfg.learner.batch.rows
+        axes = ("batch", None) if is_rows else (None, None)
+        spec = sharding.partition_spec(axes, array.shape, sizes)
+        return jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=NamedSharding(run.mesh, spec)
+        )
+
+    return jax.tree.map(place, scored)
+
+
+def _lower_sampling(run: Run) -> Any:
+    """The engine's largest shape. Rows over data and fsdp, as in a training batch."""
+    cfg = run.cfg.engine
+    shape = Shape(cfg.batch_sizes[-1], cfg.context_lengths[-1], cfg.image_rows[-1])
+    generate = engine.jit_generate(
+        run.graphdef,
+        model_cfg=run.model_cfg,
+        end_token_ids=(run.model_cfg.eos_token_id,),
+        forbidden_ids=_forbidden_ids(run.model_cfg),
+        cfg=cfg,
+    )
+    axes = dict(sharding.BATCH_RULES) | _ENGINE_AXES
+    one = Shape(1, 1, 1)  # only names and dtypes are of use: the largest shape is gigabytes
+    small = empty_arrays(one, dataclasses.replace(cfg, image_row_patches=1), 1)._asdict()
+    sizes = {
+        "b": shape.rows,
+        "t": shape.context_length,
+        "i": shape.image_rows,
+        "p": cfg.image_row_patches,
+        "f": run.model_cfg.vision.patch_features,
+        "2": 2,
+        "3": 3,
+    }
+    arrays = []
+    for name, array in small.items():
+        dims = tuple(sizes[letter] for letter in name.rpartition("_")[2])
+        spec = sharding.partition_spec(axes[name], dims, dict(run.mesh.shape))
+        placed = NamedSharding(run.mesh, spec)
+        arrays.append(jax.ShapeDtypeStruct(dims, array.dtype, sharding=placed))
+    return generate.lower(run.frozen, run.state.trainable, *arrays)
+
+
+def _compile(name: str, lowered: Any, say: Callable[[str], None]) -> Compiled:
+    started_s = time.monotonic()
+    say(f"compiling {name} ...")
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())
+        used = _OUT_OF_MEMORY.search(reason)
+        if "RESOURCE_EXHAUSTED" not in reason or not used:
+            raise ConfigError(f"the compiler refuses {name}: {reason[:300]}") from None
+        seconds = time.monotonic() - started_s
+        wanted = float(used["size"]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used["unit"]]
+        say(f"{name} does not compile ({seconds:.0f} s): {used[0]}")
+        return Compiled(name, seconds, "", out_of_memory=used[0], wanted_bytes=wanted)
+    seconds = time.monotonic() - started_s
+    say(f"compiled {name} in {seconds:.0f} s")
+    memory = compiled.memory_analysis()
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:  # seen with libtpu 0.0.51 for v6e, jaxlib 0.10.2
+        text = ""
+        reason = " ".join(str(error).split())
+        say(f"{name}: this jaxlib cannot read the program of this libtpu, so only its memory is "
+            f"known; try the libtpu that jax[tpu] names ({reason[:150]})")  # fmt: skip
+    return Compiled(
+        name,
+        seconds,
+        text,
+        argument_bytes=memory.argument_size_in_bytes,
+        new_bytes=memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.generated_code_size_in_bytes,
+    )
+
+
+def chip_bytes(tree: Any) -> int:
+    """Bytes of one chip's part of every leaf."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        part = leaf.sharding.shard_shape(leaf.shape) if leaf.shape else ()
+        size = 1
+        for length in part:
+            size *= length
+        total += size * leaf.dtype.itemsize
+    return total
+
+
+def _forbidden_ids(cfg: qwen2_vl.Qwen2VLConfig) -> tuple[int, ...]:
+    """As a run's tokenizer would say; which ids they are changes no cost."""
+    return (
+        cfg.vision_start_token_id,
+        cfg.vision_end_token_id,
+        cfg.image_token_id,
+        cfg.video_token_id,
+    )
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, placed: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
+        tree,
+        shardings,
+    )
