@@ -56,7 +56,8 @@ def get_config() -> ConfigDict:
     cfg.learner.batch.patch_lengths = (5336,)
     cfg.learner.batch.pack = True
     cfg.learner.optimizer = ConfigDict({"lr": 1e-4, "warmup_steps": 10})
-    cfg.learner.loss = ConfigDict({"kl_coefficient": 0.01})
+    cfg.algorithm = ConfigDict()
+    cfg.algorithm.loss = ConfigDict({"kl_coefficient": 0.01})
 
     cfg.mesh = ConfigDict({"data": 1, "fsdp": -1, "model": 1})
     return cfg

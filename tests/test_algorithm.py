@@ -50,26 +50,36 @@ def groups(rewards: list[float] | None = None) -> list[list[Trajectory]]:
     return [paid[n : n + 4] for n in range(0, len(paid), 4)]
 
 
+@functools.cache
+def compiled(loss, critic, use_reference: bool, recompute_old: bool, lr: float):
+    """(model, optimizer, steps): compiled once for all tests that need the same programs."""
+    model = test_step.make_model(targets=("all",))
+    optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(lr=lr), 100)
+    steps = learner_step.make_steps(
+        model[0],
+        optimizer,
+        loss,
+        critic_cfg=critic,
+        use_reference=use_reference,
+        recompute_old=recompute_old,
+    )
+    return model, optimizer, steps
+
+
 class Learner:
     """Steps of one algorithm on the tiny model."""
 
-    def __init__(self, cfg: AlgorithmConfig, lr: float = 1e-2) -> None:
-        graphdef, lora, self.frozen = test_step.make_model(targets=("all",))
-        optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(lr=lr), 100)
+    def __init__(self, cfg: AlgorithmConfig, lr: float = 3e-3) -> None:
+        critic_cfg = cfg.critic if cfg.has_critic else None
+        (_, lora, self.frozen), optimizer, self.steps = compiled(
+            cfg.loss, critic_cfg, cfg.use_reference, cfg.recompute_old, lr
+        )
         critic = None
-        if cfg.has_critic:
-            critic_optimizer = learner_state.make_critic_optimizer(cfg.critic)
+        if critic_cfg is not None:
+            critic_optimizer = learner_state.make_critic_optimizer(critic_cfg)
             critic = learner_state.init_critic(32, critic_optimizer)
         self.cfg = cfg
         self.state = learner_state.init_state(lora, optimizer, critic=critic)
-        self.steps = learner_step.make_steps(
-            graphdef,
-            optimizer,
-            cfg.loss,
-            critic_cfg=cfg.critic if cfg.has_critic else None,
-            use_reference=cfg.use_reference,
-            recompute_old=cfg.recompute_old,
-        )
 
     def step(self, records=None, layout: str = "packed", **options) -> dict[str, float]:
         self.state, metrics, _ = algorithm.learn(
@@ -104,7 +114,7 @@ def likelihood(learner: Learner, good: bool) -> float:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_learn_makes_what_was_paid_likelier_than_what_was_not(name: str):
-    learner = Learner(CONFIGS[name], lr=3e-3)
+    learner = Learner(CONFIGS[name])
     before = [likelihood(learner, good) for good in (True, False)]
     for _ in range(4):
         metrics = learner.step()
@@ -121,7 +131,7 @@ def test_learn_does_not_hang_on_the_layout_or_the_order_in_a_group(name: str):
     straight, other = Learner(cfg), Learner(cfg)
     expected = straight.step()
     turned = [group[::-1] for group in groups()]
-    got = other.step(turned, "prompts shared, a row at a time")
+    got = other.step(turned, "prompts shared")
     for metric in ("learner/loss", "learner/grad_norm"):
         assert got[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
 

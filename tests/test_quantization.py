@@ -17,7 +17,7 @@ from uirl_jax.learner import step as learner_step
 from uirl_jax.models import peft_adapters, quantization, qwen2_vl, qwen2_vl_weights, sharding
 from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
-from uirl_jax.rl.losses import GrpoConfig
+from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.run_config import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 
 # Wide enough for a channel's largest weight to be what it is in a real model, about 3 sigma.
@@ -245,12 +245,12 @@ def train(quantize: bool):
     optimizer = learner_state.make_optimizer(
         learner_state.OptimizerConfig(lr=1e-2, clip_norm=1e9), 10
     )
-    run = learner_step.make_steps(graphdef, optimizer, GrpoConfig())
+    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
     state = learner_state.init_state(lora, optimizer)
     arrays = learner_step.to_device(test_step.make_batch(), None)
     moments, metrics = [], []
     for _ in range(2):
-        state, scalars = run.policy_step(state, frozen, [arrays])
+        state, scalars = run.policy_update(state, frozen, [arrays])
         metrics.append(learner_step.to_floats(scalars))
         moments.append(jax.device_get(state.opt_state[1][0].mu))
     return metrics, before, jax.device_get(frozen), moments[0]

@@ -274,6 +274,7 @@ def losses_with(*, rows: int = 8, parts: int = 1, dropout_seed: int = 0, **lora)
         state = learner_state.init_state(trainable, optimizer)
         for _ in range(3):
             state, metrics = run.supervised_update(state, frozen, batches)
+            state = run.next_step(state)
             losses.append(float(metrics["sft/loss"]))
     return losses
 

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class Size:
 
 SMALL = Size()
 # Ours with a row for every sequence, as the peers have it: what sharing the prompt is worth.
-OWN_VARIANTS = ("ours_prompts_apart",)
+OURS = ("ours", "ours_prompts_apart")
 PEERS = ("torch_peft", "torch_peft_encoded_once")
 
 
@@ -147,7 +147,18 @@ def write_work(directory: Path, size: Size) -> None:
     )
 
 
-def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
+class OurWork(NamedTuple):
+    """What the learner has at hand for a step."""
+
+    steps: Any
+    state: Any
+    frozen: Any
+    algorithm_cfg: Any
+    group: list[Any]
+    make_batches: Callable[..., Any]
+
+
+def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     """Ours: what the learner does with a group of records, from screenshot files to the update."""
     import jax
     import jax.numpy as jnp
@@ -228,26 +239,55 @@ def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
         share_prompts=share_prompts,
     )
 
+    make_batches = functools.partial(
+        batching.make_batches,
+        image_cfg=vision_inputs.ImageConfig(),
+        image_token_id=model.cfg.image_token_id,
+        cfg=batch_cfg,
+    )
+    return OurWork(steps, state, frozen, algorithm_cfg, group, make_batches)
+
+
+def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
+    """A step of ours, from records to the update."""
+    from uirl_jax.learner import algorithm
+
+    ours = our_work(directory, share_prompts=share_prompts)
+    state = ours.state
+
     def step() -> float:
         nonlocal state
         state, metrics, _ = algorithm.learn(
-            [group],
-            algorithm_cfg,
-            steps,
+            [ours.group],
+            ours.algorithm_cfg,
+            ours.steps,
             state,
-            frozen,
-            make_batches=functools.partial(
-                batching.make_batches,
-                image_cfg=vision_inputs.ImageConfig(),
-                image_token_id=model.cfg.image_token_id,
-                cfg=batch_cfg,
-            ),
+            ours.frozen,
+            make_batches=ours.make_batches,
             mesh=None,
             seed=0,
         )
         return metrics["learner/loss"]
 
     return step
+
+
+def counted_gflop(directory: Path, *, share_prompts: bool) -> float:
+    """Matrix products of the compiled step of ours, loops multiplied out."""
+    from tools import plan_hlo
+    from uirl_jax.learner import step as learner_step
+
+    ours = our_work(directory, share_prompts=share_prompts)
+    params, at = learner_step.params_of(ours.state), (np.int32(0),) * 3
+    total = 0.0
+    for batch in ours.make_batches(ours.group):
+        arrays = learner_step.to_device(batch, None)
+        score = ours.steps.score.lower(params, ours.frozen, arrays)
+        scored = ours.steps.score(params, ours.frozen, arrays)
+        gradients = ours.steps.policy_gradients.lower(params, ours.frozen, arrays, scored, at)
+        for lowered in (score, gradients):
+            total += plan_hlo.Program(lowered.compile().as_text()).cost.flops
+    return total / 1e9
 
 
 # -------------------------------------------------------------------------------- the contenders
@@ -267,7 +307,7 @@ def matrix_rate() -> float:
 
 def work(name: str, directory: Path) -> None:
     """A contender's process: one step for every line on stdin, its seconds and loss on stdout."""
-    if name in ("ours", *OWN_VARIANTS):
+    if name in OURS:
         platform_flags.set_defaults()
         step = jax_step(directory, share_prompts=name == "ours")
     else:
@@ -330,12 +370,14 @@ def train(peers: bool, rounds: int, size: Size) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_work(directory, size)
+        # Here, where oneDNN is not asked for: its calls would hide the products.
+        gflop = {n: counted_gflop(directory, share_prompts=n == "ours") for n in OURS}
         contenders: list[Contender] = []
         try:
             cold = _start("ours", directory)
             cold.close()
             # Again, with the programs that the first process compiled.
-            for contender in ("ours", *OWN_VARIANTS, *(PEERS if peers else ())):
+            for contender in (*OURS, *(PEERS if peers else ())):
                 contenders.append(_start(contender, directory))
             rates = []
             for number in range(1, rounds + 1):
@@ -354,6 +396,11 @@ def train(peers: bool, rounds: int, size: Size) -> dict[str, Any]:
     rows = {contender.name: _row(contender) for contender in contenders}
     ours = rows["ours"]["seconds"]
     rows["ours"]["start_seconds_without_cache"] = cold.start_seconds
+    rate = statistics.median(rates)
+    for name in OURS:
+        # The step as a share of what the machine's plain matrix product would take.
+        share = gflop[name] / rows[name]["seconds"] / rate
+        rows[name] |= {"gflop": gflop[name], "of_matrix_rate": share}
     return {
         **rows,
         "ratio": {n: row["seconds"] / ours for n, row in rows.items() if n != "ours"},
@@ -393,6 +440,12 @@ def format_table(result: dict[str, Any]) -> str:
             f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}{row['peak_rss_gib']:10.2f}"
             f"{row['last_loss']:12.6f}"
         )
+    for name in OURS:
+        row = result[name]
+        lines.append(
+            f"{name}: {row['gflop']:.0f} GFLOP of matrix products a step, at "
+            f"{row['of_matrix_rate']:.0%} of the matrix rate"
+        )
     lines.append(f"matrix rate {result['matrix_gflops']:.0f} GFLOP/s (numpy, median)")
     return "\n".join(lines)
 
@@ -406,14 +459,14 @@ def main() -> None:
     training.add_argument("--json", type=Path, help="write the numbers here too")
     bench_load.add_command(commands)
     working = commands.add_parser("work", help="one contender's process (used by train)")
-    working.add_argument("name", choices=("ours", *OWN_VARIANTS, *PEERS))
+    working.add_argument("name", choices=(*OURS, *PEERS))
     working.add_argument("directory", type=Path)
     args = parser.parse_args()
     if args.command == "work":
         work(args.name, args.directory)
         return
-    platform_flags.set_defaults()
     if args.command == "load":
+        platform_flags.set_defaults()
         result = bench_load.load(bench_load.settings_of(args), args.directory)
         print(bench_load.format_table(result))
     else:

@@ -103,7 +103,7 @@ def batch_flops(run: Run) -> dict[str, float]:
         "new policy, forward": text.base + text.adapters,
         "new policy, backward": backward,
     }
-    if run.cfg.learner.loss.kl_coefficient > 0:
+    if run.cfg.algorithm.use_reference:
         parts["reference"] = text.base
     return parts
 

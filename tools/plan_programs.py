@@ -38,7 +38,7 @@ _OUT_OF_MEMORY = re.compile(
     r"(Used |HLO temporaries \()(?P<size>[\d.]+)(?P<unit>[KMG])"
     r"( of [\d.]+[KMG] hbm|\) exceeds available HBM \([\d.]+[KMG]\))"
 )
-_BATCH_FLOATS = {"completion_mask_bt", "behaviour_logprobs_bt", "advantages_bt", "patches_ipf"}
+_BATCH_FLOATS = {"behaviour_logprobs_bt", "advantages_bt", "weights_bt", "patches_ipf"}
 _ENGINE_AXES = {  # BatchArrays' fields -> what their dimensions mean; the rest as in a TrainBatch
     **{name: ("batch",) for name in ("lengths_b", "max_new_b", "temperature_b")},
     "seeds_b2": ("batch", None),
@@ -165,12 +165,13 @@ def abstract_batch(
         "3": 3,
     }
     batch = {}
-    for field in dataclasses.fields(TrainBatch):
-        if field.name == "prefix_segments_bt" and not cfg.share_prompts:
-            continue
-        letters = field.name.rpartition("_")[2]
-        dtype = jnp.float32 if field.name in _BATCH_FLOATS else jnp.int32
-        batch[field.name] = jax.ShapeDtypeStruct([sizes[letter] for letter in letters], dtype)
+    left_out = {*learner_step.HOST_FIELDS, "values_bt", "returns_bt"}  # planned without a critic
+    if not cfg.share_prompts:
+        left_out.add("prefix_segments_bt")
+    for name in {field.name for field in dataclasses.fields(TrainBatch)} - left_out:
+        letters = name.rpartition("_")[2]
+        dtype = jnp.float32 if name in _BATCH_FLOATS else jnp.int32
+        batch[name] = jax.ShapeDtypeStruct([sizes[letter] for letter in letters], dtype)
     return _placed(batch, sharding.batch_shardings(mesh, batch))
 
 
@@ -183,22 +184,22 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
     steps = learner_step.make_steps(
         run.graphdef,
         run.optimizer,
-        run.cfg.learner.loss,
+        run.cfg.algorithm.loss,
         vision_trainable=vision_trainable,
-        use_reference=run.cfg.learner.loss.kl_coefficient > 0,
+        use_reference=run.cfg.algorithm.use_reference,
         temperature=run.cfg.actor.rollout.temperature,
         forbidden_ids=_forbidden_ids(run.model_cfg),
         state_shardings=jax.tree.map(lambda leaf: leaf.sharding, run.state),
     )
     done = []
     with jax.set_mesh(run.mesh):
-        score_args = (run.state.trainable, run.frozen, run.batch)
+        score_args = ((run.state.trainable, None), run.frozen, run.batch)
         for name in names:
             if name == "score":
                 lowered = steps.score.lower(*score_args)
             elif name == "gradients":
                 scored = _scored(run, jax.eval_shape(steps.score, *score_args))
-                at = (jax.ShapeDtypeStruct((), jnp.int32),) * 2
+                at = (jax.ShapeDtypeStruct((), jnp.int32),) * 3
                 lowered = steps.policy_gradients.lower(*score_args, scored, at)
             else:
                 lowered = _lower_sampling(run)

@@ -134,7 +134,7 @@ def _at(state: TrainState, number: int, place: int) -> tuple[jax.Array, np.int32
 
 
 # The device has no use for them: where tokens come from, and what others already say.
-_HOST_FIELDS = ("trajectory_bs", "token_bs", "completion_mask_bt")
+HOST_FIELDS = ("trajectory_bs", "token_bs", "completion_mask_bt")
 
 
 def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
@@ -145,7 +145,7 @@ def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
     arrays = {
         field.name: array
         for field in dataclasses.fields(batch)
-        if (array := getattr(batch, field.name)) is not None and field.name not in _HOST_FIELDS
+        if (array := getattr(batch, field.name)) is not None and field.name not in HOST_FIELDS
     }
     if mesh is None:
         return {name: jnp.asarray(array) for name, array in arrays.items()}
