@@ -19,16 +19,14 @@ from flax import nnx
 
 from configs import grpo_qwen2vl_2b, grpo_qwen2vl_7b
 from tests import small_model
-from tools import (
-    plan,
-    plan_hlo,
-    plan_hlo_ops,
-    plan_machines,
-    plan_model,
-    plan_programs,
-    plan_report,
-    plan_search,
-)
+from tools.planner import hlo as plan_hlo
+from tools.planner import hlo_ops as plan_hlo_ops
+from tools.planner import machines as plan_machines
+from tools.planner import model as plan_model
+from tools.planner import plans
+from tools.planner import programs as plan_programs
+from tools.planner import report as plan_report
+from tools.planner import search as plan_search
 from uirl_jax import config, vision_inputs
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.models import qwen2_vl
@@ -286,7 +284,7 @@ def test_gpu_machines_are_planned_by_formula_and_rows_cut_the_memory():
     machine = plan_machines.find_machine("gpu:8xH100")
     cfg = run_config(grpo_qwen2vl_7b)
     whole, parts = (
-        plan.make_plan(plan_search.with_changes(cfg, rows=n), model_cfg, machine, (), print)
+        plans.make_plan(plan_search.with_changes(cfg, rows=n), model_cfg, machine, (), print)
         for n in (16, 8)
     )
     assert "by formula" in whole["how"]
@@ -412,10 +410,10 @@ def test_nearest_change_is_the_first_that_fits(monkeypatch):
         assert programs == ("score", "gradients")
         return {"fits": cfg.learner.batch.rows <= 4}
 
-    monkeypatch.setattr(plan, "make_plan", compiled)
+    monkeypatch.setattr(plans, "make_plan", compiled)
     cfg = run_config(rows=16, images=160)
     entries = {"score": True, "gradients": False, "sample": True}
-    found = plan.find_nearest_change(
+    found = plans.find_nearest_change(
         cfg,
         None,
         None,
@@ -442,7 +440,7 @@ def test_search_candidates_divide_and_keep_rows_and_screenshots_together():
 def test_search_by_formula_finds_the_fastest_that_fits():
     model_cfg = plan_programs.read_model_config("Qwen2-VL-2B-Instruct")
     machine = plan_machines.find_machine("gpu:4xA100")
-    found = plan.search(run_config(), model_cfg, machine, 100, print)
+    found = plans.search(run_config(), model_cfg, machine, 100, print)
     speeds = [entry["step"]["tokens_per_s"] for _, entry in found]
     assert len(found) > 10 and speeds == sorted(speeds, reverse=True)
     assert all(entry["fits"] for _, entry in found)
@@ -506,7 +504,7 @@ def test_two_layers_at_full_width_compile_for_v5e_and_fit():
     )
     machine = plan_machines.find_machine("v5e:2x4")
     # Without `score`, which has nothing that the other two lack: a minute less.
-    made = plan.make_plan(cfg, model_cfg, machine, ("gradients", "sample"), print)
+    made = plans.make_plan(cfg, model_cfg, machine, ("gradients", "sample"), print)
     print(plan_report.format_plan(made))
     assert made["fits"]
     programs = made["programs"]

@@ -274,7 +274,7 @@ def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
 
 def counted_gflop(directory: Path, *, share_prompts: bool) -> float:
     """Matrix products of the compiled step of ours, loops multiplied out."""
-    from tools import plan_hlo
+    from tools.planner import hlo
     from uirl_jax.learner import step as learner_step
 
     ours = our_work(directory, share_prompts=share_prompts)
@@ -286,7 +286,7 @@ def counted_gflop(directory: Path, *, share_prompts: bool) -> float:
         scored = ours.steps.score(params, ours.frozen, arrays)
         gradients = ours.steps.policy_gradients.lower(params, ours.frozen, arrays, scored, at)
         for lowered in (score, gradients):
-            total += plan_hlo.Program(lowered.compile().as_text()).cost.flops
+            total += hlo.Program(lowered.compile().as_text()).cost.flops
     return total / 1e9
 
 

@@ -9,7 +9,7 @@ compiled, the compiler's numbers count.
 import dataclasses
 import math
 
-from tools.plan_programs import Run, chip_bytes
+from tools.planner.programs import Run, chip_bytes
 from uirl_jax.models.lora import LoraConfig, Projection
 from uirl_jax.models.qwen2_vl import Qwen2VLConfig
 

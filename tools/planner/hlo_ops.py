@@ -3,7 +3,7 @@
 import math
 import re
 
-from tools.plan_hlo_text import Instruction
+from tools.planner.hlo_text import Instruction
 
 
 def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:

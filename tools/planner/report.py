@@ -6,9 +6,10 @@ A plan is a plain dictionary, which `--json` writes as it is and `format_plan` p
 import dataclasses
 from typing import Any
 
-from tools import plan_hlo, plan_model
-from tools.plan_machines import Chip, Machine
-from tools.plan_programs import Compiled, Run, chip_bytes
+from tools.planner import hlo as plan_hlo
+from tools.planner import model as plan_model
+from tools.planner.machines import Chip, Machine
+from tools.planner.programs import Compiled, Run, chip_bytes
 
 GIB = 2**30
 

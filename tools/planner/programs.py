@@ -31,7 +31,7 @@ from uirl_jax.run_config import ModelConfig, RunConfig
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
 
-PUBLISHED = Path(__file__).parents[1] / "uirl_jax" / "assets" / "published"
+PUBLISHED = Path(__file__).parents[2] / "uirl_jax" / "assets" / "published"
 PROGRAMS = ("score", "gradients", "sample")
 # What libtpu says where a program is too large, as its parts notice it.
 _OUT_OF_MEMORY = re.compile(

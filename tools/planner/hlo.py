@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import re
 
-from tools import plan_hlo_ops as ops
-from tools.plan_hlo_text import Array, Instruction, parse
+from tools.planner import hlo_ops as ops
+from tools.planner.hlo_text import Array, Instruction, parse
 
 _COLLECTIVES = (
     "all-gather",
