@@ -18,7 +18,7 @@ import pytest
 from tests import tiny_config, tiny_model
 from uirl_jax import checkpoints, config, main, run_config
 from uirl_jax.errors import ConfigError
-from uirl_jax.shards import journal
+from uirl_jax.shards import journal, reader
 
 ROOT = Path(__file__).parents[1]
 SHIPPED_MODEL = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
@@ -90,6 +90,24 @@ def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model
 def metric_by_step(workdir: Path, name: str) -> list[float]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)[name] for line in lines]
+
+
+def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path, model_dir):
+    """A learning rate near the end of float32: the second update is infinite."""
+    process = run(
+        tmp_path / "run",
+        model_dir,
+        "--config.learner.optimizer.lr=1e38",
+        "--config.learner.optimizer.weight_decay=1e3",
+        "--config.evaluation.episodes=0",
+    )
+    assert process.returncode != 0
+    last = process.stderr.strip().splitlines()[-1]
+    aside = tmp_path / "run" / "quarantine" / "step-2"
+    assert "error: step 2: learner/update_norm=inf is not finite" in last and str(aside) in last
+    assert metric_by_step(tmp_path / "run", "step") == [1]
+    records = [entry for path in aside.iterdir() for entry in reader.scan_shard(path)[1]]
+    assert len(records) == GROUPS * MEMBERS
 
 
 def test_main_eight_devices_train_as_one_does(tmp_path):

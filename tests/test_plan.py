@@ -184,9 +184,9 @@ def test_text_formula_equals_the_compiled_forward_pass():
     def run(state):
         model = nnx.merge(graphdef, state)
         x_btd = qwen2_vl.hidden(model, token_ids_bt, None, None, positions_3bt, segments_bt)
-        return qwen2_vl.target_logprobs(model, x_btd, jnp.asarray(token_ids_bt))
+        return qwen2_vl.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt))
 
-    text = plan_model.text_forward(cfg, lora, rows * tokens, tokens, rows * tokens)
+    text = plan_model.text_forward(cfg, lora, rows * tokens, tokens, rows * (tokens - 1))
     # Plain attention computes the half that the causal mask throws away, too.
     expected = text.base + text.adapters + text.attention
     assert program_of(run, state).cost.flops == expected
@@ -244,9 +244,9 @@ def test_backward_formula_is_near_the_compiled_gradient():
     def loss(adapters, frozen):
         model = nnx.merge(graphdef, adapters, frozen)
         x_btd = qwen2_vl.hidden(model, token_ids_bt, None, None, positions_3bt, segments_bt)
-        return qwen2_vl.target_logprobs(model, x_btd, jnp.asarray(token_ids_bt)).sum()
+        return qwen2_vl.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt)).sum()
 
-    text = plan_model.text_forward(cfg, lora, 80, 40, 80)
+    text = plan_model.text_forward(cfg, lora, 80, 40, 78)  # a row's first token is not scored
     whole = text.base + text.adapters + text.attention
     whole += text.projections + 2 * text.adapters + 4 * text.attention
     whole += 2 * text.vocabulary  # backward, and recomputed: it is always checkpointed

@@ -20,6 +20,7 @@ import numpy as np
 
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.errors import TrainingError
 from uirl_jax.learner import algorithm
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
@@ -30,6 +31,8 @@ from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.shards import batching
 from uirl_jax.shards.reader import ShardQueue
+from uirl_jax.shards.record import TokenLayout
+from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TrainBatch, Trajectory
 
 
@@ -80,7 +83,8 @@ def run_learner(
       replace_advantages: for tests: with zeros nothing may be learnt.
     Raises:
       CheckpointError: there are checkpoints and none is whole.
-      TrainingError: a loss or gradient norm that is not finite.
+      TrainingError: a loss, gradient norm or reward that is not finite. The step's records are set
+        aside under quarantine/, the last checkpoint stays.
     """
     # 1. The state: fresh, or of the newest checkpoint that is whole.
     updates = cfg.steps * algorithm_cfg.updates_a_step
@@ -187,18 +191,22 @@ def run_learner(
                 break
             waited_s = time.monotonic() - step_started_s
 
-            state, metrics, tokens = algorithm.learn(
-                groups,
-                algorithm_cfg,
-                steps,
-                state,
-                model.frozen,
-                make_batches=make_batches,
-                mesh=mesh,
-                seed=seed,
-                replace_advantages=replace_advantages,
-            )
-            check_finite(step + 1, metrics)
+            try:
+                state, metrics, tokens = algorithm.learn(
+                    groups,
+                    algorithm_cfg,
+                    steps,
+                    state,
+                    model.frozen,
+                    make_batches=make_batches,
+                    mesh=mesh,
+                    seed=seed,
+                    replace_advantages=replace_advantages,
+                )
+                check_finite(step + 1, metrics)
+            except TrainingError as error:
+                aside = _set_aside(workdir / "quarantine" / f"step-{step + 1}", groups, model)
+                raise TrainingError(f"{error}; its records are in {aside}") from None
 
             step += 1
             learnt_s = time.monotonic() - step_started_s - waited_s
@@ -273,6 +281,22 @@ def _wait_for_groups(
             return groups
         stop.wait(cfg.poll_s)
     return None
+
+
+def _set_aside(directory: Path, groups: list[list[Trajectory]], model: PolicyModel) -> Path:
+    """Shards of a step's records, one an actor, for whoever looks for what went wrong."""
+    layout = TokenLayout(
+        model.cfg.vocab_size, model.cfg.image_token_id, model.cfg.vision.spatial_merge_size
+    )
+    by_actor: dict[str, list[Trajectory]] = {}
+    for group in groups:
+        for trajectory in group:
+            by_actor.setdefault(trajectory.actor_id, []).append(trajectory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for actor_id, records in by_actor.items():
+        path = directory / f"{actor_id}.tfrecord"
+        write_shard(path, records, base_hash=model.base_hash, layout=layout)
+    return directory
 
 
 def _rewards(group: list[Trajectory]) -> np.ndarray:

@@ -90,7 +90,7 @@ def check_finite(step: int, metrics: dict[str, float]) -> None:
     if wrong:
         raise TrainingError(
             f"step {step}: {', '.join(wrong)} is not finite; the last checkpoint is kept. "
-            "Lower the learning rate, or look at the batch that was saved aside"
+            "Lower the learning rate, or look at what it trained on"
         )
 
 
