@@ -8,7 +8,8 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.models.lora import LoraConfig
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Remat, VisionConfig
+from uirl_jax.models.qwen2_vl import Qwen2VL, Remat
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
 LORA = LoraConfig(rank=2, alpha=8.0)
 CONFIG = Qwen2VLConfig(

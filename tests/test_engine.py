@@ -14,7 +14,7 @@ from uirl_jax import vision_inputs
 from uirl_jax.engine import requests
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult, Shape
 from uirl_jax.errors import ConfigError, PolicyError
-from uirl_jax.models import qwen2_vl
+from uirl_jax.models import qwen2_vl, scoring
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 
 VOCAB, IMAGE_TOKEN, END_TOKEN = 64, 60, 1
@@ -166,9 +166,7 @@ def learner_pass(graphdef, frozen, lora, images, ids, vision_index, positions, s
     visual_md = qwen2_vl.encode_images(model, *images)
     x_btd = qwen2_vl.hidden(model, ids, visual_md, vision_index, positions, segments)
     forbidden_v = np.isin(np.arange(VOCAB), FORBIDDEN)
-    scores_bt = qwen2_vl.token_logprobs(
-        model, x_btd, ids, temperature=heat, forbidden_v=forbidden_v
-    )
+    scores_bt = scoring.token_logprobs(model, x_btd, ids, temperature=heat, forbidden_v=forbidden_v)
     return qwen2_vl.logits(model, x_btd)[0], scores_bt[0]
 
 

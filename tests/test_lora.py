@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests import small_model
 from uirl_jax.errors import ConfigError
-from uirl_jax.models import qwen2_vl
+from uirl_jax.models import qwen2_vl, scoring
 from uirl_jax.models.lora import PROJECTIONS, Linear, LoraConfig, LoRAParam, targets_of
 from uirl_jax.models.qwen2_vl import Qwen2VL
 
@@ -174,7 +174,7 @@ def test_gradient_of_fresh_adapters_moves_b_and_not_yet_a():
     def loss(adapters):
         model = nnx.merge(graphdef, adapters, frozen)
         x_btd = hidden(model, IDS_BT, None, None, POSITIONS_3BT, np.ones((2, 6), np.int32))
-        return qwen2_vl.token_logprobs(model, x_btd, IDS_BT).sum()
+        return scoring.token_logprobs(model, x_btd, IDS_BT).sum()
 
     grads = jax.jit(jax.grad(loss))(adapters)["text"]["blocks"]
     for name, leaf in grads.items():

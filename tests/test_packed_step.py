@@ -18,7 +18,7 @@ from tests import test_step
 from uirl_jax import vision_inputs
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.models import qwen2_vl
+from uirl_jax.models import qwen2_vl, scoring
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.rl.weights import token_weights
@@ -175,7 +175,7 @@ def test_compiled_step_holds_no_array_of_rows_by_tokens_by_vocabulary(monkeypatc
     arrays = learner_step.to_device(batch, None)
 
     def largest_elements(max_logits_bytes: int) -> int:
-        monkeypatch.setattr(qwen2_vl, "_MAX_LOGITS_BYTES", max_logits_bytes)
+        monkeypatch.setattr(scoring, "MAX_LOGITS_BYTES", max_logits_bytes)
         run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
         scored = run.score.lower((lora, None), frozen, arrays)
         at = (np.int32(0), np.int32(0), np.int32(0))

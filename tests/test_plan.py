@@ -29,7 +29,7 @@ from tools.planner import report as plan_report
 from tools.planner import search as plan_search
 from uirl_jax import config, vision_inputs
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.models import qwen2_vl
+from uirl_jax.models import qwen2_vl, scoring
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.run_config import MeshConfig, RunConfig
 
@@ -184,7 +184,7 @@ def test_text_formula_equals_the_compiled_forward_pass():
     def run(state):
         model = nnx.merge(graphdef, state)
         x_btd = qwen2_vl.hidden(model, token_ids_bt, None, None, positions_3bt, segments_bt)
-        return qwen2_vl.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt))
+        return scoring.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt))
 
     text = plan_model.text_forward(cfg, lora, rows * tokens, tokens, rows * (tokens - 1))
     # Plain attention computes the half that the causal mask throws away, too.
@@ -244,7 +244,7 @@ def test_backward_formula_is_near_the_compiled_gradient():
     def loss(adapters, frozen):
         model = nnx.merge(graphdef, adapters, frozen)
         x_btd = qwen2_vl.hidden(model, token_ids_bt, None, None, positions_3bt, segments_bt)
-        return qwen2_vl.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt)).sum()
+        return scoring.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt)).sum()
 
     text = plan_model.text_forward(cfg, lora, 80, 40, 78)  # a row's first token is not scored
     whole = text.base + text.adapters + text.attention

@@ -16,7 +16,8 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import peft_adapters, quantization, qwen2_vl, qwen2_vl_weights, sharding
 from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.run_config import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 

@@ -11,9 +11,10 @@ from PIL import Image
 from tests import small_model
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ModelError
-from uirl_jax.models import layers, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models import layers, qwen2_vl, qwen2_vl_weights, scoring
 from uirl_jax.models.lora import LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 V = 90  # image token of the oracle's configs
 MERGE = 2
@@ -266,7 +267,7 @@ def test_remat_policies_give_the_same_gradients():
         def loss(adapters):
             model = nnx.merge(graphdef, adapters, frozen)
             x_btd = hidden(model, ids_bt, None, None, positions_3bt, np.ones((1, 5), np.int32))
-            return qwen2_vl.token_logprobs(model, x_btd, ids_bt).sum()
+            return scoring.token_logprobs(model, x_btd, ids_bt).sum()
 
         return jax.jit(jax.grad(loss))(adapters)
 
@@ -296,7 +297,7 @@ def test_token_logprobs_any_chunk_equals_numpy(chunk):
     model = noisy_model()
     ids_bt, _ = text_inputs(2, 8)
     x_btd = np.random.default_rng(1).normal(size=(2, 8, 32)).astype(np.float32)
-    got_bt = qwen2_vl.token_logprobs(model, x_btd, ids_bt, chunk=chunk)
+    got_bt = scoring.token_logprobs(model, x_btd, ids_bt, chunk=chunk)
     np.testing.assert_allclose(got_bt, numpy_logprobs(model, x_btd, ids_bt), atol=1e-5)
 
 
@@ -305,7 +306,7 @@ def test_token_logprobs_temperature_and_forbidden_ids_are_those_of_the_sampled_d
     ids_bt = np.arange(10, 18, dtype=np.int32)[None]
     forbidden_v = np.arange(50) < 10
     x_btd = np.random.default_rng(1).normal(size=(1, 8, 32)).astype(np.float32)
-    got_bt = qwen2_vl.token_logprobs(model, x_btd, ids_bt, temperature=0.7, forbidden_v=forbidden_v)
+    got_bt = scoring.token_logprobs(model, x_btd, ids_bt, temperature=0.7, forbidden_v=forbidden_v)
     expected_bt = numpy_logprobs(model, x_btd, ids_bt, 0.7, forbidden_v)
     np.testing.assert_allclose(got_bt, expected_bt, atol=1e-5)
 
@@ -316,7 +317,7 @@ def test_token_logprobs_gradient_holds_no_array_of_the_whole_vocabulary():
     x_btd = jnp.ones((2, 129, 32))
 
     def loss(x_btd):
-        return qwen2_vl.token_logprobs(model, x_btd, ids_bt, chunk=16).sum()
+        return scoring.token_logprobs(model, x_btd, ids_bt, chunk=16).sum()
 
     text = str(jax.make_jaxpr(jax.grad(loss))(x_btd))
     assert "f32[2,16,50]" in text

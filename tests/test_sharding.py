@@ -21,9 +21,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
-from uirl_jax.models import quantization, qwen2_vl, qwen2_vl_weights, sharding, stacking
+from uirl_jax.models import quantization, qwen2_vl, qwen2_vl_weights, scoring, sharding, stacking
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, VisionConfig
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 from uirl_jax.types import TrainBatch
 
 EVERYWHERE = LoraConfig(rank=2, targets=("all", "vision", "merger"))
@@ -187,7 +188,7 @@ def loss_and_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
                 rows["positions_3bt"],
                 rows["segment_ids_bt"],
             )
-            return qwen2_vl.token_logprobs(model, x_btd, rows["token_ids_bt"]).mean()
+            return scoring.token_logprobs(model, x_btd, rows["token_ids_bt"]).mean()
 
         return jax.value_and_grad(loss)(state)
 
@@ -278,7 +279,7 @@ def adapter_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
                 batch["positions_3bt"],
                 batch["segment_ids_bt"],
             )
-            return qwen2_vl.token_logprobs(model, x_btd, batch["token_ids_bt"]).mean()
+            return scoring.token_logprobs(model, x_btd, batch["token_ids_bt"]).mean()
 
         return jax.value_and_grad(loss)(adapters)
 

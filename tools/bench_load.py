@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:  # the bench's peers are measured in processes that import no JAX
-    from uirl_jax.models.qwen2_vl import Qwen2VLConfig
+    from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 BLOCK_BYTES = 16 * 2**20
 SHARD_BYTES = 1_200_000_000
@@ -65,7 +65,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def qwen2_vl_2b() -> "Qwen2VLConfig":
     """As in Hugging Face's Qwen/Qwen2-VL-2B-Instruct."""
-    from uirl_jax.models.qwen2_vl import Qwen2VLConfig, VisionConfig
+    from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
     return Qwen2VLConfig(
         vocab_size=151_936,

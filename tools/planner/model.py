@@ -11,9 +11,9 @@ import math
 
 from tools.planner.programs import Run, chip_bytes
 from uirl_jax.models.lora import LoraConfig, Projection
-from uirl_jax.models.qwen2_vl import Qwen2VLConfig
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
-_LOGITS_BYTES = 256 * 2**20  # of a chip's logits that are held at once (qwen2_vl.token_logprobs)
+_LOGITS_BYTES = 256 * 2**20  # of a chip's logits that are held at once (scoring.token_logprobs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 from uirl_jax.learner.state import Critic, CriticConfig, TrainState, make_critic_optimizer
-from uirl_jax.models import qwen2_vl, sharding
+from uirl_jax.models import qwen2_vl, scoring, sharding
 from uirl_jax.rl import losses
 from uirl_jax.types import TrainBatch
 
@@ -230,7 +230,7 @@ def make_steps(
         forbidden_v = None
         if forbidden_ids:
             forbidden_v = np.isin(np.arange(model.cfg.vocab_size), forbidden_ids)
-        return qwen2_vl.token_logprobs_and_entropies(
+        return scoring.token_logprobs_and_entropies(
             model,
             x_btd,
             batch["token_ids_bt"],

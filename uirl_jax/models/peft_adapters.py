@@ -25,7 +25,8 @@ from flax import nnx
 
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.models.lora import PROJECTIONS, LoraConfig, LoRAParam, targets_of
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 from uirl_jax.models.qwen2_vl_names import Leaf, current_name, leaves_of
 from uirl_jax.models.qwen2_vl_weights import adapters_to_numpy
 from uirl_jax.models.weight_files import DTYPE_NAMES, listed, replacing

@@ -8,199 +8,25 @@ positions come from vision_inputs; nothing here samples or computes a loss.
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from uirl_jax.errors import ModelError
 from uirl_jax.models import layers
 from uirl_jax.models.attention import attention, masked_attention
 from uirl_jax.models.lora import Linear, LoraConfig, Projection, split_key
-from uirl_jax.models.sharding import constrain, on_a_device
+from uirl_jax.models.qwen2_vl_config import VISION_ROPE_THETA, Qwen2VLConfig, VisionConfig
+from uirl_jax.models.sharding import constrain
 
 # What a block keeps for its backward pass: none recomputes nothing (most memory), dots recomputes
 # everything but the outputs of projections, full keeps the block's input alone (least memory).
 Remat = Literal["none", "dots", "full"]
 
-_MAX_LOGITS_BYTES = 256 * 2**20  # of a device's float32 logits at once, see token_logprobs
-
 _VISION_NORM_EPS = 1e-6  # not in the config of the reference either
-_VISION_ROPE_THETA = 10_000.0
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """The vision tower. Defaults are those of the published models."""
-
-    depth: int = 32
-    embed_dim: int = 1280
-    num_heads: int = 16
-    mlp_ratio: float = 4
-    hidden_size: int = 1536  # of the text tower: the width of a visual token
-    in_channels: int = 3
-    patch_size: int = 14
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
-
-    @property
-    def mlp_dim(self) -> int:
-        return int(self.embed_dim * self.mlp_ratio)
-
-    @property
-    def patch_features(self) -> int:
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
-
-@dataclasses.dataclass(frozen=True)
-class Qwen2VLConfig:
-    """Both towers and the special tokens. Names are those of Hugging Face's config.json."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vision: VisionConfig
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
-    mrope_section: tuple[int, ...] = (16, 24, 24)
-    max_position_embeddings: int = 32768
-    initializer_range: float = 0.02  # of the embeddings; projections scale with their width
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = 151643
-    eos_token_id: int | None = 151645
-    image_token_id: int = 151655
-    video_token_id: int = 151656
-    vision_start_token_id: int = 151652
-    vision_end_token_id: int = 151653
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{field.name}={value!r}, expected a positive integer"
-            for config in (self, self.vision)
-            for field in dataclasses.fields(config)
-            if field.type is int
-            and not ((value := getattr(config, field.name)).__class__ is int and value > 0)
-        ]
-        if problems:
-            raise ModelError("config.json: " + "; ".join(problems))
-        if self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"hidden_size={self.hidden_size} is no multiple of "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            problems.append(
-                f"num_attention_heads={self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
-        if 2 * sum(self.mrope_section) != self.head_dim:
-            problems.append(
-                f"mrope_section={self.mrope_section} adds up to {sum(self.mrope_section)}, "
-                f"expected half of head_dim={self.head_dim}"
-            )
-        vision = self.vision
-        if vision.embed_dim % vision.num_heads or vision.head_dim % 4:
-            problems.append(
-                f"vision_config: embed_dim={vision.embed_dim} over num_heads={vision.num_heads}, "
-                "expected a head_dim that is a multiple of 4"
-            )
-        if vision.hidden_size != self.hidden_size:
-            problems.append(
-                f"vision_config: hidden_size={vision.hidden_size}, expected the text tower's "
-                f"{self.hidden_size}"
-            )
-        if problems:
-            raise ModelError("config.json: " + "; ".join(problems))
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> "Qwen2VLConfig":
-        """Reads a config.json, text fields at the top (transformers 4) or in text_config (5).
-
-        Raises: ModelError for another architecture, missing fields, or a variant that this
-        implementation does not compute (sliding windows, scaled RoPE, other activations).
-        """
-        if config.get("model_type") != "qwen2_vl":
-            raise ModelError(
-                f"config.json: model_type={config.get('model_type')!r}, expected 'qwen2_vl'"
-            )
-        text = {**config, **(config.get("text_config") or {})}
-        vision = dict(config.get("vision_config") or {})
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        problems = []
-        if rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope"):
-            problems.append(f"RoPE of type {rope.get('rope_type', rope.get('type'))!r}")
-        if text.get("use_sliding_window"):
-            problems.append("use_sliding_window=true")
-        if text.get("hidden_act", "silu") != "silu":
-            problems.append(f"hidden_act={text['hidden_act']!r}")
-        vision_theta = (vision.get("rope_parameters") or {}).get("rope_theta", _VISION_ROPE_THETA)
-        if vision_theta != _VISION_ROPE_THETA:
-            problems.append(f"vision_config.rope_parameters.rope_theta={vision_theta}")
-        if vision.get("hidden_act", "quick_gelu") != "quick_gelu":
-            problems.append(f"vision_config.hidden_act={vision['hidden_act']!r}")
-        if problems:
-            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
-
-        found = {f.name: text.get(f.name) for f in dataclasses.fields(cls)}
-        if found["num_key_value_heads"] is None:  # no grouping
-            found["num_key_value_heads"] = found["num_attention_heads"]
-        if "rope_theta" in rope:
-            found["rope_theta"] = rope["rope_theta"]
-        if "mrope_section" in rope:
-            found["mrope_section"] = tuple(rope["mrope_section"])
-        # transformers 5 keeps the special tokens at the top, and `false` at the top gives way to
-        # the text tower's `true`.
-        found["tie_word_embeddings"] = bool(
-            config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
-        )
-        if isinstance(found["eos_token_id"], list):
-            found["eos_token_id"] = found["eos_token_id"][0]
-        found = {name: value for name, value in found.items() if value is not None}
-        # in_chans is what the published files call it; the reference reads in_channels alone, and
-        # both are always 3.
-        vision = {"hidden_size": found.get("hidden_size"), **vision}
-        names = {field.name for field in dataclasses.fields(VisionConfig)}
-        found["vision"] = VisionConfig(**{k: v for k, v in vision.items() if k in names})
-        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        missing = sorted(set(required) - set(found))
-        if missing:
-            raise ModelError(f"config.json: missing {', '.join(missing)}")
-        return cls(**found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """config.json that transformers 4 and 5 read: the flat layout of the published models."""
-        values = dataclasses.asdict(self)
-        vision = values.pop("vision")
-        section = list(values.pop("mrope_section"))
-        return {
-            "architectures": ["Qwen2VLForConditionalGeneration"],
-            "model_type": "qwen2_vl",
-            **values,
-            "hidden_act": "silu",
-            "rope_scaling": {"type": "mrope", "mrope_section": section},
-            "use_sliding_window": False,
-            "vision_config": {
-                "model_type": "qwen2_vl",
-                **vision,
-                "in_chans": vision["in_channels"],
-                "hidden_act": "quick_gelu",
-            },
-        }
 
 
 class KVCache(NamedTuple):
@@ -513,7 +339,7 @@ def _vision_blocks(
     vision = model.cfg.vision
     patches_ipf = constrain(patches_ipf.astype(model.compute_dtype), "images", None, None)
     x_ipd = model.visual.patch_embed(patches_ipf)
-    rotary = _Rotary(*layers.axial_angles(patch_positions_ip2, vision.head_dim, _VISION_ROPE_THETA))
+    rotary = _Rotary(*layers.axial_angles(patch_positions_ip2, vision.head_dim, VISION_ROPE_THETA))
 
     def body(
         x_ipd: jax.Array, layer: tuple[VisionBlock, jax.Array | None]
@@ -669,7 +495,7 @@ def vision_block_outputs(
 
 
 def logits(model: Qwen2VL, x_btd: jax.Array) -> jax.Array:
-    """float32[B,T,V]. For whole rows use token_logprobs, which never holds such an array."""
+    """float32[B,T,V]. For whole rows scoring.token_logprobs, which never holds such an array."""
     if model.text.lm_head is not None:
         kernel_dv = constrain(model.text.lm_head.kernel[...].astype(x_btd.dtype), None, "vocab")
         logits_btv = jnp.einsum("btd,dv->btv", x_btd, kernel_dv, preferred_element_type=jnp.float32)
@@ -679,117 +505,6 @@ def logits(model: Qwen2VL, x_btd: jax.Array) -> jax.Array:
             "btd,vd->btv", x_btd, embedding_vd, preferred_element_type=jnp.float32
         )
     return constrain(logits_btv, "batch", None, "vocab")
-
-
-def token_logprobs(
-    model: Qwen2VL,
-    x_btd: jax.Array,
-    token_ids_bt: jax.Array,
-    sampled_index_bs: jax.Array | None = None,
-    *,
-    chunk: int | None = None,
-    temperature: float = 1.0,
-    forbidden_v: jax.Array | None = None,
-) -> jax.Array:
-    """float32[B,T]: [:,t] is the logprob of token_ids[:,t] given x[:,t-1]; [:,0] is 0.
-
-    Values at padding and at the first token of a packed segment are finite and mean nothing.
-
-    Args:
-      sampled_index_bs: int32[B,S], the only positions that are scored, -1 at places that are not
-        used; 0 stands everywhere else. A screenshot's tokens are never sampled, so that a row has
-        far fewer positions to score than it has tokens. None scores all of them.
-      chunk: tokens of a row that are scored at once; float32[B,chunk,V] is the largest array. None:
-        as many as make it 256 MiB on a device.
-      temperature, forbidden_v: bool[V]; of the distribution that was sampled from, so that what the
-        engine recorded and what is computed here are the same number.
-    """
-    logprobs_bt, _ = token_logprobs_and_entropies(
-        model,
-        x_btd,
-        token_ids_bt,
-        sampled_index_bs,
-        chunk=chunk,
-        temperature=temperature,
-        forbidden_v=forbidden_v,
-        entropies=False,
-    )
-    return logprobs_bt
-
-
-def token_logprobs_and_entropies(
-    model: Qwen2VL,
-    x_btd: jax.Array,
-    token_ids_bt: jax.Array,
-    sampled_index_bs: jax.Array | None = None,
-    *,
-    chunk: int | None = None,
-    temperature: float = 1.0,
-    forbidden_v: jax.Array | None = None,
-    entropies: bool = True,
-) -> tuple[jax.Array, jax.Array | None]:
-    """token_logprobs, and beside it the entropy of the distribution that each token is of, in nats.
-
-    Args: see token_logprobs; without `entropies` they are None.
-    """
-    if sampled_index_bs is None:
-        sampled_index_bs = jnp.broadcast_to(
-            jnp.arange(1, token_ids_bt.shape[1]), (len(token_ids_bt), token_ids_bt.shape[1] - 1)
-        )
-    before_bs = jnp.maximum(sampled_index_bs - 1, 0)
-    x_bsd = jnp.take_along_axis(x_btd, before_bs[..., None], axis=1)
-    target_ids_bs = jnp.take_along_axis(token_ids_bt, jnp.maximum(sampled_index_bs, 0), axis=1)
-    if chunk is None:
-        token_bytes = 4 * on_a_device((len(x_btd), model.cfg.vocab_size), "batch", "vocab")
-        chunk = max(_MAX_LOGITS_BYTES // token_bytes, 1)
-
-    def score(x_bcd: jax.Array, target_ids_bc: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        logits_bcv = logits(model, x_bcd) / temperature
-        if forbidden_v is not None:
-            logits_bcv = jnp.where(forbidden_v, jnp.finfo(jnp.float32).min, logits_bcv)
-        # A comparison with the targets instead of a gather: its gradient is elementwise, where the
-        # gather's would be a scatter over the vocabulary.
-        is_target_bcv = target_ids_bc[..., None] == jnp.arange(logits_bcv.shape[-1])
-        target_bc = jnp.sum(jnp.where(is_target_bcv, logits_bcv, 0.0), axis=-1)
-        total_bc = jax.nn.logsumexp(logits_bcv, axis=-1)
-        if not entropies:
-            return target_bc - total_bc, None
-        mean_bc = jnp.sum(jax.nn.softmax(logits_bcv, axis=-1) * logits_bcv, axis=-1)
-        return target_bc - total_bc, total_bc - mean_bc
-
-    scores_bs, entropies_bs = _in_chunks(score, x_bsd, target_ids_bs, chunk)
-    # Past the end of the row, where nothing is written.
-    at_bs = jnp.where(sampled_index_bs < 0, token_ids_bt.shape[1], sampled_index_bs)
-    row_b1 = jnp.arange(len(token_ids_bt))[:, None]
-
-    def spread(values_bs: jax.Array) -> jax.Array:
-        return jnp.zeros(token_ids_bt.shape).at[row_b1, at_bs].set(values_bs, mode="drop")
-
-    return spread(scores_bs), None if entropies_bs is None else spread(entropies_bs)
-
-
-def _in_chunks(
-    score: Callable[..., Any], x_bsd: jax.Array, target_ids_bs: jax.Array, chunk: int
-) -> Any:
-    """score() of a few positions of all rows at a time; its results are [B,S]."""
-    # Recomputed in the backward pass: saved logits of every chunk would be the [B,T,V] array again.
-    score = jax.checkpoint(score)
-    batch, places = target_ids_bs.shape
-    if places <= chunk:
-        return score(x_bsd, target_ids_bs)
-    chunks = -(-places // chunk)
-    chunk = -(-places // chunks)  # equal parts waste the least padding
-    padding = chunks * chunk - places
-    x_kbcd = jnp.moveaxis(
-        jnp.pad(x_bsd, ((0, 0), (0, padding), (0, 0))).reshape(batch, chunks, chunk, -1), 1, 0
-    )
-    target_ids_kbc = jnp.moveaxis(
-        jnp.pad(target_ids_bs, ((0, 0), (0, padding))).reshape(batch, chunks, chunk), 1, 0
-    )
-    results = jax.lax.map(lambda part: score(*part), (x_kbcd, target_ids_kbc))
-    return jax.tree.map(
-        lambda of_kbc: jnp.moveaxis(of_kbc, 0, 1).reshape(batch, -1)[:, :places], results
-    )
 
 
 def init_cache(cfg: Qwen2VLConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:

@@ -10,7 +10,7 @@ import re
 import jax
 from flax import nnx
 
-from uirl_jax.models.qwen2_vl import Qwen2VLConfig
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 from uirl_jax.models.sharding import leaf_names
 
 # Leaf of a block -> tensor of a layer, under the prefix of its tower. `kernel` is the transpose of

@@ -27,7 +27,8 @@ from uirl_jax.errors import ModelError
 from uirl_jax.models import weight_files
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize, is_quantized, quantize_rows, quantized
-from uirl_jax.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Remat
+from uirl_jax.models.qwen2_vl import Qwen2VL, Remat
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 from uirl_jax.models.qwen2_vl_names import Leaf, leaves_of, published_name
 from uirl_jax.models.sharding import leaf_names, state_shardings
 from uirl_jax.models.stacking import start_leaf
