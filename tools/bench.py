@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools import bench_load
+from tools import bench_algorithms, bench_load
 from uirl_jax import platform_flags
 
 THREADS = 2
@@ -458,6 +458,7 @@ def main() -> None:
     training.add_argument("--rounds", type=int, default=5, help="steps of each, after the first")
     training.add_argument("--json", type=Path, help="write the numbers here too")
     bench_load.add_command(commands)
+    bench_algorithms.add_command(commands)
     working = commands.add_parser("work", help="one contender's process (used by train)")
     working.add_argument("name", choices=(*OURS, *PEERS))
     working.add_argument("directory", type=Path)
@@ -469,6 +470,9 @@ def main() -> None:
         platform_flags.set_defaults()
         result = bench_load.load(bench_load.settings_of(args), args.directory)
         print(bench_load.format_table(result))
+    elif args.command == "algorithms":
+        result = bench_algorithms.compare(args)
+        print(bench_algorithms.format_table(result))
     else:
         result = train(args.peers, args.rounds, SMALL)
         print(format_table(result))
