@@ -2,8 +2,8 @@
 
     python -m tools.bench algorithms --workdir=runs/algorithms --json=algorithms.json
 
-Every run is `uirl_jax.main` with a config and a workdir of its own, one after the other; one that is
-finished is not repeated, one that was interrupted carries on. All of them play the same number of
+Every run is `uirl_jax.main` with a config and a workdir of its own, one after the other; what is
+finished is not repeated, what was interrupted carries on. All of them play the same number of
 episodes a step from the shipped base and are evaluated, greedy, on the same held-out instances.
 Replaced groups (DAPO, rejection sampling) are episodes on top: they are in the table.
 """
