@@ -141,7 +141,8 @@ def test_state_shardings_leaves_without_a_rule_are_listed():
 def test_batch_shardings_cover_every_field_of_a_batch():
     mesh = sharding.make_mesh(-1)
     fields = {field.name for field in dataclasses.fields(TrainBatch)}
-    assert set(sharding.batch_shardings(mesh)) == fields
+    # Which trajectory a token is of stays on the host.
+    assert set(sharding.batch_shardings(mesh)) == fields - {"trajectory_bs", "token_bs"}
     specs = {name: s.spec for name, s in sharding.batch_shardings(mesh).items()}
     assert specs["positions_3bt"] == PartitionSpec(None, ("data", "fsdp"), None)
     assert specs["patches_ipf"] == PartitionSpec(("data", "fsdp"), None, None)
