@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ from uirl_jax.models.sharding import leaf_names, state_shardings
 from uirl_jax.models.stacking import start_leaf
 from uirl_jax.models.weight_files import StoredTensor, listed
 
-_HASH_CHUNK_BYTES = 16 * 2**20
+_HASH_BLOCK_BYTES = 16 * 2**20
 # Threads that put tensors in place: one turns 2 GB/s, and a disk may give several times that.
 _PLACERS = 4
 # The names that save_pretrained gives, as transformers does.
@@ -194,9 +195,11 @@ def stored_dtype(model_dir: str | Path) -> jnp.dtype:
 
 
 def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str:
-    """32 hex digits that name a base model: over config.json and every safetensors file.
+    """32 hex digits that name a base model: over config.json and every byte of its safetensors.
 
-    1.2 GB/s on one core. Where `stop` is set meanwhile, what is returned names nothing.
+    Of the checksums of 16 MiB blocks: 12 GB/s on one core, where a cryptographic hash of the bytes
+    does 1.3 and would take longer than loading them. It tells models apart; it does not prove who
+    made one. Where `stop` is set meanwhile, what is returned names nothing.
     """
     model_dir = Path(model_dir)
     digest = hashlib.blake2b(digest_size=16)
@@ -204,8 +207,8 @@ def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str
         # The length keeps a byte from moving over the border between two files unnoticed.
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while not (stop and stop.is_set()) and (chunk := file.read(_HASH_CHUNK_BYTES)):
-                digest.update(chunk)
+            while not (stop and stop.is_set()) and (block := file.read(_HASH_BLOCK_BYTES)):
+                digest.update(google_crc32c.value(block).to_bytes(4, "little"))
     return digest.hexdigest()
 
 
