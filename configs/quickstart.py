@@ -2,7 +2,7 @@
 
     bash launch/local.sh
 
-Starts from the 2.5 M parameter base model that ships with the package: it sees, but it was trained
+Starts from the 2.7 M parameter base model that ships with the package: it sees, but it was trained
 on demonstrations of which most are wrong. See docs/quickstart.md for what was measured.
 """
 

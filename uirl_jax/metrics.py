@@ -249,7 +249,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        phase: "grpo", "cold start": the first word of the line.
+        phase: "training", "cold start": the first word of the line.
         total_steps: of the whole phase, those before a restart included.
         first_step: steps that were done before this process started; they tell nothing about speed.
         """

@@ -168,7 +168,7 @@ def run_learner(
         publish()
 
         # 2. Steps.
-        progress = Progress("grpo", cfg.steps, first_step=step)
+        progress = Progress("training", cfg.steps, first_step=step)
         saved_s = 0.0
         while step < cfg.steps and not stop.is_set():
             step_started_s = time.monotonic()
