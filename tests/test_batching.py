@@ -347,8 +347,8 @@ def test_share_prompts_stops_before_what_was_sampled():
     assert batch.advantages_bt[0].tolist() == [0, 0, 0, 1, 0, 1, 0, -1, 0, -1] + [0] * 6
 
 
-def test_pack_fills_nineteen_slots_of_twenty_on_a_recorded_mix():
-    """Episodes as actors recorded them: lengths from one short turn to ten long ones."""
+def test_pack_fills_nineteen_slots_of_twenty_on_a_mix_of_lengths():
+    """Lengths drawn at random, from one short turn to ten long ones: not recorded by an actor."""
     rng = np.random.default_rng(0)
     records = []
     for _ in range(400):
