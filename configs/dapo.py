@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config() -> ConfigDict:
-    cfg = quickstart.get_config()
+def get_config(task: str = "click_button") -> ConfigDict:
+    cfg = quickstart.get_config(task)
     cfg.algorithm.loss = ConfigDict({"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.0})
     cfg.algorithm.aggregation = "token_mean"
     cfg.algorithm.skip_equal_groups = True

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config() -> ConfigDict:
-    cfg = quickstart.get_config()
+def get_config(task: str = "click_button") -> ConfigDict:
+    cfg = quickstart.get_config(task)
     cfg.algorithm.advantage = ConfigDict({"normalise": "group_mean"})
     cfg.algorithm.aggregation = "constant_length"
     cfg.algorithm.max_tokens = 16  # max_turns x max_new_tokens

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config() -> ConfigDict:
-    cfg = quickstart.get_config()
+def get_config(task: str = "click_button") -> ConfigDict:
+    cfg = quickstart.get_config(task)
     cfg.algorithm.loss.ratio = "turn"
     cfg.algorithm.loss.clip_low = 3e-4  # the paper's, section 5.1
     cfg.algorithm.loss.clip_high = 4e-4

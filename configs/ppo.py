@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config() -> ConfigDict:
-    cfg = quickstart.get_config()
+def get_config(task: str = "click_button") -> ConfigDict:
+    cfg = quickstart.get_config(task)
     cfg.algorithm.advantage = ConfigDict({"estimator": "gae", "normalise": "batch"})
     cfg.algorithm.advantage.gae_lambda = 0.95
     cfg.algorithm.advantage.turn_discount = 0.99

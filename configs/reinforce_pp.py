@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config() -> ConfigDict:
-    cfg = quickstart.get_config()
+def get_config(task: str = "click_button") -> ConfigDict:
+    cfg = quickstart.get_config(task)
     cfg.algorithm.advantage = ConfigDict({"normalise": "batch", "credit": "token"})
     cfg.algorithm.loss.kl_in = "reward"
     return cfg

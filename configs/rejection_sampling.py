@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config() -> ConfigDict:
-    cfg = quickstart.get_config()
+def get_config(task: str = "click_button") -> ConfigDict:
+    cfg = quickstart.get_config(task)
     cfg.algorithm.objective = "imitation"
     cfg.algorithm.keep_reward = 1.0
     cfg.algorithm.keep_per_group = 4  # so that instances that are easy already do not crowd it

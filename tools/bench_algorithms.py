@@ -1,54 +1,121 @@
 """The algorithms on one task from one start: success before and after, with its interval.
 
     python -m tools.bench algorithms --workdir=runs/algorithms --json=algorithms.json
+    python -m tools.bench algorithms --task=enter_text --workdir=runs/algorithms
+    python -m tools.bench algorithms --staleness 0 1 4 16 --names grpo --workdir=runs/algorithms
 
-Every run is `uirl_jax.main` with a config and a workdir of its own, one after the other; what is
-finished is not repeated, what was interrupted carries on. All of them play the same number of
-episodes a step from the shipped base and are evaluated, greedy, on the same held-out instances.
-Replaced groups (DAPO, rejection sampling) are episodes on top: they are in the table.
+Every run is `uirl_jax.main` with a config and a workdir of its own; what is finished is not
+repeated, what was interrupted carries on. All of them play the same number of episodes a step from
+the same base and are evaluated, greedy, on the same held-out instances. Replaced groups (DAPO,
+rejection sampling) are episodes on top: they are in the table.
+
+The base of enter_text is made first, by a cold start (`configs/sft.py:enter_text`): the shipped one
+has never seen a field.
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
 import json
+import os
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ALGORITHMS = (
     *("rejection_sampling", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"),
 )
+TASKS = ("click_button", "enter_text")
+# Stops the cold start of enter_text where there is something left to learn.
+COLD_START = ("--config.cold_start.steps=150", "--config.cold_start.train=all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One line of the table, for every seed one run."""
+
+    label: str
+    algorithm: str
+    flags: tuple[str, ...] = ()
 
 
 def add_command(commands: Any) -> None:
     """`algorithms`, among the commands of tools.bench."""
     comparing = commands.add_parser("algorithms", help="what every algorithm reaches, seed by seed")
-    comparing.add_argument("--workdir", type=Path, required=True, help="of the runs; they resume")
-    comparing.add_argument("--names", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
-    comparing.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
-    comparing.add_argument("--steps", type=int, default=40, help="of 64 episodes each")
-    comparing.add_argument("--json", type=Path, help="write the numbers here too")
+    add = comparing.add_argument
+    add("--workdir", type=Path, required=True, help="of the runs; they resume")
+    add("--task", choices=TASKS, default=TASKS[0])
+    add("--names", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    add("--staleness", type=int, nargs="+", help="compare these, with and without the correction")
+    add("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    add("--steps", type=int, default=30, help="click_button: of 64 episodes each; enter_text: 32")
+    add("--at_once", type=int, default=1, help="runs side by side, each on its share of the cores")
+    add("--json", type=Path, help="write the numbers here too")
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs what is missing; by algorithm and seed the run's summary."""
-    result: dict[str, Any] = {"steps": args.steps, "runs": {}}
-    for seed in args.seeds:  # all algorithms once before any a second time
-        for name in args.names:
-            workdir = args.workdir / f"{name}-{args.steps}-{seed}"
-            summary = workdir / "summary.json"
-            if not summary.is_file():
-                print(f"run={name} seed={seed} steps={args.steps}", flush=True)
-                _run(name, seed, args.steps, workdir)
-            result["runs"].setdefault(name, {})[str(seed)] = _row(json.loads(summary.read_text()))
-    return result
+    """Runs what is missing; by variant and seed the run's summary."""
+    base = _make_base(args) if args.task == "enter_text" else None
+    chosen = variants(args.names, args.staleness)
+    jobs = [(variant, seed) for seed in args.seeds for variant in chosen]
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[n :: args.at_once] for n in range(args.at_once)]
+
+    def run_share(number: int) -> None:
+        while jobs:
+            variant, seed = jobs.pop(0)  # all variants once before any a second time
+            flags = [*variant.flags, f"--config.seed={seed}"]
+            flags += [f"--config.learner.steps={args.steps}"]
+            flags += [f"--config.model.path={base}"] if base else []
+            config = f"configs/{variant.algorithm}.py:{args.task}"
+            _run(config, flags, _workdir(args, variant, seed), shares[number])
+
+    with concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(run_share, range(args.at_once)))
+    runs = {
+        variant.label: {str(seed): _row(_workdir(args, variant, seed)) for seed in args.seeds}
+        for variant in chosen
+    }
+    return {"task": args.task, "steps": args.steps, "at_once": args.at_once, "runs": runs}
 
 
-def _run(name: str, seed: int, steps: int, workdir: Path) -> None:
+def variants(names: Sequence[str], staleness: Sequence[int] | None) -> list[Variant]:
+    """The algorithms as they are, or each at every staleness with and without the correction."""
+    if staleness is None:
+        return [Variant(name, name) for name in names]
+    made = []
+    for name in names:
+        for versions in staleness:
+            flag = f"--config.learner.max_staleness={versions}"
+            made.append(Variant(f"{name}-stale{versions}", name, (flag,)))
+            if versions:
+                plain = (flag, "--config.algorithm.loss.importance=none")
+                made.append(Variant(f"{name}-stale{versions}-uncorrected", name, plain))
+    return made
+
+
+def _workdir(args: argparse.Namespace, variant: Variant, seed: int) -> Path:
+    return args.workdir / args.task / f"{variant.label}-{args.steps}-{seed}"
+
+
+def _make_base(args: argparse.Namespace) -> Path:
+    """The base model of enter_text, made once a workdir."""
+    workdir = args.workdir / args.task / "base"
+    _run("configs/sft.py:enter_text", COLD_START, workdir, sorted(os.sched_getaffinity(0)))
+    return workdir / "cold_start" / "model"
+
+
+def _run(config: str, flags: Sequence[str], workdir: Path, cores: Sequence[int]) -> None:
+    if (workdir / "summary.json").is_file():
+        return
+    print(f"run={workdir}", flush=True)
     workdir.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-m", "uirl_jax.main", f"--config=configs/{name}.py"),
-        *(f"--workdir={workdir}", f"--config.seed={seed}", f"--config.learner.steps={steps}"),
+        *("taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "uirl_jax.main"),
+        *(f"--config={config}", f"--workdir={workdir}", *flags),
     ]
     with (workdir / "bench.log").open("ab") as log:
         done = subprocess.run(command, stdout=log, stderr=log, check=False)
@@ -56,27 +123,38 @@ def _run(name: str, seed: int, steps: int, workdir: Path) -> None:
         raise SystemExit(f"error: {' '.join(command)} ended with {done.returncode}: see {log.name}")
 
 
-def _row(summary: dict[str, Any]) -> dict[str, Any]:
+def _row(workdir: Path) -> dict[str, Any]:
+    """What a run came to; its staleness and training success are means over all its steps."""
+    summary = json.loads((workdir / "summary.json").read_text(encoding="utf-8"))
+    lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(step[name] for step in steps)
+
     return {
         "before": summary["before"],
         "after": summary["after"],
         "train_seconds": summary["train_seconds"],
         "episodes": summary["episodes"]["trained"],
+        "success_while_training": mean("success/mean"),
+        "staleness": mean("offpolicy/staleness"),
     }
 
 
 def format_table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['steps']} steps; successes of held-out instances, 95 % interval",
-        f"{'':20s}{'seed':>5s}{'before':>10s}{'after':>10s}{'interval':>18s}{'episodes':>10s}"
-        f"{'train s':>9s}",
+        f"{result['task']}, {result['steps']} steps; greedy successes of held-out instances",
+        f"{'':26s}{'seed':>5s}{'before':>10s}{'after':>10s}{'95 % interval':>18s}"
+        f"{'training':>10s}{'stale':>7s}{'episodes':>10s}{'train s':>9s}",
     ]
     for name, seeds in result["runs"].items():
         for seed, row in seeds.items():
             before, after = row["before"], row["after"]
             interval = f"{after['low']:.1%} - {after['high']:.1%}"
             lines.append(
-                f"{name:20s}{seed:>5s}{before['rate']:>10.1%}{after['rate']:>10.1%}{interval:>18s}"
+                f"{name:26s}{seed:>5s}{before['rate']:>10.1%}{after['rate']:>10.1%}{interval:>18s}"
+                f"{row['success_while_training']:>10.1%}{row['staleness']:>7.1f}"
                 f"{row['episodes']:>10d}{row['train_seconds']:>9.0f}"
             )
     return "\n".join(lines)
