@@ -27,7 +27,7 @@ CFG = ActorConfig(group_size=3, groups_per_step=2, poll_s=0.01, report_s=0.1)
 COUNTERS = ("published", "env_error", "running", "lost")
 
 
-def task_of(index: int) -> TaskSpec:
+def task_of(index: int, tallies: object = None) -> TaskSpec:
     return TaskSpec("desktop/click_button", seed=100 + index, variant="misses=9", max_turns=2)
 
 
@@ -129,7 +129,7 @@ def test_actor_beside_a_learner_publishes_whole_groups_in_order_and_never_runs_a
     cfg = ActorConfig(3, 2, max_staleness=max_staleness, poll_s=0.01)
     published_version, started = 0, []
 
-    def task_for_group(index):
+    def task_for_group(index, tallies):
         started.append(index)
         assert len(started) <= (max_staleness + published_version + 1) * cfg.groups_per_step
         return task_of(index)
@@ -260,7 +260,8 @@ def test_actor_gives_a_group_up_after_its_retries_and_does_not_try_it_again(tmp_
 def test_actor_stopped_publishes_what_is_whole_and_counts_the_rest(tmp_path):
     """Group 1 is whole, but group 0, which comes before it, hangs."""
 
-    def task_for_group(index):  # told apart by their instructions: which asks first is chance
+    # Told apart by their instructions: which asks first is chance.
+    def task_for_group(index, tallies):
         name = "desktop/click_button" if index else "desktop/enter_text"
         return TaskSpec(name, index, max_turns=1)
 
@@ -345,7 +346,7 @@ def test_actor_killed_and_restarted_repeats_what_was_lost_and_nothing_else(tmp_p
         slow = Slow(lambda turn: "click(1, 1)")
         async with (
             world.verifier() as url,
-            acting(first, url, slow, cfg=cfg, concurrency=2, task_for_group=lambda index: task) as (
+            acting(first, url, slow, cfg=cfg, concurrency=2, task_for_group=lambda *_: task) as (
                 actor,
                 _,
                 _,
@@ -360,9 +361,11 @@ def test_actor_killed_and_restarted_repeats_what_was_lost_and_nothing_else(tmp_p
         queue = ShardQueue(second, RUN, BASE)
         async with (
             world.verifier() as url,
-            acting(
-                second, url, again, cfg=cfg, concurrency=2, task_for_group=lambda index: task
-            ) as (actor, _, _),
+            acting(second, url, again, cfg=cfg, concurrency=2, task_for_group=lambda *_: task) as (
+                actor,
+                _,
+                _,
+            ),
         ):
             groups = await take(queue, 2, 0, actor=actor)
             publish(second, 1, [0, 1], finished=True)

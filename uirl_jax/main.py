@@ -26,11 +26,12 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from uirl_jax import config, evaluate, metrics, platform_flags, policy_sync, report, seeds
+from uirl_jax import config, evaluate, metrics, platform_flags, policy_sync, report
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
 from uirl_jax.actor.player import Player
 from uirl_jax.chat import Chat
+from uirl_jax.curriculum import Curriculum
 from uirl_jax.engine.engine import Engine
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.algorithm import Advantages
@@ -39,7 +40,6 @@ from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.models import loading, qwen2_vl_weights, sharding
 from uirl_jax.run_config import MeshConfig, RunConfig
 from uirl_jax.shards.record import TokenLayout
-from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import supervisor
 from uirl_jax.verifiers.client import VerifierClient
 
@@ -156,10 +156,9 @@ class Run:
     def base_urls(self) -> list[str]:
         return list(self.cfg.verifier.urls) or supervisor.read_urls(self.port_file)
 
-    def task_for_group(self, index: int) -> TaskSpec:
-        kinds = self.cfg.kinds
-        seed = seeds.train_seed(self.cfg.seed, index)
-        return dataclasses.replace(kinds[index % len(kinds)], seed=seed)
+    @property
+    def curriculum(self) -> Curriculum:
+        return Curriculum(self.cfg.curriculum, self.cfg.kinds, self.cfg.seed)
 
     def say(self, event: str, **fields: object) -> None:
         print(metrics.key_values(event, **fields), flush=True)
@@ -238,7 +237,7 @@ class Players:
             base_hash=self.model.base_hash,
             layout=run.layout(self.model),
             to_lora=self.to_lora,
-            task_for_group=run.task_for_group,
+            task_for_group=run.curriculum.task,
             run_seed=cfg.seed,
             stop=stop,
             on_report=on_report,
@@ -306,6 +305,7 @@ def learn(
             workdir=run.workdir,
             run_id=run.run_id,
             mesh=mesh,
+            curriculum=run.curriculum,
             stop=stop,
             temperature=run.cfg.actor.rollout.temperature,
             forbidden_ids=forbidden_ids(run.make_chat(model), model),

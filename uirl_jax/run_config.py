@@ -9,6 +9,7 @@ from typing import Literal
 
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import ChatConfig
+from uirl_jax.curriculum import MAX_ENTRIES, CurriculumConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner.algorithm import AlgorithmConfig
@@ -92,6 +93,7 @@ class RunConfig:
     verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)
     actor: ActorSection = dataclasses.field(default_factory=ActorSection)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     cold_start: ColdStartConfig = dataclasses.field(default_factory=ColdStartConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -115,6 +117,16 @@ class RunConfig:
             faults.append(
                 f"model.quantize={self.model.quantize!r}: a cold start writes a merged model, "
                 "which int8 weights cannot become; set cold_start.steps=0 or quantize='none'"
+            )
+        if self.algorithm.replay and not self.curriculum.instances:
+            faults.append(
+                "algorithm.replay=True: with curriculum.instances=0 no instance comes back, and "
+                "nothing stored is ever used; say how many instances there are"
+            )
+        if len(self.tasks) * self.curriculum.instances > MAX_ENTRIES:
+            faults.append(
+                f"curriculum.instances={self.curriculum.instances}: with {len(self.tasks)} tasks "
+                f"more than {MAX_ENTRIES} in all"
             )
         if faults:
             raise ConfigError("; ".join(faults))

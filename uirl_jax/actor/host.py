@@ -76,6 +76,8 @@ class ActorConfig:
 
 
 Report = Callable[[dict[str, float]], None]
+# Of a group's index and the learner's tallies (curriculum.Tallies), which the policy came with.
+TaskForGroup = Callable[[int, Any], TaskSpec]
 
 
 async def run_actor(
@@ -86,16 +88,16 @@ async def run_actor(
     base_hash: str,
     layout: TokenLayout,
     to_lora: Callable[[dict[str, np.ndarray]], Any],
-    task_for_group: Callable[[int], TaskSpec],
+    task_for_group: TaskForGroup,
     run_seed: int,
     stop: asyncio.Event,
     on_report: Report | None = None,
 ) -> dict[str, float]:
     """Samples groups and publishes them until the learner has finished, or `stop` is set.
 
-    Group i is G episodes of task_for_group(i), with seeds of (run_seed, i, member): what was lost
-    with a killed process is played again. Groups become shards whole, each a shard of its own, a
-    group not before the lower ones that run with it.
+    Group i is G episodes of task_for_group(i, tallies), with seeds of (run_seed, i, member): what
+    was lost with a killed process is played again. Groups become shards whole, each a shard of its
+    own, a group not before the lower ones that run with it.
 
     Args:
         base_hash: of the model that the engine holds.
@@ -142,7 +144,7 @@ class _Actor:
         base_hash: str,
         layout: TokenLayout,
         to_lora: Callable[[dict[str, np.ndarray]], Any],
-        task_for_group: Callable[[int], TaskSpec],
+        task_for_group: TaskForGroup,
         run_seed: int,
         on_report: Report | None,
     ) -> None:
@@ -229,7 +231,9 @@ class _Actor:
             taken = self._groups.keys() | self._journal.abandoned
             index = self._ledger.next_index(cfg.first_group, cfg.group_stride, taken)
             self._members_playing += cfg.group_size
-            self._groups[index] = asyncio.create_task(self._sample_group(index))
+            assert self._manifest is not None  # as the ledger is of it
+            task = self._task_for_group(index, self._manifest.extra.get("tallies"))
+            self._groups[index] = asyncio.create_task(self._sample_group(index, task))
 
     async def pause(self, stopped: asyncio.Task[bool]) -> None:
         """Until a group ends, the actor is stopped or poll_s have passed."""
@@ -275,9 +279,8 @@ class _Actor:
 
     # -------------------------------------------------------------- groups
 
-    async def _sample_group(self, index: int) -> list[Trajectory] | None:
+    async def _sample_group(self, index: int, task: TaskSpec) -> list[Trajectory] | None:
         """G trajectories without an env_error among them; None where that cannot be had."""
-        task = self._task_for_group(index)
         try:
             members = range(self._cfg.group_size)
             return await _all([self._sample_member(index, member, task) for member in members])

@@ -9,6 +9,7 @@ which groups a step gets; nothing here reads a shard, publishes or saves.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -50,8 +51,12 @@ class AlgorithmConfig:
     # Groups whose rewards are all equal teach nothing: taken out and refilled (DAPO's dynamic
     # sampling, arXiv:2503.14476, section 3.2).
     skip_equal_groups: bool = False
+    # A group that failed as a whole gets a stored success of its instance (learner.replay); needs
+    # curriculum.instances, so that instances come back.
+    replay: bool = False
     keep_reward: float = 1.0  # imitation: episodes that were paid at least this are kept
-    keep_per_group: int = 0  # imitation: at most so many of a group, the best first; 0: all
+    # imitation: at most so many of a group, the best first; 1 is best-of-n, 0 keeps all.
+    keep_per_group: int = 0
     min_kept: int = dataclasses.field(default=1, metadata={"min": 1})  # imitation: else refilled
 
     def __post_init__(self) -> None:
@@ -59,6 +64,11 @@ class AlgorithmConfig:
             raise ConfigError(
                 "algorithm.aggregation='constant_length' needs algorithm.max_tokens, the most "
                 "tokens that an episode may sample (max_turns x max_new_tokens)"
+            )
+        if self.replay and self.objective == "policy" and self.loss.importance == "none":
+            raise ConfigError(
+                "algorithm.replay brings episodes of old policies, which "
+                "algorithm.loss.importance='none' takes for new ones: use truncate or mask"
             )
 
     @property
@@ -125,10 +135,13 @@ def learn(
       replace_advantages: for tests; with zeros nothing may be learnt.
     Returns: (state, metrics: means over the updates, tokens in the rows that were computed).
     """
+    started_s = time.monotonic()
     if cfg.objective == "imitation":
         groups = [kept(group, cfg) for group in groups]
     rng = np.random.default_rng([seed, int(state.step)])
     parts = [_Minibatch(of, make_batches(of)) for of in _split(groups, cfg.minibatches)]
+    batched_s = time.monotonic()
+    scored_s = 0.0  # the model's passes before the advantages
     if cfg.objective == "imitation":
         for part in parts:
             part.batches = batching.fill(part.batches, weights_bt=_weights(part.trajectories, cfg))
@@ -139,8 +152,11 @@ def learn(
                     steps.score(learner_step.params_of(state), frozen, arrays)
                     for arrays in _on_device(part.batches, mesh)
                 ]
+            jax.block_until_ready([part.scored for part in parts])
+            scored_s = time.monotonic() - batched_s
         _fill_in_advantages(groups, parts, cfg, replace_advantages)
 
+    filled_s = time.monotonic()
     made: list[dict[str, float]] = []
     for epoch in range(cfg.epochs):
         order = rng.permutation(len(parts)) if epoch else range(len(parts))
@@ -163,6 +179,8 @@ def learn(
     metrics = {name: float(np.mean([of[name] for of in made])) for name in made[0]}
     metrics["learner/updates"] = len(made)
     metrics["learner/tokens"] = sum(of["learner/tokens"] for of in made)
+    metrics["time/batches_s"] = batched_s - started_s
+    metrics["time/advantages_s"] = filled_s - batched_s - scored_s
     return state, metrics, sum(learner_step.tokens_in(part.batches) for part in parts)
 
 

@@ -20,11 +20,13 @@ import numpy as np
 
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.curriculum import Curriculum
 from uirl_jax.errors import TrainingError
 from uirl_jax.learner import algorithm
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig
+from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.metrics import MetricsWriter, Progress, key_values
 from uirl_jax.models import qwen2_vl_weights
@@ -69,6 +71,7 @@ def run_learner(
     workdir: Path,
     run_id: str,
     mesh: jax.sharding.Mesh,
+    curriculum: Curriculum,
     stop: threading.Event,
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
@@ -78,6 +81,7 @@ def run_learner(
     """Trains until cfg.steps are done or `stop` is set; carries on where an earlier process ended.
 
     Args:
+      curriculum: of the run's tasks; told how they went, which every policy carries to the actors.
       temperature, forbidden_ids: as the actors sample; see `learner.step`.
       seed: of the adapters' dropout.
       replace_advantages: for tests: with zeros nothing may be learnt.
@@ -113,8 +117,9 @@ def run_learner(
     with checkpointer, metrics_writer:
         restored = checkpointer.restore_latest(jax.tree.map(_abstract, state))
         meta = {"shards": None, "groups": [], "useless": 0, "train_seconds": 0.0}
+        meta |= {"tallies": {}, "replay": {}}
         if restored:
-            state, meta = restored.arrays, restored.meta
+            state, meta = restored.arrays, meta | restored.meta
             for line in restored.skipped:
                 print(key_values("checkpoint_skipped", reason=line), flush=True)
         step = int(state.step)
@@ -122,21 +127,24 @@ def run_learner(
         queue = ShardQueue(workdir, run_id, model.base_hash, meta["shards"])
         trained = _Ranges(meta["groups"])
         useless = int(meta["useless"])
+        tallies = curriculum.tallies(meta["tallies"])
+        replay = Replay(workdir, model.base_hash, _layout(model), meta["replay"])
         earlier_s, started_s = float(meta["train_seconds"]), time.monotonic()
 
         def train_seconds() -> float:
             return earlier_s + time.monotonic() - started_s
 
         def save() -> dict[str, Any]:
-            shards = queue.state()
             meta = {
-                "shards": shards,
+                "shards": queue.state(),
                 "groups": trained.pairs,
                 "useless": useless,
                 "train_seconds": train_seconds(),
+                "tallies": tallies.to_json(),
+                "replay": dict(replay.files),
             }
             checkpointer.save(step, state, meta)
-            return shards
+            return meta
 
         def make_batches(trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
             return batching.make_batches(
@@ -157,14 +165,15 @@ def run_learner(
                 extra={
                     "groups_trained": trained.pairs,
                     "groups_useless": useless,
+                    "tallies": tallies.to_json(),
                     "finished": step >= cfg.steps,
                 },
             )
 
-        # Shards go when no checkpoint that is kept could ask for them again.
-        cursors: collections.deque[dict[str, Any]] = collections.deque(maxlen=cfg.keep_checkpoints)
+        # Shards and stored successes go when no checkpoint that is kept could ask for them again.
+        saved: collections.deque[dict[str, Any]] = collections.deque(maxlen=cfg.keep_checkpoints)
         if not restored:
-            cursors.append(save())
+            saved.append(save())
         publish()
 
         # 2. Steps.
@@ -180,6 +189,9 @@ def run_learner(
                     break
                 for group in more:
                     trained.add(int(group[0].group_id))
+                    curriculum.count(tallies, group)
+                if algorithm_cfg.replay:
+                    more = [replay.complete(group) for group in more]
                 fresh = [group for group in more if algorithm.useful(group, algorithm_cfg)]
                 groups += fresh
                 if len(fresh) < len(more):
@@ -214,7 +226,7 @@ def run_learner(
             # 3. What it was: before it is saved. Killed in between, a step is taken again and its
             # line goes (`truncate_from`); the other way round a saved step would lack its line.
             whole_s = saved_s + waited_s + learnt_s
-            metrics |= _describe(groups, step - 1)
+            metrics |= _describe(groups, step - 1) | curriculum.describe(tallies)
             metrics |= {
                 "time/save_and_publish_s": saved_s,  # of the step before
                 "time/wait_for_records_s": waited_s,
@@ -228,10 +240,13 @@ def run_learner(
             metrics_writer.write(step, metrics)
 
             saving_s = time.monotonic()
-            cursors.append(save())
+            if algorithm_cfg.replay:
+                replay.remember(groups, step)
+            saved.append(save())
             publish()
-            if len(cursors) == cursors.maxlen:
-                queue.committed(cursors[0])
+            if len(saved) == saved.maxlen:
+                queue.committed(saved[0]["shards"])
+                replay.prune(meta["replay"] for meta in saved)
             saved_s = time.monotonic() - saving_s
             progress.update(
                 step,
@@ -285,9 +300,7 @@ def _wait_for_groups(
 
 def _set_aside(directory: Path, groups: list[list[Trajectory]], model: PolicyModel) -> Path:
     """Shards of a step's records, one an actor, for whoever looks for what went wrong."""
-    layout = TokenLayout(
-        model.cfg.vocab_size, model.cfg.image_token_id, model.cfg.vision.spatial_merge_size
-    )
+    layout = _layout(model)
     by_actor: dict[str, list[Trajectory]] = {}
     for group in groups:
         for trajectory in group:
@@ -299,12 +312,23 @@ def _set_aside(directory: Path, groups: list[list[Trajectory]], model: PolicyMod
     return directory
 
 
+def _layout(model: PolicyModel) -> TokenLayout:
+    return TokenLayout(
+        model.cfg.vocab_size, model.cfg.image_token_id, model.cfg.vision.spatial_merge_size
+    )
+
+
 def _rewards(group: list[Trajectory]) -> np.ndarray:
     return np.array([trajectory.reward for trajectory in group], np.float32)
 
 
 def _describe(groups: list[list[Trajectory]], version: int) -> dict[str, float]:
-    """Metrics of the records that a step trained on, at the version it started from."""
+    """Metrics of the records that a step trained on, at the version it started from.
+
+    Replayed ones are counted apart: they say nothing of how the policy does now.
+    """
+    replayed = [of for group in groups for of in group if is_replayed(of, group)]
+    groups = [[of for of in group if not is_replayed(of, group)] for group in groups]
     trajectories = [trajectory for group in groups for trajectory in group]
     turns = [len(trajectory.turns) for trajectory in trajectories]
     sampled = [sum(len(t.token_ids) for t in trajectory.turns) for trajectory in trajectories]
@@ -319,6 +343,10 @@ def _describe(groups: list[list[Trajectory]], version: int) -> dict[str, float]:
         "episode/seconds": float(np.mean([trajectory.duration_s for trajectory in trajectories])),
         "groups/with_signal": float(np.mean(mixed)),
         "offpolicy/staleness": float(np.mean(staleness)),
+        "replay/episodes": len(replayed),
+        "replay/staleness": float(
+            np.mean([version - of.oldest_policy_version for of in replayed] or [0.0])
+        ),
     } | {f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()}
 
 

@@ -1,0 +1,124 @@
+"""Which task a group plays: every instance in turn, more of what fails, the same in any process."""
+
+import collections
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from tests import sample_trajectories
+from uirl_jax import seeds
+from uirl_jax.curriculum import Curriculum, CurriculumConfig
+from uirl_jax.errors import PolicyError
+from uirl_jax.types import TaskSpec
+
+KINDS = [
+    TaskSpec("desktop/click_button", 0, max_turns=1),
+    TaskSpec("desktop/click_button", 0, variant="buttons=2", max_turns=1),
+    TaskSpec("desktop/enter_text", 0, max_turns=4),
+]
+
+
+def records(task: TaskSpec, successes: int, failures: int) -> list:
+    one = sample_trajectories.make_trajectory()
+    return [
+        dataclasses.replace(one, task=task, success=success)
+        for success in [True] * successes + [False] * failures
+    ]
+
+
+def test_task_without_instances_takes_kinds_in_turn_with_seeds_of_their_own():
+    curriculum = Curriculum(CurriculumConfig(), KINDS, run_seed=7)
+    tasks = [curriculum.task(index) for index in range(30)]
+    assert [task.name for task in tasks[:3]] == [kind.name for kind in KINDS]
+    assert [task.seed for task in tasks] == [seeds.train_seed(7, index) for index in range(30)]
+    assert len({task.seed for task in tasks}) == 30
+
+
+def test_task_with_instances_plays_each_once_before_any_twice():
+    curriculum = Curriculum(CurriculumConfig(instances=5), KINDS, run_seed=7)
+    rounds = [[curriculum.task(index) for index in range(n * 15, n * 15 + 15)] for n in range(3)]
+    assert all(len(set(tasks)) == 15 for tasks in rounds)
+    assert set(rounds[0]) == set(rounds[1]) == set(rounds[2])
+    assert rounds[0] != rounds[1], "every round has an order of its own"
+    assert collections.Counter(task.variant for task in rounds[0])["buttons=2"] == 5
+    assert not {task.seed for task in rounds[0]} & set(seeds.EVAL_SEEDS[: 2**20])
+
+
+def test_task_by_failure_is_drawn_with_the_shares_that_the_config_says():
+    """Frequencies against the shares by hand: 0.1 + 0.9 x rate, rates (0+1)/(9+1), 1, 10/10."""
+    curriculum = Curriculum(CurriculumConfig(by_failure=True), KINDS, run_seed=3)
+    tallies = {"0": [0.0, 9.0], "2": [9.0, 9.0]}
+    drawn = collections.Counter(
+        curriculum.task(i, tallies).variant + curriculum.task(i, tallies).name for i in range(4000)
+    )
+    shares = np.array([0.1 + 0.9 * 0.1, 1.0, 1.0])
+    expected = 4000 * shares / shares.sum()
+    seen = [drawn[kind.variant + kind.name] for kind in KINDS]
+    # chi-square, 2 degrees of freedom: 13.8 is p = 0.001; the draws are seeded, so it is no chance
+    assert ((seen - expected) ** 2 / expected).sum() < 13.8
+
+
+def test_count_remembers_the_latest_window_of_episodes():
+    curriculum = Curriculum(CurriculumConfig(window=10), KINDS, run_seed=0)
+    tallies = curriculum.tallies()
+    for _ in range(5):
+        curriculum.count(tallies, records(KINDS[0], 0, 8))
+    assert tallies.played_e[0] == 10 and tallies.failed_e[0] == 10
+    curriculum.count(tallies, records(KINDS[0], 8, 2))
+    # By hand: 20 episodes of which 12 failed, faded to 10.
+    assert (tallies.failed_e[0], tallies.played_e[0]) == (6.0, 10.0)
+    assert tallies.failure_rates()[1] == 1.0, "what was never played counts as failing"
+
+
+def test_count_by_instance_tells_instances_apart_and_passes_strangers_over():
+    curriculum = Curriculum(CurriculumConfig(instances=2), KINDS, run_seed=0)
+    tallies = curriculum.tallies()
+    first, second = (curriculum.task(index) for index in range(2))
+    curriculum.count(tallies, records(first, 3, 1) + records(second, 0, 4))
+    curriculum.count(tallies, records(dataclasses.replace(first, seed=5), 0, 4))
+    assert sorted(tallies.to_json().values()) == [[1.0, 4.0], [4.0, 4.0]]
+    assert curriculum.describe(tallies) == {
+        "curriculum/played": pytest.approx(2 / 6),
+        "curriculum/failure_rate": pytest.approx((0.25 + 1.0) / 2),
+    }
+
+
+def test_tallies_that_went_through_json_choose_the_same_tasks():
+    cfg = CurriculumConfig(by_failure=True, instances=20, window=7)
+    curriculum = Curriculum(cfg, KINDS, run_seed=1)
+    tallies = curriculum.tallies()
+    rng = np.random.default_rng(0)
+    for index in range(100):
+        failures = int(rng.integers(0, 9))
+        curriculum.count(tallies, records(curriculum.task(index), 8 - failures, failures))
+    again = curriculum.tallies(json.loads(json.dumps(tallies.to_json())))
+    for copy in (tallies, again):
+        curriculum.count(copy, records(curriculum.task(0), 1, 2))
+    assert again.to_json() == tallies.to_json()
+    other = Curriculum(cfg, KINDS, run_seed=1)
+    assert [other.task(i, again.to_json()) for i in range(50)] == [
+        curriculum.task(i, tallies.to_json()) for i in range(50)
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"3": [0, 1]},
+        {"x": [0, 1]},
+        {"0": [2, 1]},
+        {"0": [float("nan"), 1]},
+        {"0": [0, float("inf")]},
+        {"0": [0]},
+        {"0": None},
+        {"0": [-1, 1]},
+        [1],
+        "0",
+    ],
+)
+def test_tallies_of_another_shape_are_refused_in_one_line(content):
+    curriculum = Curriculum(CurriculumConfig(by_failure=True), KINDS, run_seed=0)
+    with pytest.raises(PolicyError, match=r"tallies of tasks are .*another config"):
+        curriculum.task(0, content)
