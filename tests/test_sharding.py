@@ -342,8 +342,10 @@ def test_eight_fake_devices_on_a_2x2x2_mesh_equal_one_device():
     assert "Involuntary full rematerialization" not in done.stderr
 
 
-def on_eight_devices(function: str, more_flags: str = "") -> subprocess.CompletedProcess[str]:
-    """A function of this file in a process of its own: the device count is fixed at its start."""
+def on_eight_devices(
+    function: str, more_flags: str = "", module: str = "test_sharding"
+) -> subprocess.CompletedProcess[str]:
+    """A function of a test file in a process of its own: the device count is fixed at its start."""
     flags = " ".join(
         [
             os.environ.get("XLA_FLAGS", ""),
@@ -352,7 +354,7 @@ def on_eight_devices(function: str, more_flags: str = "") -> subprocess.Complete
         ]
     )
     return subprocess.run(
-        [sys.executable, "-c", f"from tests import test_sharding; test_sharding.{function}()"],
+        [sys.executable, "-c", f"from tests import {module}; {module}.{function}()"],
         cwd=pathlib.Path(__file__).parents[1],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,

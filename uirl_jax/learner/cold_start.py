@@ -85,6 +85,8 @@ def run_cold_start(
         tokens = [sum(turn_lengths(of)) for of in trajectories]
         return batching.fill(batches, weights_bt=token_weights(tokens, "token_mean"))
 
+    trains = "all weights" if cfg.train == "all" else "adapters"
+    optimizer = cfg.optimizer.resolved(trainable, trains=trains)
     progress = metrics.Progress("cold start", cfg.steps)
     with metrics.MetricsWriter(workdir / "cold_start") as writer:
 
@@ -97,7 +99,7 @@ def run_cold_start(
             trainable,
             frozen,
             batches_at,
-            supervised.SupervisedConfig(steps=cfg.steps, optimizer=cfg.optimizer, log_every=1),
+            supervised.SupervisedConfig(steps=cfg.steps, optimizer=optimizer, log_every=1),
             checkpoint_dir=workdir / "cold_start" / "checkpoints",
             vision_trainable="visual" in trainable,
             on_step=on_step,

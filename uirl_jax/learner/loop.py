@@ -92,7 +92,8 @@ def run_learner(
     """
     # 1. The state: fresh, or of the newest checkpoint that is whole.
     updates = cfg.steps * algorithm_cfg.updates_a_step
-    optimizer = learner_state.make_optimizer(cfg.optimizer, updates)
+    optimizer_cfg = cfg.optimizer.resolved(model.lora, trains="adapters")
+    optimizer = learner_state.make_optimizer(optimizer_cfg, updates)
     critic = None
     if algorithm_cfg.has_critic:
         critic = learner_state.init_critic(

@@ -4,7 +4,7 @@ The frozen tree is no part of the state: it is never donated, never checkpointed
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,11 @@ import optax
 import optax.contrib
 from flax import nnx
 
+from uirl_jax.metrics import key_values
 from uirl_jax.models import sharding
+
+# Adapters start from an update of zero and bear large steps; full weights hold what was pretrained.
+DEFAULT_LR = {"adapters": 1e-4, "all weights": 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +26,25 @@ class OptimizerConfig:
     # muon: matrices orthogonalised, the rest by AdamW. adafactor: moments by row and column, for
     # full weights that leave no room for AdamW's.
     name: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
-    lr: float = 1e-4  # LoRA's usual; full weights want about 1e-5, a model from nothing 1e-3
+    # None: 1e-4 for adapters, 1e-5 for all weights, and the run says which. A model from nothing
+    # wants 1e-3.
+    lr: float | None = None
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine"] = "constant"
     weight_decay: float = 0.0
     b1: float = 0.9
     b2: float = 0.99  # shorter than 0.999: an RL run is hundreds of steps, not 100,000
     clip_norm: float = 1.0
+
+    def resolved(self, trainable: nnx.State, *, trains: Literal["adapters", "all weights"]) -> Self:
+        """With a learning rate, and one line that says what is trained and how fast."""
+        cfg = self if self.lr is not None else dataclasses.replace(self, lr=DEFAULT_LR[trains])
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+        line = key_values(
+            "optimizer", name=cfg.name, lr=cfg.lr, trains=trains, parameters=parameters
+        )
+        print(line, flush=True)
+        return cfg
 
 
 @dataclasses.dataclass(frozen=True)
