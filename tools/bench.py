@@ -459,6 +459,11 @@ def main() -> None:
     training.add_argument("--json", type=Path, help="write the numbers here too")
     bench_load.add_command(commands)
     bench_algorithms.add_command(commands)
+    measuring = commands.add_parser("overhead", help="of a step beside the model's passes")
+    algorithms = bench_algorithms.ALGORITHMS
+    measuring.add_argument("--names", nargs="+", choices=algorithms, default=algorithms)
+    measuring.add_argument("--rounds", type=int, default=9, help="steps of each, after the first")
+    measuring.add_argument("--json", type=Path, help="write the numbers here too")
     working = commands.add_parser("work", help="one contender's process (used by train)")
     working.add_argument("name", choices=(*OURS, *PEERS))
     working.add_argument("directory", type=Path)
@@ -473,6 +478,12 @@ def main() -> None:
     elif args.command == "algorithms":
         result = bench_algorithms.compare(args)
         print(bench_algorithms.format_table(result))
+    elif args.command == "overhead":
+        from tools import bench_overhead  # its imports do not belong into the peers' memory
+
+        platform_flags.set_defaults()
+        result = bench_overhead.measure(args)
+        print(bench_overhead.format_table(result))
     else:
         result = train(args.peers, args.rounds, SMALL)
         print(format_table(result))
