@@ -139,11 +139,11 @@ def scripted_action(session: Session, rng: np.random.Generator, quality: float =
 
     Args:
       session: not done yet.
-      rng: decides where inside its target a click lands, and when a mistake is made.
+      rng: decides when a mistake is made, and where it goes.
       quality: with probability 1 - quality the task's characteristic mistake is made instead.
     """
     wrong = bool(rng.random() >= quality)
     if session.window.popup:
         name = "popup_title" if wrong else "popup_close"
-        return tasks.click_inside(rng, session.targets[name])
+        return tasks.click_middle(session.targets[name])
     return session.judge.script(session.window, rng, wrong)
