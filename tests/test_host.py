@@ -257,6 +257,32 @@ def test_actor_gives_a_group_up_after_its_retries_and_does_not_try_it_again(tmp_
     assert "event=group_abandoned group=0" in capsys.readouterr().out
 
 
+def test_actor_that_lags_samples_with_the_policy_of_so_many_versions_ago(tmp_path):
+    taken: list[int] = []
+
+    class Recording(world.ScriptedEngine):
+        def set_policy(self, lora: object, version: int) -> None:
+            taken.append(version)
+            super().set_policy(lora, version)
+
+    cfg = ActorConfig(2, 1, max_staleness=2, policy_lag=2, poll_s=0.01)
+    engine = Recording(lambda turn: "click(1, 1)")
+
+    async def run():
+        publish(tmp_path, 0)
+        async with (
+            world.verifier() as url,
+            acting(tmp_path, url, engine, cfg=cfg) as (actor, _, _),
+        ):
+            for version in range(1, 5):
+                await until(lambda: len(taken) == version, actor)  # noqa: B023
+                publish(tmp_path, version)
+            await until(lambda: len(taken) == 5, actor)
+
+    asyncio.run(run())
+    assert taken == [0, 0, 0, 1, 2]
+
+
 def test_actor_stopped_publishes_what_is_whole_and_counts_the_rest(tmp_path):
     """Group 1 is whole, but group 0, which comes before it, hangs."""
 

@@ -89,10 +89,13 @@ def variants(names: Sequence[str], staleness: Sequence[int] | None) -> list[Vari
     made = []
     for name in names:
         for versions in staleness:
-            flag = f"--config.learner.max_staleness={versions}"
-            made.append(Variant(f"{name}-stale{versions}", name, (flag,)))
+            flags = (
+                f"--config.learner.max_staleness={versions}",
+                f"--config.actor.policy_lag={versions}",
+            )
+            made.append(Variant(f"{name}-stale{versions}", name, flags))
             if versions:
-                plain = (flag, "--config.algorithm.loss.importance=none")
+                plain = (*flags, "--config.algorithm.loss.importance=none")
                 made.append(Variant(f"{name}-stale{versions}-uncorrected", name, plain))
     return made
 

@@ -230,6 +230,7 @@ class Players:
                 group_size=cfg.actor.group_size,
                 groups_per_step=cfg.learner.groups_per_step,
                 max_staleness=cfg.learner.max_staleness,
+                policy_lag=cfg.actor.policy_lag,
                 first_group=actor_index,
                 group_stride=actors,
             ),

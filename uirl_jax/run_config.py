@@ -61,6 +61,8 @@ class ActorSection:
     group_size: int = dataclasses.field(default=8, metadata={"min": 1})
     concurrency: int = dataclasses.field(default=64, metadata={"min": 1})
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    # Versions that actors stay behind the learner on purpose, to study what staleness does.
+    policy_lag: int = dataclasses.field(default=0, metadata={"min": 0})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,11 @@ class RunConfig:
             faults.append(
                 f"model.quantize={self.model.quantize!r}: a cold start writes a merged model, "
                 "which int8 weights cannot become; set cold_start.steps=0 or quantize='none'"
+            )
+        if self.actor.policy_lag > self.learner.max_staleness:
+            faults.append(
+                f"actor.policy_lag={self.actor.policy_lag}: the learner refuses what is more than "
+                f"learner.max_staleness={self.learner.max_staleness} versions old"
             )
         if self.algorithm.replay and not self.curriculum.instances:
             faults.append(

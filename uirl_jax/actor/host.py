@@ -71,6 +71,7 @@ class ActorConfig:
     env_retries: int = 3  # for each member of a group, not counting while the whole fleet is down
     first_group: int = 0  # with several actors: its number ...
     group_stride: int = 1  # ... and how many there are
+    policy_lag: int = 0  # versions that the engine stays behind: to study staleness, no use else
     poll_s: float = 0.05  # between looks at the workdir
     report_s: float = 10.0  # between calls of on_report
 
@@ -156,7 +157,11 @@ class _Actor:
             workdir, player.actor_id, player.run_id, base_hash, layout=layout
         )
         self._shards = PublishedShards(workdir, player.run_id)
-        self._manifest: Manifest | None = None  # the one whose policy the engine holds
+        self._manifest: Manifest | None = None  # the newest one that was taken
+        # Its policy and those before it, as (lora, version); the engine samples with the first.
+        self._policies: collections.deque[tuple[Any, int]] = collections.deque(
+            maxlen=cfg.policy_lag + 1
+        )
         self._ledger: Ledger | None = None  # None before the first policy
         self._on_disk: frozenset[int] = frozenset()
         self._groups: dict[int, asyncio.Task[list[Trajectory] | None]] = {}  # by index
@@ -184,7 +189,10 @@ class _Actor:
                 return
             if manifest != self._manifest:
                 lora = await asyncio.to_thread(self._load, manifest)
-                self._player.engine.set_policy(lora, manifest.version)
+                if self._policies and self._policies[-1][1] == manifest.version:
+                    self._policies.pop()  # the same, said again
+                self._policies.append((lora, manifest.version))
+                self._player.engine.set_policy(*self._policies[0])
                 self._manifest = manifest
             self._ledger = Ledger.of(manifest, on_disk, self._cfg.max_staleness)
         except PolicyError as error:
@@ -225,8 +233,10 @@ class _Actor:
         cfg = self._cfg
         while self._ledger is not None and self._members_playing < self._player.concurrency:
             running = sum(index not in self._ledger for index in self._groups)
-            limits = {"groups_per_step": cfg.groups_per_step, "max_staleness": cfg.max_staleness}
-            if not self._ledger.admits(running, **limits):
+            ahead = cfg.max_staleness - cfg.policy_lag  # what is sampled is old already
+            if not self._ledger.admits(
+                running, groups_per_step=cfg.groups_per_step, max_staleness=ahead
+            ):
                 return
             taken = self._groups.keys() | self._journal.abandoned
             index = self._ledger.next_index(cfg.first_group, cfg.group_stride, taken)
