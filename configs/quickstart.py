@@ -67,7 +67,7 @@ def get_config(task: str = "click_button") -> ConfigDict:
 
 def _longer_episodes(cfg: ConfigDict) -> None:
     """Focus the field, type, press OK, and one turn to spare."""
-    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 4}),)
+    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "variant": "words=2", "max_turns": 4}),)
     cfg.engine.context_lengths = (80, 160, 240, 320)
     cfg.engine.image_rows = (8, 64, 256)
     cfg.learner.groups_per_step = 4

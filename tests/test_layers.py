@@ -10,7 +10,7 @@ PACKAGE = ROOT / "uirl_jax"
 LAYERS = (
     {"errors"},
     {"types", "seeds", "platform_flags"},
-    {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics"},
+    {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics", "curriculum"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluate"},
     {"report", "charts", "run_config"},

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -142,6 +143,23 @@ def test_main_killed_at_random_moments_carries_on(tmp_path, model_dir):
         process.wait()
     process = run(workdir, model_dir)
     assert_whole(workdir, process)
+
+
+def test_main_told_to_stop_in_its_cold_start_saves_and_carries_on(tmp_path, model_dir):
+    steps = ("--config.cold_start.steps=400", "--config.cold_start.episodes_per_step=1")
+    arguments = command(tmp_path / "run", model_dir, *steps, "--config.learner.steps=0")
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = start(arguments, file)
+        while b"step=" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75, log.read_text()
+    said = re.search(r"stopped after supervised step (\d+) of 400", log.read_text())
+    assert said, log.read_text()
+    saved = [int(path.name) for path in (tmp_path / "run/cold_start/checkpoints").glob("[0-9]*")]
+    assert max(saved) == int(said[1]) < 400
 
 
 @pytest.mark.parametrize("after_saving", [False, True])

@@ -347,6 +347,7 @@ def run_all(
                 workdir=run.workdir,
                 seed=cfg.seed,
                 batch_cfg=cfg.learner.batch,
+                stop=stop,
             )
             model = run.load_model(mesh, path)
             players = enter_players(model)

@@ -7,6 +7,7 @@ steps; publishes nothing.
 
 import dataclasses
 import shutil
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -54,8 +55,11 @@ def run_cold_start(
     workdir: Path,
     seed: int,
     batch_cfg: batching.BatchConfig,
+    stop: threading.Event | None = None,
 ) -> Path:
     """Trains, and writes the merged model; returns its directory. Done once a workdir.
+
+    Raises: RestartError where `stop` was set; the same call carries on.
 
     Args:
       kinds: the tasks that are demonstrated, in turn.
@@ -104,6 +108,8 @@ def run_cold_start(
             vision_trainable="visual" in trainable,
             on_step=on_step,
             on_restore=writer.truncate_from,
+            dropout_seed=seed,
+            stop=stop,
         )
     progress.close()
     temporary = workdir / "cold_start" / ".model.tmp"

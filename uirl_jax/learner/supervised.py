@@ -5,6 +5,7 @@ been about to read. Reads no shard and publishes no policy: that is `learner.loo
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.errors import TrainingError
+from uirl_jax.errors import RestartError, TrainingError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.rl.losses import PolicyLossConfig
@@ -44,6 +45,8 @@ def train(
     vision_trainable: bool,
     on_step: Callable[[int, dict[str, float]], None],
     on_restore: Callable[[int], object] = lambda step: None,
+    dropout_seed: int = 0,
+    stop: threading.Event | None = None,
 ) -> nnx.State:
     """Trains `trainable` for cfg.steps and returns it; carries on from the newest good checkpoint.
 
@@ -51,7 +54,9 @@ def train(
       batches_at: of a step, all of one update; equal steps must give equal batches.
       on_step: called every `log_every` steps with the step and its metrics.
       on_restore: called once with the first step that is (again) to come.
+      stop: ends the training after the step that is being made.
     Raises:
+      RestartError: `stop` was set; what was trained so far is saved.
       TrainingError: a loss or gradient norm that is not finite; the last checkpoint is kept.
     """
     optimizer = learner_state.make_optimizer(cfg.optimizer, cfg.steps)
@@ -60,6 +65,7 @@ def train(
         optimizer,
         PolicyLossConfig(),
         vision_trainable=vision_trainable,
+        dropout_seed=dropout_seed,
     )
     state = learner_state.init_state(trainable, optimizer)
     with Checkpointer(checkpoint_dir) as checkpointer:
@@ -79,8 +85,14 @@ def train(
                 seconds = time.monotonic() - started_s
                 metrics["learner/steps_per_s"] = (step + 1 - started_step) / max(seconds, 1e-9)
                 on_step(step + 1, metrics)
-            if last or (step + 1) % cfg.checkpoint_every == 0:
+            stopped = stop is not None and stop.is_set() and not last
+            if last or stopped or (step + 1) % cfg.checkpoint_every == 0:
                 checkpointer.save(step + 1, state, {"step": step + 1})
+            if stopped:
+                raise RestartError(
+                    f"stopped after supervised step {step + 1} of {cfg.steps}; run the same "
+                    "command again to carry on"
+                )
     return state.trainable
 
 

@@ -33,7 +33,10 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "misses": tuple("0123456789"),
         **_EVERYWHERE,
     },
-    "desktop/enter_text": _EVERYWHERE,
+    "desktop/enter_text": {
+        "words": tuple(str(count) for count in range(1, len(tasks.WORDS) + 1)),
+        **_EVERYWHERE,
+    },
     "desktop/data_entry": {"rows": tuple("12345678"), "columns": ("1", "2", "3"), **_EVERYWHERE},
 }
 

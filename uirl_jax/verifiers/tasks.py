@@ -46,6 +46,7 @@ class Options:
     colors: int = 8  # click_button: how many colours they are taken from, the easiest first
     by: str = "color"  # click_button: what the instruction names, color or label
     misses: int = 0  # click_button: clicks beside every button that do not end the episode
+    words: int = len(WORDS)  # enter_text: of how many the one to type is
     rows: int = 3  # data_entry
     columns: int = 2  # data_entry
     popup: int = 0  # 1: a modal dialog covers part of the screen and has to be closed first
@@ -184,7 +185,7 @@ class EnterText:
 
     def __init__(self, rng: np.random.Generator, options: Options) -> None:
         self.width_px, self.height_px = SCREEN_PX
-        self.goal = WORDS[_integer(rng, 0, len(WORDS) - 1)]
+        self.goal = WORDS[_integer(rng, 0, options.words - 1)]
         self.instruction = f"Type {self.goal} and press OK."
         names = list(drawing.BUTTON_COLORS)
         self._color = drawing.BUTTON_COLORS[names[_integer(rng, 0, len(names) - 1)]]
