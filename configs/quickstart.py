@@ -6,7 +6,8 @@ Starts from the 2.7 M parameter base model that ships with the package: it sees,
 on demonstrations of which most are wrong. See docs/quickstart.md for what was measured.
 
 --config=configs/quickstart.py:enter_text is the same for a task of several turns, which that base
-does not know yet: give it the model of `configs/sft.py:enter_text` as --config.model.path.
+does not know yet (docs/algorithms.md has the commands that teach it); `:enter_text,words=2` is a
+variant of it.
 """
 
 from ml_collections import ConfigDict
@@ -58,16 +59,18 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.algorithm.loss = ConfigDict({"kl_coefficient": 0.01})
 
     cfg.evaluation = ConfigDict({"episodes": 200, "temperature": 0.0})
-    if task == "enter_text":
+    name, _, variant = task.partition(",")
+    if name == "enter_text":
         _longer_episodes(cfg)
-    elif task != "click_button":
+    elif name != "click_button":
         raise ValueError(f"{task!r}, expected click_button or enter_text")
+    cfg.tasks[0].variant = variant
     return cfg
 
 
 def _longer_episodes(cfg: ConfigDict) -> None:
     """Focus the field, type, press OK, and one turn to spare."""
-    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "variant": "words=2", "max_turns": 4}),)
+    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 4}),)
     cfg.engine.context_lengths = (80, 160, 240, 320)
     cfg.engine.image_rows = (8, 64, 256)
     cfg.learner.groups_per_step = 4
