@@ -29,9 +29,9 @@ ALGORITHMS = (
     *("rejection_sampling", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"),
 )
 TASKS = ("click_button", "enter_text")
-# The base of enter_text, each stage from the one before it: finding and pressing; which of two words
-# (from twenty at once nothing was learnt in 700 steps); twenty words. The last one's demonstrations
-# are often wrong on purpose, so that something is left to learn.
+# The base of enter_text, each stage from the one before it: finding and pressing; which of two
+# words (of twenty at once nothing was learnt in 700 steps); twenty words. The last one's
+# demonstrations are often wrong on purpose, so that something is left to learn.
 COLD_STARTS = (
     ("enter_text", 300, "cosine", 1.0),
     ("enter_text,words=2", 80, "constant", 1.0),
