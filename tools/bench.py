@@ -464,12 +464,24 @@ def main() -> None:
     measuring.add_argument("--names", nargs="+", choices=algorithms, default=algorithms)
     measuring.add_argument("--rounds", type=int, default=9, help="steps of each, after the first")
     measuring.add_argument("--json", type=Path, help="write the numbers here too")
+    sampling = commands.add_parser("sample", help="sampled tokens a second, beside its peer")
+    sampling.add_argument("--peers", action="store_true", help="also transformers' generate")
+    sampling.add_argument("--rounds", type=int, default=5, help="of each, after the first")
+    sampling.add_argument("--json", type=Path, help="write the numbers here too")
+    sampler = commands.add_parser("work-sample", help="one contender's process (used by sample)")
+    sampler.add_argument("name", choices=("ours", "transformers"))
+    sampler.add_argument("directory", type=Path)
     working = commands.add_parser("work", help="one contender's process (used by train)")
     working.add_argument("name", choices=(*OURS, *PEERS))
     working.add_argument("directory", type=Path)
     args = parser.parse_args()
     if args.command == "work":
         work(args.name, args.directory)
+        return
+    if args.command == "work-sample":
+        from tools import bench_sample  # as for overhead below
+
+        bench_sample.work(args.name, args.directory)
         return
     if args.command == "load":
         platform_flags.set_defaults()
@@ -484,6 +496,11 @@ def main() -> None:
         platform_flags.set_defaults()
         result = bench_overhead.measure(args)
         print(bench_overhead.format_table(result))
+    elif args.command == "sample":
+        from tools import bench_sample
+
+        result = bench_sample.compare(args.peers, args.rounds)
+        print(bench_sample.format_table(result))
     else:
         result = train(args.peers, args.rounds, SMALL)
         print(format_table(result))

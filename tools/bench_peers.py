@@ -1,8 +1,9 @@
-"""The peers of `bench`: the same training step in torch, by transformers and peft.
+"""The peers of `bench`: the same training step and sampling in torch, by transformers and peft.
 
 Apart from `bench` because torch and peft are no part of the product.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import peft
 import torch
 import transformers
 
-from tools import bench
+from tools import bench, bench_sample
 
 
 def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
@@ -87,3 +88,45 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
         return loss.item()
 
     return step
+
+
+def torch_generate(directory: Path) -> Callable[[str, int], dict[str, float]]:
+    """A round of a case of `bench_sample` by transformers' generate, all prompts as one batch."""
+    torch.set_num_threads(bench.THREADS)
+    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
+        directory / "model", dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.eval()
+
+    def generate(inputs: dict[str, torch.Tensor], tokens: int) -> float:
+        started_s = time.perf_counter()
+        model.generate(
+            **inputs,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+        )
+        return time.perf_counter() - started_s
+
+    def one(case: str, round_number: int) -> dict[str, float]:
+        of = bench_sample.prompts(case, round_number)
+        ids_bt = torch.tensor(np.stack([each.token_ids_c for each in of])).long()
+        inputs = {
+            "input_ids": ids_bt,
+            "attention_mask": torch.ones_like(ids_bt),
+            "mm_token_type_ids": (ids_bt == model.config.image_token_id).int(),
+            "pixel_values": torch.tensor(np.concatenate([each.patches_pf for each in of])),
+            "image_grid_thw": torch.tensor([each.grid_thw for each in of]),
+        }
+        first_s = generate(inputs, 1)
+        seconds = generate(inputs, bench_sample.SAMPLED)
+        return {
+            "seconds": seconds,
+            "tokens": len(of) * bench_sample.SAMPLED,
+            "decode_step_s": (seconds - first_s) / (bench_sample.SAMPLED - 1),
+        }
+
+    return one

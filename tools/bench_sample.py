@@ -1,0 +1,373 @@
+"""How fast turns are sampled, beside transformers' generate, in one run on one machine.
+
+    python -m tools.bench sample --peers --json=sample.json
+
+The model "small" of `tools.bench` (69.6 M parameters, random weights, float32); a prompt is one
+screenshot of 448x280 (160 visual tokens) and 64 tokens of text, 32 tokens are sampled. Ours carries
+LoRA adapters as an actor's engine does, transformers the base alone. Every round has new prompts
+and new screenshots, so that nothing is known from the round before. Cases:
+
+    group     8 requests of one prompt
+    different 16 prompts with a screenshot each
+    single    one
+    episodes  16 at a time of 10 turns, whose environment answers after 0.05 to 2 s; against the
+              same engine when it prefills the whole context every turn
+
+and what a decode step reads (weights, adapters, keys and values) against the bandwidth of a plain
+sum over a large array, measured in between.
+"""
+
+import asyncio
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools import bench
+
+SAMPLED = 32
+WORDS = 62  # with the two markers 64 tokens of text
+IMAGE_PX = (448, 280)
+CASES = {"group": 8, "different": 16, "single": 1}
+EPISODES, TURNS = 16, 10
+TURN_WORDS, TURN_SAMPLED = 14, 16
+SCREEN_PX = (224, 168)  # of an episode: 48 visual tokens a turn
+DELAY_S = (0.05, 2.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Token ids with placeholders, and the screenshot's patches."""
+
+    token_ids_c: np.ndarray
+    patches_pf: np.ndarray
+    grid_thw: tuple[int, int, int]
+    key: str
+
+
+def prompts(case: str, round_number: int) -> list[Prompt]:
+    """Of a round; every request of a group has the same."""
+    rng = np.random.default_rng([list(CASES).index(case), round_number])
+    count = CASES[case]
+    made = [
+        prompt(rng, f"{case}-{round_number}-{n}") for n in range(1 if case == "group" else count)
+    ]
+    return made * count if case == "group" else made
+
+
+def prompt(
+    rng: np.random.Generator, key: str, words: int = WORDS, size_px: tuple[int, int] = IMAGE_PX
+) -> Prompt:
+    from PIL import Image
+
+    from uirl_jax import vision_inputs
+
+    cfg, image_cfg = bench.model_config(), vision_inputs.ImageConfig()
+    pixels_hwc = rng.integers(0, 256, (size_px[1], size_px[0], 3), np.uint8)
+    patches_pf, grid = vision_inputs.process_image(Image.fromarray(pixels_hwc), image_cfg)
+    visual = vision_inputs.num_visual_tokens(grid, image_cfg.merge_size)
+    ids = [
+        *rng.integers(100, cfg["vocab_size"], words // 2).tolist(),
+        cfg["vision_start_token_id"],
+        *[cfg["image_token_id"]] * visual,
+        cfg["vision_end_token_id"],
+        *rng.integers(100, cfg["vocab_size"], words - words // 2).tolist(),
+    ]
+    return Prompt(np.array(ids, np.int32), patches_pf, grid, key)
+
+
+# ---------------------------------------------------------------------------------------- ours
+
+
+def our_engine(directory: Path, **sizes: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from uirl_jax.engine.engine import Engine, EngineConfig
+    from uirl_jax.models import peft_adapters, qwen2_vl_weights
+    from uirl_jax.models.lora import LoRAParam
+
+    adapter = peft_adapters.load_adapter(
+        directory / "adapter", qwen2_vl_weights.read_config(directory / "model")
+    )
+    model = qwen2_vl_weights.load_pretrained(
+        directory / "model",
+        lora=adapter.lora,
+        param_dtype=jnp.float32,
+        init_key=jax.random.key(0),
+        remat="none",
+    )
+    graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
+    lora = qwen2_vl_weights.adapters_from_numpy(adapter.arrays, lora)
+    cfg = model.cfg
+    return Engine(
+        graphdef,
+        frozen,
+        lora,
+        0,
+        model_cfg=cfg,
+        end_token_ids=[-1],  # never: every request samples as many tokens as it may
+        forbidden_ids=[cfg.image_token_id, cfg.video_token_id, 12, 13],
+        cfg=EngineConfig(max_new_tokens=SAMPLED, **sizes),
+    )
+
+
+def sample_request(of: Prompt, seed: int, sampled: int = SAMPLED) -> Any:
+    from uirl_jax.engine.engine import SampleRequest
+
+    return SampleRequest(
+        context_ids=of.token_ids_c,
+        patches=(of.patches_pf,),
+        grids=(of.grid_thw,),
+        image_keys=(of.key,),
+        max_new_tokens=sampled,
+        temperature=1.0,
+        seed=seed,
+    )
+
+
+def our_work(directory: Path) -> Callable[[str, int], dict[str, float]]:
+    """One round of a case: seconds, tokens, and what a decode step took."""
+    engine = our_engine(
+        directory,
+        batch_sizes=(1, 8, 16),
+        context_lengths=(224,),
+        prefill_rows=(1, 4),
+        prefill_lengths=(224,),
+        image_rows=(1, 4),
+        image_row_patches=640,
+        decode_steps=SAMPLED,
+    )
+
+    async def sample_all(requests: list[Any]) -> float:
+        async with engine:
+            await engine.warm_up()
+            started_s = time.perf_counter()
+            await asyncio.gather(*map(engine.sample, requests))
+            return time.perf_counter() - started_s
+
+    def one(case: str, round_number: int) -> dict[str, float]:
+        requests = [sample_request(of, n) for n, of in enumerate(prompts(case, round_number))]
+        before = engine.metrics()
+        seconds = asyncio.run(sample_all(requests))
+        after = engine.metrics()
+        spent = {key: after[key] - before[key] for key in after}
+        return {
+            "seconds": seconds,
+            "tokens": spent["engine/tokens_sampled"],
+            "decode_step_s": spent["engine/decode_s"] / spent["engine/decode_steps"],
+        }
+
+    return one
+
+
+def our_episodes(directory: Path, *, cached: bool) -> dict[str, float]:
+    """All episodes at once, with environments that take their time; tokens/s and idle share."""
+    most = (TURN_WORDS + 2 + 48 + TURN_SAMPLED) * TURNS
+    engine = our_engine(
+        directory,
+        batch_sizes=(1, 4, EPISODES),
+        context_lengths=(most // 4, most // 2, most),
+        prefill_rows=(1, 4),
+        prefill_lengths=(80, 320),
+        image_rows=(1, 4),
+        image_row_patches=192,
+        image_tokens=EPISODES * TURNS * 48,
+        decode_steps=4,
+    )
+    if not cached:
+        # What other engines do between turns: every turn finds its slot empty.
+        pool = engine._pool
+        finish = pool.finish
+        pool.finish = lambda slot, contents_c, computed: finish(slot, contents_c, 0)
+    waiting = 0
+    idle_s = [0.0, 0.0]  # with a request waiting; in all
+
+    async def episode(number: int) -> int:
+        nonlocal waiting
+        rng = np.random.default_rng([7, number])
+        asked, said = None, np.zeros(0, np.int32)
+        for turn in range(TURNS):
+            await asyncio.sleep(rng.uniform(*DELAY_S))
+            new = prompt(rng, f"{number}-{turn}", TURN_WORDS, SCREEN_PX)
+            fresh = dataclasses.replace(
+                sample_request(new, number * TURNS + turn, TURN_SAMPLED), episode=str(number)
+            )
+            if asked is not None:
+                fresh = dataclasses.replace(
+                    fresh,
+                    context_ids=np.concatenate([asked.context_ids, said, fresh.context_ids]),
+                    patches=asked.patches + fresh.patches,
+                    grids=asked.grids + fresh.grids,
+                    image_keys=asked.image_keys + fresh.image_keys,
+                )
+            waiting += 1
+            said = (await engine.sample(fresh)).token_ids
+            waiting -= 1
+            asked = fresh
+        engine.release(str(number))
+        return TURNS * TURN_SAMPLED
+
+    async def run() -> tuple[float, float, int]:
+        async with engine:
+            await engine.warm_up()
+            before = engine.metrics()
+            started_s = time.perf_counter()
+            watching = asyncio.create_task(watch())
+            tokens = sum(await asyncio.gather(*map(episode, range(EPISODES))))
+            watching.cancel()
+            seconds = time.perf_counter() - started_s
+            after = engine.metrics()
+            return seconds, after["engine/busy_s"] - before["engine/busy_s"], tokens
+
+    async def watch() -> None:
+        """How much of the time a request waited."""
+        while True:
+            started_s = time.perf_counter()
+            await asyncio.sleep(0.002)
+            spent_s = time.perf_counter() - started_s
+            idle_s[1] += spent_s
+            idle_s[0] += spent_s if waiting else 0.0
+
+    seconds, busy_s, tokens = asyncio.run(run())
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "idle_while_waiting": max(0.0, 1.0 - busy_s / idle_s[0]),
+        "mean_wait_s": engine.metrics()["engine/queue_s"],
+    }
+
+
+def read_rate() -> float:
+    """GB/s of a sum over half a gigabyte, the best of five."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((2**27,), jnp.float32)
+    total = jax.jit(lambda x: x.reshape(64, -1).sum(axis=1))
+    total(x).block_until_ready()
+    best = float("inf")
+    for _ in range(5):
+        started_s = time.perf_counter()
+        total(x).block_until_ready()
+        best = min(best, time.perf_counter() - started_s)
+    return x.nbytes / best / 1e9
+
+
+def decode_bytes(rows: int) -> float:
+    """What a decode step has to read: the text tower, the head, adapters, the context's cache."""
+    cfg = bench.model_config()
+    dim, wide, layers = cfg["hidden_size"], cfg["intermediate_size"], cfg["num_hidden_layers"]
+    kv_dim = dim * cfg["num_key_value_heads"] // cfg["num_attention_heads"]
+    block = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * wide
+    adapters = bench.RANK * (2 * (dim + dim) + 2 * (dim + kv_dim))
+    context = 224 + SAMPLED / 2
+    numbers = layers * (block + adapters + rows * context * 2 * kv_dim) + cfg["vocab_size"] * dim
+    return 4.0 * numbers
+
+
+# ----------------------------------------------------------------------------------- the contest
+
+
+def work(name: str, directory: Path) -> None:
+    """A contender's process: for every line {"case", "round"} on stdin what it came to."""
+    if name == "ours":
+        from uirl_jax import platform_flags
+
+        platform_flags.set_defaults()
+        one = our_work(directory)
+    else:
+        from tools import bench_peers
+
+        one = bench_peers.torch_generate(directory)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["case"] == "read_rate":
+            answer = {"gb_per_s": read_rate()}
+        elif asked["case"] in ("cached", "uncached"):
+            answer = our_episodes(directory, cached=asked["case"] == "cached")
+        else:
+            answer = one(asked["case"], asked["round"])
+        print(json.dumps(answer), flush=True)
+
+
+def compare(peers: bool, rounds: int) -> dict[str, Any]:
+    """Every case, round by round, ours and the peer's in turn; medians."""
+    names = ("ours", "transformers") if peers else ("ours",)
+    with tempfile.TemporaryDirectory() as directory:
+        bench.write_work(Path(directory), bench.SMALL)
+        processes = {name: _start(name, Path(directory)) for name in names}
+        answers: dict[str, dict[str, list[dict[str, float]]]] = {n: {} for n in names}
+        rates = []
+        for number in range(rounds + 1):  # the first warms up
+            rates.append(_ask(processes["ours"], "read_rate", number)["gb_per_s"])
+            for case in CASES:
+                for name in names:
+                    answer = _ask(processes[name], case, number)
+                    if number:
+                        answers[name].setdefault(case, []).append(answer)
+            print(f"round={number}/{rounds}", file=sys.stderr, flush=True)
+        episodes = {kind: _ask(processes["ours"], kind, 0) for kind in ("cached", "uncached")}
+        for process in processes.values():
+            process.stdin.close()
+            process.wait()
+    result: dict[str, Any] = {"rounds": rounds, "read_gb_per_s": max(rates), "episodes": episodes}
+    for name, cases in answers.items():
+        result[name] = {
+            case: {
+                "tokens_per_s": statistics.median(of["tokens"] / of["seconds"] for of in rows),
+                "decode_step_s": statistics.median(of["decode_step_s"] for of in rows),
+            }
+            for case, rows in cases.items()
+        }
+    for case, row in result["ours"].items():
+        needed = decode_bytes(CASES[case]) / (1e9 * max(rates))
+        row["of_read_rate"] = needed / row["decode_step_s"]
+        if peers:
+            row["ratio"] = row["tokens_per_s"] / result["transformers"][case]["tokens_per_s"]
+    return result
+
+
+def _start(name: str, directory: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tools.bench", "work-sample", name, str(directory)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _ask(process: subprocess.Popen[str], case: str, number: int) -> dict[str, float]:
+    process.stdin.write(json.dumps({"case": case, "round": number}) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"error: {process.args}: ended without an answer")
+    return json.loads(line)
+
+
+def format_table(result: dict[str, Any]) -> str:
+    lines = [
+        f"median of {result['rounds']} rounds; reading {result['read_gb_per_s']:.1f} GB/s",
+        f"{'':12s}{'tokens/s':>10s}{'peer':>8s}{'ratio':>8s}{'step ms':>9s}{'of reading':>12s}",
+    ]
+    for case, row in result["ours"].items():
+        peer = result.get("transformers", {}).get(case, {}).get("tokens_per_s", float("nan"))
+        lines.append(
+            f"{case:12s}{row['tokens_per_s']:>10.0f}{peer:>8.0f}{row.get('ratio', 0):>8.2f}"
+            f"{1000 * row['decode_step_s']:>9.1f}{row['of_read_rate']:>12.0%}"
+        )
+    cached, uncached = (result["episodes"][kind] for kind in ("cached", "uncached"))
+    ratio = cached["tokens_per_s"] / uncached["tokens_per_s"]
+    lines.append(
+        f"episodes: {cached['tokens_per_s']:.0f} tokens/s, prefilled anew every turn "
+        f"{uncached['tokens_per_s']:.0f} ({ratio:.2f}x); idle while a request waits "
+        f"{cached['idle_while_waiting']:.1%}"
+    )
+    return "\n".join(lines)
