@@ -15,5 +15,7 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.algorithm.loss = ConfigDict({"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.0})
     cfg.algorithm.aggregation = "token_mean"
     cfg.algorithm.skip_equal_groups = True
-    cfg.algorithm.reward = ConfigDict({"overlong_max_tokens": 16, "overlong_buffer_tokens": 4})
+    longest = cfg.tasks[0].max_turns * cfg.actor.rollout.max_new_tokens
+    cfg.algorithm.reward = ConfigDict({"overlong_max_tokens": longest})
+    cfg.algorithm.reward.overlong_buffer_tokens = longest // 4
     return cfg

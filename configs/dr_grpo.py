@@ -14,6 +14,6 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg = quickstart.get_config(task)
     cfg.algorithm.advantage = ConfigDict({"normalise": "group_mean"})
     cfg.algorithm.aggregation = "constant_length"
-    cfg.algorithm.max_tokens = 16  # max_turns x max_new_tokens
+    cfg.algorithm.max_tokens = cfg.tasks[0].max_turns * cfg.actor.rollout.max_new_tokens
     cfg.algorithm.loss.kl_coefficient = 0.0  # as in the paper
     return cfg

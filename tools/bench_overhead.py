@@ -3,7 +3,7 @@
     python -m tools.bench overhead --json=overhead.json
 
 On the quickstart's model, the smallest there is: with a larger one the passes grow and the rest
-does not. A step is `learner.algorithm.learn` on 64 demonstrated episodes, 8 groups of 8; medians.
+does not. Batches (decoding screenshots, packing) are the data path's work, and told apart. A step is `learner.algorithm.learn` on 64 demonstrated episodes, 8 groups of 8; medians.
 """
 
 import argparse
@@ -100,7 +100,11 @@ def _one(name: str, rounds: int) -> dict[str, float]:
         losses_a_step = len(made) * metrics["learner/updates"] / cfg.algorithm.minibatches
         seconds["loss"].append(_loss_seconds(cfg.algorithm.loss, made[0]) * losses_a_step)
     medians = {part: statistics.median(of) for part, of in seconds.items()}
-    return medians | {"share": sum(medians[part] for part in PARTS) / medians["step"]}
+    own = sum(medians[part] for part in PARTS[1:])
+    return medians | {
+        "own": own / medians["step"],
+        "with_batches": (own + medians["batches"]) / medians["step"],
+    }
 
 
 def _timed(apply: Callable[..., Any], applied: list[float]) -> Callable[..., Any]:
@@ -169,8 +173,12 @@ def _groups(cfg: RunConfig, model: loading.PolicyModel) -> list[list[Trajectory]
 
 def format_table(result: dict[str, Any]) -> str:
     head = "".join(f"{part:>12s}" for part in PARTS)
-    lines = [f"milliseconds, median of {result['rounds']}", f"{'':20s}{'step':>10s}{head}   beside"]
+    lines = [
+        f"milliseconds, median of {result['rounds']}; own: advantages, loss and optimizer",
+        f"{'':20s}{'step':>10s}{head}{'own':>8s}{'with batches':>14s}",
+    ]
     for name, row in result["runs"].items():
         parts = "".join(f"{1000 * row[part]:>12.1f}" for part in PARTS)
-        lines.append(f"{name:20s}{1000 * row['step']:>10.0f}{parts}{row['share']:>9.1%}")
+        shares = f"{row['own']:>8.1%}{row['with_batches']:>14.1%}"
+        lines.append(f"{name:20s}{1000 * row['step']:>10.0f}{parts}{shares}")
     return "\n".join(lines)
