@@ -37,10 +37,12 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.engine = ConfigDict()
     cfg.engine.batch_sizes = (8, 64)
     cfg.engine.context_lengths = (80,)
-    cfg.engine.image_rows = (8, 64)
+    cfg.engine.prefill_rows = (8,)
+    cfg.engine.prefill_lengths = (64,)
+    cfg.engine.image_rows = (8,)
     cfg.engine.image_row_patches = 192
     cfg.engine.max_new_tokens = 16
-    cfg.engine.wait_s = 0.05
+    cfg.engine.decode_steps = 16
 
     cfg.learner = ConfigDict()
     cfg.learner.steps = 120
@@ -71,8 +73,8 @@ def get_config(task: str = "click_button") -> ConfigDict:
 def _longer_episodes(cfg: ConfigDict) -> None:
     """Focus the field, type, press OK, and one turn to spare."""
     cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 4}),)
-    cfg.engine.context_lengths = (80, 160, 240, 320)
-    cfg.engine.image_rows = (8, 64, 256)
+    cfg.engine.context_lengths = (160, 320)
+    cfg.engine.prefill_lengths = (80,)
     cfg.learner.groups_per_step = 4
     cfg.learner.batch.row_lengths = (512,)
     cfg.learner.batch.sampled_lengths = (128,)

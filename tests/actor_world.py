@@ -105,7 +105,8 @@ def engine() -> Engine:
             image_rows=(16,),
             image_row_patches=48,
             max_new_tokens=1,
-            wait_s=0.01,
+            prefill_rows=(8,),
+            prefill_lengths=(CONTEXT_TOKENS,),
         ),
     )
 
@@ -126,20 +127,21 @@ class ScriptedEngine:
     ) -> None:
         self._say, self._stopped, self._version = say, stopped, version
         self.requests: list[SampleRequest] = []
-        self.expected = 0
+        self.released: list[str] = []  # episodes that are over
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         text = self._say(len(self.requests))
         self.requests.append(request)
         ids = chat().completion_ids(text) if self._stopped else chat().encode(text)
         logprobs = np.full(len(ids), -0.5, np.float32)
-        return SampleResult(ids, logprobs, self._version, self._stopped)
+        versions = np.full(len(ids), self._version, np.int32)
+        return SampleResult(ids, logprobs, self._version, self._stopped, logprobs, versions)
 
     def set_policy(self, lora: object, version: int) -> None:
         self._version = version
 
-    def expect(self, concurrent: int) -> None:
-        self.expected = concurrent
+    def release(self, episode: str) -> None:
+        self.released.append(episode)
 
     def metrics(self) -> dict[str, float]:
         return {"engine/requests": float(len(self.requests))}

@@ -1,20 +1,24 @@
 """The engine against a loop without a cache, the learner's logprobs, and its own promises."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import strategies as st
 
+from tests import test_sharding
 from uirl_jax import vision_inputs
 from uirl_jax.engine import requests
-from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult, Shape
+from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
 from uirl_jax.errors import ConfigError, PolicyError
-from uirl_jax.models import qwen2_vl, scoring
+from uirl_jax.models import qwen2_vl, scoring, sharding
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 
 VOCAB, IMAGE_TOKEN, END_TOKEN = 64, 60, 1
@@ -51,18 +55,19 @@ MODEL_CFG = qwen2_vl.Qwen2VLConfig.from_dict(
     }
 )
 GRIDS = {"a": (1, 4, 4), "b": (1, 4, 6), "c": (1, 2, 4)}  # 4, 6 and 2 visual tokens
-CFG = EngineConfig(  # four shapes in all: each costs seconds to compile
+CFG = EngineConfig(  # few sizes: each costs seconds to compile
     batch_sizes=(1, 4),
     context_lengths=(32,),
+    prefill_rows=(2,),
+    prefill_lengths=(12,),
     image_rows=(2,),
     image_row_patches=32,
     max_new_tokens=8,
-    wait_s=0.02,
+    decode_steps=3,
 )
-PATIENT_CFG = dataclasses.replace(CFG, batch_sizes=(4,), wait_s=3600.0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Policy:
     graphdef: nnx.GraphDef
     lora: nnx.State
@@ -71,6 +76,11 @@ class Policy:
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
+    return make_policy()
+
+
+@functools.cache
+def make_policy() -> Policy:
     """A random model whose adapters change what it says (a fresh one's are zero)."""
     model = qwen2_vl.Qwen2VL(
         MODEL_CFG,
@@ -89,7 +99,9 @@ def redrawn(lora: nnx.State, seed: int) -> nnx.State:
     return jax.tree.unflatten(structure, drawn)
 
 
-def new_engine(policy: Policy, *, cfg=CFG, end=(END_TOKEN,), forbidden=FORBIDDEN) -> Engine:
+def new_engine(
+    policy: Policy, *, cfg=CFG, end=(END_TOKEN,), forbidden=FORBIDDEN, decode=None
+) -> Engine:
     return Engine(
         policy.graphdef,
         policy.frozen,
@@ -99,6 +111,7 @@ def new_engine(policy: Policy, *, cfg=CFG, end=(END_TOKEN,), forbidden=FORBIDDEN
         end_token_ids=end,
         forbidden_ids=forbidden,
         cfg=cfg,
+        decode_text=decode,
     )
 
 
@@ -106,12 +119,6 @@ def new_engine(policy: Policy, *, cfg=CFG, end=(END_TOKEN,), forbidden=FORBIDDEN
 def engine(policy) -> Engine:
     """Shared, so that its few shapes compile once; tests that change the policy put it back."""
     return new_engine(policy)
-
-
-@pytest.fixture(scope="module")
-def patient(policy) -> Engine:
-    """Shared; starts a batch only where everybody who is expected waits."""
-    return new_engine(policy, cfg=PATIENT_CFG)
 
 
 @functools.cache
@@ -176,9 +183,9 @@ def without_cache(
     """Every screenshot in a row of its own, the whole sequence anew; (logits_tv, scores_t)."""
     ids = np.concatenate([asked.context_ids, np.array(sampled, np.int32)])
     length, row_patches = len(ids), 24
-    patches_ipf = np.zeros((2, row_patches, 96), np.float32)
-    places_ip2 = np.zeros((2, row_patches, 2), np.int32)
-    segments_ip = np.zeros((2, row_patches), np.int32)
+    patches_ipf = np.zeros((4, row_patches, 96), np.float32)
+    places_ip2 = np.zeros((4, row_patches, 2), np.int32)
+    segments_ip = np.zeros((4, row_patches), np.int32)
     index = []
     for row, (patches_pf, grid) in enumerate(zip(asked.patches, asked.grids, strict=True)):
         patches_ipf[row, : len(patches_pf)] = patches_pf
@@ -283,95 +290,187 @@ def test_engine_forbidden_ids_are_never_sampled_and_end_tokens_stop(policy):
     assert 0 < sum(result.stopped for result in results) < 40
 
 
-# ---------------------------------------------------------------- batches
+# ---------------------------------------------------------------- slots and caches
 
 
-def test_engine_compile_count_stands_still_over_mixed_requests(engine, policy):
-    shapes = [Shape(rows, 32, images) for rows in (1, 4) for images in (0, 2)]
+def test_engine_compile_count_stands_still_over_mixed_requests(policy):
+    """A thousand tokens of everything: what warm_up compiles is all there is."""
+    cfg = dataclasses.replace(CFG, context_lengths=(16, 32), prefill_lengths=(4, 12))
+    mixed = new_engine(policy, cfg=cfg)
 
     async def run() -> tuple[float, float]:
-        async with engine, asyncio.timeout(600):
-            await engine.warm_up(shapes)
-            warm = engine.metrics()["engine/compile_count"]
-            for round_index in range(6):
-                engine.set_policy(jax.tree.map(np.array, redrawn(policy.lora, round_index)), 8)
+        async with mixed, asyncio.timeout(600):
+            await mixed.warm_up()
+            warm = mixed.metrics()["engine/compile_count"]
+            for round_index in range(12):
+                mixed.set_policy(jax.tree.map(np.array, redrawn(policy.lora, round_index)), 8)
                 rng = np.random.default_rng(round_index)
                 asked = [
-                    request(int(rng.integers(1000)), int(rng.integers(1, 14)), images)
-                    for images in rng.choice(["", "a", "ab", "c"], int(rng.integers(1, 9)))
+                    dataclasses.replace(
+                        request(int(rng.integers(1000)), int(rng.integers(1, 14)), images),
+                        top_p=float(rng.choice([1.0, 0.8])),
+                        episode=str(rng.integers(6)),
+                    )
+                    for images in rng.choice(["", "a", "ab", "c"], int(rng.integers(1, 13)))
                 ]
-                await asyncio.gather(*map(engine.sample, asked))
-            engine.set_policy(policy.lora, 7)
-            return warm, engine.metrics()["engine/compile_count"]
+                await asyncio.gather(*map(mixed.sample, asked))
+            return warm, mixed.metrics()["engine/compile_count"]
 
     warm, after = asyncio.run(run())
-    assert warm == after == len(shapes)
+    # encode 1, prefill 2 lengths x 2 contexts, decode 2 batches x 2 contexts, copy 1
+    assert warm == after == 1 + 4 + 4 + 1
 
 
-def test_engine_screenshot_shared_in_a_batch_is_encoded_once(engine):
+def spent(engine: Engine, asked: list[SampleRequest]) -> dict[str, float]:
+    """What the metrics of these requests come to."""
     before = engine.metrics()
-    results = sample_all(engine, [request(seed, 4, "a") for seed in range(3)])
+    sample_all(engine, asked)
     after = engine.metrics()
-    spent = {key: after[key] - before[key] for key in before}
-    assert spent["engine/images_encoded"] == 1
-    assert spent["engine/batches"] == 1
-    assert spent["engine/requests"] == 3
-    assert spent["engine/prefill_tokens"] == 3 * 10
-    # The fourth row is padding: it samples nothing.
-    assert spent["engine/tokens_sampled"] == sum(len(result.token_ids) for result in results)
+    return {key: after[key] - before[key] for key in before}
 
 
-def test_engine_more_screenshots_than_rows_are_sampled_in_two_batches(engine):
-    # 24 + 16 patches do not fit into one row of 32, nor 24 + 16 + 8 + 24 into two.
+def test_engine_group_shares_one_prefill_and_one_screenshot(policy):
+    fresh = new_engine(policy)
+    one = request(0, 4, "a")  # 10 tokens, of which the last is left to the decode step
+    costs = spent(fresh, [dataclasses.replace(one, seed=seed) for seed in range(8)])
+    assert costs["engine/images_encoded"] == 1
+    assert costs["engine/prefill_tokens"] == 9
+    assert costs["engine/cached_tokens"] == 7 * 9
+    again = spent(fresh, [dataclasses.replace(one, seed=9), request(1, 4, "a")])
+    assert again["engine/images_encoded"] == 0, "a screenshot that was seen before"
+    # The second begins with two other words, so nothing of it is known but its screenshot.
+    assert again["engine/prefill_tokens"] == 9
+
+
+def next_turn(one: SampleRequest, result: SampleResult, text: int, images: str) -> SampleRequest:
+    """The context goes on: what was sampled, a new screenshot, some words."""
+    more = request(len(result.token_ids), text, images)
+    return dataclasses.replace(
+        one,
+        context_ids=np.concatenate([one.context_ids, result.token_ids, more.context_ids]),
+        patches=(*one.patches, *more.patches),
+        grids=(*one.grids, *more.grids),
+        image_keys=(*one.image_keys, *more.image_keys),
+        seed=one.seed + 100,
+    )
+
+
+def test_engine_next_turn_prefills_only_what_is_new_and_a_cut_context_from_the_cut(policy):
+    fresh = new_engine(policy)
+    first = dataclasses.replace(request(0, 4, "a", max_new_tokens=3), episode="e")
+
+    async def run() -> None:
+        async with fresh, asyncio.timeout(600):
+            result = await fresh.sample(first)
+            # Others come and go: the slot stays the episode's as long as there are others.
+            await asyncio.gather(*[fresh.sample(request(seed, 9)) for seed in range(1, 4)])
+            second = next_turn(first, result, 2, "c")
+            before = fresh.metrics()["engine/prefill_tokens"]
+            again = await fresh.sample(second)
+            # What was sampled last is not in the cache, and the context's last token is not
+            # prefilled: c is 2 visual tokens, 2 markers, 2 words.
+            assert fresh.metrics()["engine/prefill_tokens"] - before == 1 + 6 - 1
+            assert_logprobs(policy, second, again)
+
+            cut = dataclasses.replace(
+                second,
+                context_ids=np.concatenate([second.context_ids[:2], second.context_ids[-6:]]),
+                patches=second.patches[1:],
+                grids=second.grids[1:],
+                image_keys=second.image_keys[1:],
+            )
+            before = fresh.metrics()["engine/prefill_tokens"]
+            shorter = await fresh.sample(cut)
+            assert fresh.metrics()["engine/prefill_tokens"] - before == 8 - 2 - 1
+            assert_logprobs(policy, cut, shorter)
+
+    asyncio.run(run())
+
+
+def assert_logprobs(
+    policy: Policy, asked: SampleRequest, result: SampleResult, lora: nnx.State | None = None
+) -> None:
+    """Those of the learner on the same tokens."""
+    start, count = len(asked.context_ids), len(result.token_ids)
+    _, scores_t = without_cache(policy, asked, result.token_ids, lora=lora)
+    np.testing.assert_allclose(result.full_logprobs, scores_t[start : start + count], atol=1e-4)
+
+
+def test_engine_more_requests_than_slots_wait_the_oldest_first(engine):
+    asked = [request(seed, 6, "abc"[seed % 3]) for seed in range(11)]
+    order: list[int] = []
+
+    async def run() -> list[SampleResult]:
+        async def one(number: int) -> SampleResult:
+            result = await engine.sample(asked[number])
+            order.append(number)
+            return result
+
+        async with engine, asyncio.timeout(600):
+            return await asyncio.gather(*map(one, range(11)))
+
+    together = asyncio.run(run())
+    assert max(order[:4]) < 8, "the last ones had to wait for a slot"
+    for position in (0, 7, 10):
+        alone = sample_all(engine, [asked[position]])[0]
+        assert alone.token_ids.tolist() == together[position].token_ids.tolist()
+
+
+def test_engine_more_screenshots_than_the_table_holds_take_turns(policy):
+    # b has 6 tokens, a 4, c 2: two contexts of two screenshots do not fit into 12 rows at once.
+    cfg = dataclasses.replace(CFG, image_tokens=12)
+    narrow = new_engine(policy, cfg=cfg)
     asked = [
-        request(0, 3, "ba"),
-        dataclasses.replace(request(1, 3, "b"), image_keys=("b2",)),
-        dataclasses.replace(request(2, 3, "c"), image_keys=("c2",)),
+        dataclasses.replace(request(n, 3, "ba"), image_keys=(f"b{n}", f"a{n}")) for n in range(5)
     ]
-    before = engine.metrics()["engine/batches"]
-    together = sample_all(engine, asked)
-    assert engine.metrics()["engine/batches"] == before + 2
-    for one, result in zip(asked, together, strict=True):
-        assert sample_all(engine, [one])[0].token_ids.tolist() == result.token_ids.tolist()
+    for one, result in zip(asked, sample_all(narrow, asked), strict=True):
+        assert_logprobs(policy, one, result)
+    assert narrow.metrics()["engine/images_encoded"] == 10
 
 
-def test_engine_expected_episodes_waiting_start_a_batch_at_once(patient):
-    before = patient.metrics()["engine/batches"]
-
+def test_engine_cancelled_request_frees_its_slot_at_once(engine):
     async def run() -> None:
-        async with patient, asyncio.timeout(600):
-            patient.expect(4)
-            first = asyncio.create_task(patient.sample(request(0)))
-            await asyncio.sleep(0.05)
-            assert patient.metrics()["engine/batches"] == before
-            patient.expect(2)
-            await asyncio.gather(first, patient.sample(request(1)))
-            patient.expect(1)
-            await patient.sample(request(2))
+        async with engine, asyncio.timeout(600):
+            running = [asyncio.create_task(engine.sample(request(seed))) for seed in range(4)]
+            waiting = asyncio.create_task(engine.sample(request(5)))
+            kept = asyncio.create_task(engine.sample(request(6)))
+            await asyncio.sleep(0)
+            for task in (*running, waiting):
+                task.cancel()
+            outcomes = await asyncio.gather(*running, waiting, return_exceptions=True)
+            assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+            assert len((await kept).token_ids) > 0
 
     asyncio.run(run())
-    assert patient.metrics()["engine/batches"] == before + 2
 
 
-def test_engine_cancelled_request_leaves_the_queue(patient):
-    before = patient.metrics()["engine/requests"]
+def test_engine_stop_string_ends_with_the_token_that_completes_it(policy):
+    spelled = new_engine(policy, decode=lambda ids: "".join(chr(60 + int(i)) for i in ids))
+    free = request(3, 6, "a", temperature=3.0)
+    (whole,) = sample_all(spelled, [free])
+    text = "".join(chr(60 + int(i)) for i in whole.token_ids)
+    stopping = dataclasses.replace(free, stop_strings=("never", text[2:4]))
+    (cut,) = sample_all(spelled, [stopping])
+    assert cut.token_ids.tolist() == whole.token_ids[: text.index(text[2:4]) + 2].tolist()
+    assert cut.stopped and len(cut.logprobs) == len(cut.token_ids)
 
-    async def run() -> None:
-        async with patient, asyncio.timeout(600):
-            patient.expect(2)
-            cancelled = asyncio.create_task(patient.sample(request(0)))
-            await asyncio.sleep(0.01)
-            cancelled.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await cancelled
-            kept = asyncio.create_task(patient.sample(request(1)))
-            await asyncio.sleep(0.05)
-            assert not kept.done()  # the cancelled one does not count as waiting
-            patient.expect(1)
-            await asyncio.gather(kept, patient.sample(request(2)))
 
-    asyncio.run(run())
-    assert patient.metrics()["engine/requests"] == before + 2
+def test_engine_top_p_and_top_k_record_both_logprobs(engine, policy):
+    one = dataclasses.replace(request(3, 6, "a"), top_k=5, top_p=0.7)
+    asked = [dataclasses.replace(one, seed=seed) for seed in range(6)]
+    for one, result in zip(asked, sample_all(engine, asked), strict=True):
+        assert_logprobs(policy, one, result)
+        logits_tv, _ = without_cache(policy, one, result.token_ids)
+        full_tv = masked_log_softmax(logits_tv, 1.0, FORBIDDEN)[len(one.context_ids) - 1 :]
+        for token_id, logprob, full_v in zip(
+            result.token_ids, result.logprobs, full_tv, strict=False
+        ):
+            likeliest = np.argsort(-full_v)[:5]
+            chances = np.exp(full_v[likeliest]) / np.exp(full_v[likeliest]).sum()
+            kept = likeliest[: 1 + int((np.cumsum(chances) < 0.7).sum())]
+            assert token_id in kept
+            expected = full_v[token_id] - np.log(np.exp(full_v[kept]).sum())
+            assert logprob == pytest.approx(expected, abs=1e-4)
 
 
 # ---------------------------------------------------------------- policies and failures
@@ -420,19 +519,19 @@ def test_engine_failing_batch_fails_its_requests_and_lives_on(engine, policy):
     asyncio.run(run())
 
 
-def test_engine_close_fails_what_waits(patient):
+def test_engine_close_fails_what_is_not_done_and_opens_again(engine):
     async def run() -> None:
         async with asyncio.timeout(600):
-            async with patient:
-                patient.expect(2)
-                waiting = asyncio.create_task(patient.sample(request(0)))
-                await asyncio.sleep(0.01)
-            with pytest.raises(RuntimeError, match="closed"):
-                await waiting
+            async with engine:
+                asked = [asyncio.create_task(engine.sample(request(seed))) for seed in range(9)]
+                await asyncio.sleep(0)
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+            assert any(isinstance(outcome, RuntimeError) for outcome in outcomes)
             with pytest.raises(RuntimeError, match="outside"):
-                await patient.sample(request(0))
+                await engine.sample(request(0))
 
     asyncio.run(run())
+    assert len(sample_all(engine, [request(0)])[0].token_ids) > 0
 
 
 @pytest.mark.parametrize(
@@ -443,14 +542,8 @@ def test_engine_close_fails_what_waits(patient):
         (request(0, 5, max_new_tokens=0), r"engine\.max_new_tokens"),
         (request(0, 5, temperature=1e-9), "temperature"),
         (request(0, 5, temperature=float("nan")), "temperature"),
-        (
-            dataclasses.replace(request(0, 5, "bb"), image_keys=("b1", "b2")),
-            None,  # fits: each has a row
-        ),
-        (
-            dataclasses.replace(request(0, 5, "bbb"), image_keys=("b1", "b2", "b3")),
-            r"3 screenshots.*2: raise engine\.image_rows",
-        ),
+        (dataclasses.replace(request(0, 5), top_p=0.0), "top_p 0"),
+        (dataclasses.replace(request(0, 5), top_k=-1), "top_k -1"),
         (
             dataclasses.replace(request(0, 5, "a"), patches=(np.zeros((36, 96), np.float32),)),
             r"36 patches.*32.*engine\.image_row_patches",
@@ -458,11 +551,15 @@ def test_engine_close_fails_what_waits(patient):
     ],
 )
 def test_engine_request_beyond_a_limit_names_the_key(engine, asked, message):
-    if message is None:
-        assert sample_all(engine, [asked])[0].policy_version == 7
-        return
     with pytest.raises(ConfigError, match=message):
         sample_all(engine, [asked])
+
+
+def test_engine_screenshots_of_one_context_beyond_the_table_name_the_key(policy):
+    narrow = new_engine(policy, cfg=dataclasses.replace(CFG, image_tokens=11))
+    asked = dataclasses.replace(request(0, 5, "bb"), image_keys=("b1", "b2"))
+    with pytest.raises(ConfigError, match=r"2 screenshots.*12 visual.*11: raise engine\.image_tok"):
+        sample_all(narrow, [asked])
 
 
 @pytest.mark.parametrize(
@@ -488,23 +585,122 @@ def test_engine_contradicting_request_is_refused_alone(engine, asked):
     assert isinstance(good, SampleResult)
 
 
-def test_shape_of_takes_the_smallest_sizes_that_hold_the_batch():
-    cfg = EngineConfig(
-        batch_sizes=(1, 4), context_lengths=(16, 32), image_rows=(1, 2), image_row_patches=32
-    )
+def test_image_arrays_share_rows_and_take_the_smallest_number_of_them():
+    cfg = EngineConfig(image_rows=(1, 2), image_row_patches=32, context_lengths=(16,))
 
-    def shape(*asked: SampleRequest) -> Shape:
+    def rows(images: str) -> int:
         placed: dict[str, requests.PlacedImage] = {}
-        for one in asked:
-            placed = requests.place_images(one, placed, cfg)
-        return requests.shape_of(asked, placed, cfg)
+        for key in images:
+            assert requests.place_image(placed, key, screenshot_patches(key), GRIDS[key], cfg)
+        table = {key: np.arange(len(screenshot_patches(key)) // 4) for key in images}
+        arrays = requests.image_arrays(placed, table, cfg, merge_size=2, patch_features=96)
+        named = arrays.row_m[arrays.row_m < cfg.table_rows(2)]
+        assert len(named) == sum(map(len, table.values()))
+        return len(arrays.patches_ipf)
 
-    assert shape(request(0, 16)) == Shape(1, 16, 0)
-    assert shape(request(0, 16), request(1, 17)) == Shape(4, 32, 0)
-    assert shape(request(0, 5, "ac"), request(1, 5, "ca")) == Shape(4, 16, 1)  # 16 + 8 patches
-    assert shape(request(0, 5, "a"), request(1, 5, "b")) == Shape(4, 16, 2)  # 16 + 24
+    assert rows("ac") == 1  # 16 + 8 patches
+    assert rows("ab") == 2  # 16 + 24
+    placed = {}
+    fits = [
+        requests.place_image(placed, k, screenshot_patches("b"), GRIDS["b"], cfg) for k in "xyz"
+    ]
+    assert fits == [True, True, False] and list(placed) == ["x", "y"]
 
 
 def test_engine_config_impossible_sizes_are_listed_together():
-    with pytest.raises(ConfigError, match=r"batch_sizes=\(4, 1\).*max_new_tokens=0"):
-        EngineConfig(batch_sizes=(4, 1), max_new_tokens=0)
+    with pytest.raises(ConfigError, match=r"context_lengths=\(\).*batch_sizes=\(4, 1\)"):
+        EngineConfig(batch_sizes=(4, 1), context_lengths=())
+
+
+# ---------------------------------------------------------------- everything at once
+
+
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
+@hypothesis.given(st.integers(0, 2**31), st.booleans())
+def test_engine_mixed_episodes_score_as_the_learner_does(seed, keep_stale):
+    """Episodes of many turns that share prompts, cut their contexts, are cancelled and see new
+    policies come in the middle: every token's logprob is that of the policy it was sampled with."""
+    policy = make_policy()  # no fixture: hypothesis would print it
+    mixed = mixed_engine(policy, keep_stale)
+    loras = {7: policy.lora, 8: redrawn(policy.lora, 8), 9: redrawn(policy.lora, 9)}
+    turns: list[tuple[SampleRequest, SampleResult]] = []
+
+    async def episode(number: int) -> None:
+        rng = np.random.default_rng([seed, number])
+        # Two of three begin alike, as a group's members do.
+        one = request(number % 3 // 2, 4, "a", max_new_tokens=3)
+        one = dataclasses.replace(one, episode=f"{seed}-{number}", seed=number)
+        for turn in range(20):
+            if rng.random() < 0.2:
+                asking = asyncio.create_task(mixed.sample(one))
+                await asyncio.sleep(float(rng.uniform(0, 0.02)))
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asking
+            result = await mixed.sample(one)
+            turns.append((one, result))
+            following = next_turn(one, result, int(rng.integers(1, 3)), rng.choice(["", "c"]))
+            if len(following.context_ids) > 32 or rng.random() < 0.2:  # cut to the words' start
+                keep = following.context_ids[:2]
+                following = dataclasses.replace(
+                    request(turn, 5, "c", max_new_tokens=3), episode=one.episode, seed=one.seed
+                )
+                ids = np.concatenate([keep, following.context_ids])
+                following = dataclasses.replace(following, context_ids=ids)
+            one = following
+        mixed.release(one.episode)
+
+    async def run() -> None:
+        async with mixed, asyncio.timeout(600):
+            mixed.set_policy(loras[7], 7)
+            playing = asyncio.gather(*map(episode, range(6)))
+            for version in (8, 9):
+                await asyncio.sleep(0.05)
+                mixed.set_policy(loras[version], version)
+            await playing
+
+    asyncio.run(run())
+    assert len(turns) == 6 * 20
+    for asked, result in turns:
+        assert result.policy_version == result.policy_versions.min()
+        if keep_stale:
+            assert np.isfinite(result.logprobs).all()  # of no single policy
+            continue
+        start = len(asked.context_ids)
+        for version in np.unique(result.policy_versions):
+            _, scores_t = without_cache(policy, asked, result.token_ids, lora=loras[int(version)])
+            of_t = result.policy_versions == version
+            expected = scores_t[start : start + len(of_t)]
+            np.testing.assert_allclose(result.logprobs[of_t], expected[of_t], atol=1e-4)
+
+
+@functools.cache
+def mixed_engine(policy: Policy, keep_stale: bool) -> Engine:
+    cfg = dataclasses.replace(CFG, slots=5, image_tokens=40, keep_stale_cache=keep_stale)
+    return new_engine(policy, cfg=cfg)
+
+
+def check_mesh() -> None:
+    """The body of the test below, in a process of its own: the device count is fixed at start."""
+    assert len(jax.devices()) == 8
+    lone = make_policy()
+    expected = sample_all(new_engine(lone), MIXED)
+    mesh = sharding.make_mesh(data=2, fsdp=2, model=2)
+    placed = [
+        jax.device_put(tree, sharding.state_shardings(mesh, tree))
+        for tree in (lone.lora, lone.frozen)
+    ]
+    spread = new_engine(Policy(lone.graphdef, *placed))
+    for got, wanted in zip(sample_all(spread, MIXED), expected, strict=True):
+        assert got.token_ids.tolist() == wanted.token_ids.tolist()
+        np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4)
+    cut = spread._cache.k_lcskh.sharding.shard_shape(spread._cache.k_lcskh.shape)
+    assert cut == (2, 1, 40, 1, 8), "slots over data and fsdp, heads over model"
+    compiled = spread.metrics()["engine/compile_count"]
+    sample_all(spread, MIXED)
+    assert spread.metrics()["engine/compile_count"] == compiled
+
+
+def test_engine_on_eight_fake_devices_equals_one_device():
+    done = test_sharding.on_eight_devices("check_mesh", module="test_engine")
+    assert done.returncode == 0, done.stderr[-3000:]

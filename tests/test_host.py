@@ -344,7 +344,7 @@ def test_actor_cancelled_leaves_no_session_and_no_task(tmp_path):
                     await actor
                 assert await world.open_sessions(url) == 0
             assert world.our_tasks() == before
-            assert engine.expected == 0
+            assert set(engine.released) >= {request.episode for request in engine.requests}
         journal = Journal(tmp_path, ACTOR, RUN)
         assert journal.settle(lambda index: False) == 0  # close() had counted them
         assert journal.total("started") == journal.total("lost") > 0

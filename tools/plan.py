@@ -5,7 +5,7 @@
     python -m tools.plan --config=... --topology=gpu:8xH100
 
 Needs the `libtpu` wheel (pip install 'jax[tpu]'), no TPU and no weights: the learner's `score` and
-gradients and the engine's sampling program are compiled for the slice on this host, some minutes
+gradients and the engine's programs are compiled for the slice on this host, some minutes
 each. model.path may be a directory with nothing but a config.json, or be named like a published
 model. Times are bounds: all of a program's FLOPs, HBM bytes and interconnect bytes at the chip's
 published rates, the three of them overlapping perfectly. GPU machines are planned by formula.
@@ -34,7 +34,7 @@ _CONFIG = config.define_config_file(
 _TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:2x4, v5p:2x2x1, v6e:4x4, gpu:8xH100, ...")
 _SEARCH = flags.DEFINE_bool("search", False, "also try rows, remat and meshes")
 _MOST = flags.DEFINE_integer("search_compiles", 4, "candidates to compile", lower_bound=1)
-_SAMPLING = flags.DEFINE_bool("sampling", True, "also compile the engine's program")
+_SAMPLING = flags.DEFINE_bool("sampling", True, "also compile the engine's programs")
 _JSON = flags.DEFINE_string("json", None, "write the numbers here too")
 _TEXTS = flags.DEFINE_string("texts", None, "write the compiled programs into this directory")
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         cfg = config.from_config(RunConfig, _CONFIG.value)
         model_cfg = programs.read_model_config(cfg.model.path)
         machine = machines.find_machine(_TOPOLOGY.value)
-        names = programs.PROGRAMS if _SAMPLING.value else plans.TRAINING
+        names = programs.TRAINING + (programs.SAMPLING if _SAMPLING.value else ())
         texts_dir = Path(_TEXTS.value) if _TEXTS.value else None
         plan = plans.make_plan(cfg, model_cfg, machine, names, say, texts_dir)
         if not plan["fits"] and machine.devices is not None:

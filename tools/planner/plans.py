@@ -15,7 +15,6 @@ from tools.planner.machines import Machine
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 from uirl_jax.run_config import RunConfig
 
-TRAINING = ("score", "gradients")
 _MOST_CHANGES = 4  # compiled to find one that fits; a compilation takes minutes
 
 
@@ -50,7 +49,7 @@ def find_nearest_change(
     sizes = plan["mesh"]
     found = []
     broken = [name for name, entry in plan["programs"].items() if not entry["fits"]]
-    for kind in (TRAINING, ("sample",)):
+    for kind in (plan_programs.TRAINING, plan_programs.SAMPLING):
         failed = [name for name in kind if name in broken]
         if not failed:
             continue
@@ -88,7 +87,7 @@ def search(
     tried = []
     for number, (words, changed, _) in enumerate(ranked[:most], start=1):
         say(f"search {number}/{min(most, len(ranked))}: {words}")
-        plan = make_plan(changed, model_cfg, machine, TRAINING, say)
+        plan = make_plan(changed, model_cfg, machine, plan_programs.TRAINING, say)
         if "step" in plan:
             tried.append((words, plan))
     tried.sort(key=lambda entry: (not entry[1]["fits"], -entry[1]["step"]["tokens_per_s"]))

@@ -1,6 +1,6 @@
 """The run's own programs, compiled for a machine that is not there, without a weight of the model.
 
-What the learner jits (`make_steps`: score, gradients) and what the engine jits (`jit_generate`:
+What the learner jits (`make_steps`: score, gradients) and what the engine jits (`make_programs`:
 vision tower, prefill and decode steps) are lowered with abstract arrays, placed as the run places
 them, and compiled by the TPU's compiler on this host.
 """
@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from uirl_jax.engine import engine
-from uirl_jax.engine.requests import Shape, empty_arrays
+from uirl_jax.engine import programs as engine_programs
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
@@ -32,17 +32,14 @@ from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
 
 PUBLISHED = Path(__file__).parents[2] / "uirl_jax" / "assets" / "published"
-PROGRAMS = ("score", "gradients", "sample")
+TRAINING = ("score", "gradients")
+SAMPLING = ("encode", "prefill", "decode")
 # What libtpu says where a program is too large, as its parts notice it.
 _OUT_OF_MEMORY = re.compile(
     r"(Used |HLO temporaries \()(?P<size>[\d.]+)(?P<unit>[KMG])"
     r"( of [\d.]+[KMG] hbm|\) exceeds available HBM \([\d.]+[KMG]\))"
 )
 _BATCH_FLOATS = {"behaviour_logprobs_bt", "advantages_bt", "weights_bt", "patches_ipf"}
-_ENGINE_AXES = {  # BatchArrays' fields -> what their dimensions mean; the rest as in a TrainBatch
-    **{name: ("batch",) for name in ("lengths_b", "max_new_b", "temperature_b")},
-    "seeds_b2": ("batch", None),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +142,7 @@ def _abstract_leaves(
         )
     )
     graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
-    optimizer = learner_state.make_optimizer(optimizer_cfg, steps)
+    optimizer = learner_state.make_optimizer(optimizer_cfg.resolved("adapters"), steps)
     state = jax.eval_shape(lambda tree: learner_state.init_state(tree, optimizer), lora)
     return graphdef, frozen, optimizer, state
 
@@ -202,7 +199,7 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
                 at = (jax.ShapeDtypeStruct((), jnp.int32),) * 3
                 lowered = steps.policy_gradients.lower(*score_args, scored, at)
             else:
-                lowered = _lower_sampling(run)
+                lowered = _lower_sampling(run, name)
             done.append(_compile(name, lowered, say))
     return done
 
@@ -222,36 +219,69 @@ def _scored(run: Run, scored: Any) -> Any:
     return jax.tree.map(place, scored)
 
 
-def _lower_sampling(run: Run) -> Any:
-    """The engine's largest shape. Rows over data and fsdp, as in a training batch."""
-    cfg = run.cfg.engine
-    shape = Shape(cfg.batch_sizes[-1], cfg.context_lengths[-1], cfg.image_rows[-1])
-    generate = engine.jit_generate(
-        run.graphdef,
-        model_cfg=run.model_cfg,
-        end_token_ids=(run.model_cfg.eos_token_id,),
-        forbidden_ids=_forbidden_ids(run.model_cfg),
-        cfg=cfg,
+def _lower_sampling(run: Run, name: str) -> Any:
+    """A program of the engine at its largest sizes."""
+    cfg, vision = run.cfg.engine, run.model_cfg.vision
+    sizes = dict(run.mesh.shape)
+
+    def placed(array: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        spec = sharding.partition_spec(axes, array.shape, sizes)
+        at = NamedSharding(run.mesh, spec)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
+
+    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    cache = jax.eval_shape(
+        lambda: qwen2_vl.init_cache(
+            run.model_cfg, cfg.num_slots, cfg.slot_places, jnp.dtype(cfg.cache_dtype)
+        )
     )
-    axes = dict(sharding.BATCH_RULES) | _ENGINE_AXES
-    one = Shape(1, 1, 1)  # only names and dtypes are of use: the largest shape is gigabytes
-    small = empty_arrays(one, dataclasses.replace(cfg, image_row_patches=1), 1)._asdict()
-    sizes = {
-        "b": shape.rows,
-        "t": shape.context_length,
-        "i": shape.image_rows,
-        "p": cfg.image_row_patches,
-        "f": run.model_cfg.vision.patch_features,
-        "2": 2,
-        "3": 3,
-    }
-    arrays = []
-    for name, array in small.items():
-        dims = tuple(sizes[letter] for letter in name.rpartition("_")[2])
-        spec = sharding.partition_spec(axes[name], dims, dict(run.mesh.shape))
-        placed = NamedSharding(run.mesh, spec)
-        arrays.append(jax.ShapeDtypeStruct(dims, array.dtype, sharding=placed))
-    return generate.lower(run.frozen, run.state.trainable, *arrays)
+    cache = jax.tree.map(lambda array: placed(array, engine_programs.CACHE_AXES), cache)
+    rows_of_table = cfg.table_rows(vision.spatial_merge_size)
+    dtype = run.frozen["text"]["embedding"].dtype
+    table_md = placed(
+        of(dtype, rows_of_table, run.model_cfg.hidden_size), engine_programs.TABLE_AXES
+    )
+    forbidden_v = np.zeros(run.model_cfg.vocab_size, bool)
+    forbidden_v[list(_forbidden_ids(run.model_cfg))] = True
+    made = engine_programs.make_programs(
+        run.graphdef,
+        end_token_ids=(run.model_cfg.eos_token_id,),
+        forbidden_v=forbidden_v,
+        decode_steps=cfg.decode_steps,
+        cache_sharding=jax.tree.leaves(cache)[0].sharding,
+        table_sharding=table_md.sharding,
+    )
+    weights = (run.frozen, run.state.trainable)
+    if name == "encode":
+        shape = (cfg.image_rows[-1], cfg.image_row_patches)
+        tokens = shape[0] * shape[1] // vision.spatial_merge_size**2
+        return made.encode.lower(
+            table_md,
+            *weights,
+            of(jnp.float32, *shape, vision.patch_features),
+            of(jnp.int32, *shape, 2),
+            of(jnp.int32, *shape),
+            of(jnp.int32, tokens),
+        )
+    if name == "prefill":
+        shape = (cfg.prefill_rows[-1], cfg.prefill_lengths[-1])
+        return made.prefill.lower(
+            cache,
+            *weights,
+            table_md,
+            of(jnp.int32, shape[0]),
+            of(jnp.int32, shape[0]),
+            of(jnp.int32, *shape),
+            of(jnp.int32, *shape),
+            of(jnp.int32, 3, *shape),
+            places=cfg.slot_places,
+        )
+    rows = jax.eval_shape(lambda: engine_programs.no_rows(cfg.batch_sizes[-1], cfg.num_slots))
+    return made.decode.lower(
+        cache, *weights, rows, of(jnp.int32), of(jnp.bool_), places=cfg.slot_places
+    )
 
 
 def _compile(name: str, lowered: Any, say: Callable[[str], None]) -> Compiled:

@@ -9,7 +9,7 @@ from typing import Any
 from tools.planner import hlo as plan_hlo
 from tools.planner import model as plan_model
 from tools.planner.machines import Chip, Machine
-from tools.planner.programs import Compiled, Run, chip_bytes
+from tools.planner.programs import SAMPLING, Compiled, Run, chip_bytes
 
 GIB = 2**30
 
@@ -81,8 +81,8 @@ def plan_compiled(run: Run, machine: Machine, programs: list[Compiled]) -> dict[
     resident = sum(plan["resident_bytes"].values())
     entries = {}
     for program in programs:
-        own = 0.0  # the engine's batch is no part of what the learner holds
-        if program.name == "sample" and program.argument_bytes:
+        own = 0.0  # the engine's buffers are no part of what the learner holds
+        if program.name in SAMPLING and program.argument_bytes:
             own = program.argument_bytes - chip_bytes((run.frozen, run.state.trainable))
         peak = program.wanted_bytes or resident + own + program.new_bytes
         entry = {
@@ -115,14 +115,15 @@ def plan_compiled(run: Run, machine: Machine, programs: list[Compiled]) -> dict[
     if len(trained) == 2 and all("cost" in entry for entry in trained):
         rooflines = [entry["cost"]["roofline_s"] for entry in trained]
         plan["step"] = _step(plan, rooflines, machine)
-    if "decode_step" in entries.get("sample", {}):
-        sample = entries["sample"]
-        token_s = max(sample["decode_step"]["roofline_s"].values())
+    if "decode_step" in entries.get("decode", {}) and "cost" in entries.get("prefill", {}):
+        token_s = max(entries["decode"]["decode_step"]["roofline_s"].values())
+        prefilled = run.cfg.engine.prefill_rows[-1] * run.cfg.engine.prefill_lengths[-1]
+        prefill_s = max(entries["prefill"]["cost"]["roofline_s"].values())
         rows = run.cfg.engine.batch_sizes[-1]
         plan["sampling"] = {
             "rows": rows,
             "context": run.cfg.engine.context_lengths[-1],
-            "prefill_s": max(sample["cost"]["roofline_s"].values()),
+            "prefill_tokens_per_s": prefilled / prefill_s,
             "token_s": token_s,
             "tokens_per_s": rows / token_s,
         }
@@ -201,9 +202,9 @@ def format_plan(plan: dict[str, Any]) -> str:
     if "sampling" in plan:
         sampling = plan["sampling"]
         lines.append(
-            f"sampling {sampling['rows']} rows: prefill of {sampling['context']} tokens at least "
-            f"{sampling['prefill_s']:.2f} s, a token at least {1e3 * sampling['token_s']:.1f} ms "
-            f"({sampling['tokens_per_s']:.0f} tokens/s)"
+            f"sampling {sampling['rows']} rows of {sampling['context']} tokens: at most "
+            f"{sampling['prefill_tokens_per_s']:.0f} tokens/s of prefill, a token at least "
+            f"{1e3 * sampling['token_s']:.1f} ms ({sampling['tokens_per_s']:.0f} tokens/s)"
         )
     verdict = "fits" if plan["fits"] else "does not fit"
     lines.append(
@@ -227,7 +228,7 @@ def _format_programs(plan: dict[str, Any]) -> list[str]:
             f"{entry['peak_bytes'] / GIB:8.2f}  largest array {entry['largest_array']}"
         )
     lines += [
-        "  saved: what layers keep for the backward pass; in sample, the cache of keys and values",
+        "  saved: what layers keep for the backward pass; in the engine's programs, the cache too",
         "",
         "compiled program of a batch, a chip, loops multiplied out; least time in ms",
         f"  {'':14s}{'TFLOP':>9s}{'HBM GB':>9s}{'sent GB':>9s}{'compute':>10s}{'HBM':>9s}"
@@ -237,7 +238,6 @@ def _format_programs(plan: dict[str, Any]) -> list[str]:
         for label, cost in ((name, entry.get("cost")), ("decode step", entry.get("decode_step"))):
             if cost is None:
                 continue
-            label = "prefill" if label == "sample" else label
             times = cost["roofline_s"]
             kinds = ", ".join(
                 f"{kind} {c['count']:.0f} x ({c['sent_bytes'] / 1e9:.2f} GB)"

@@ -11,11 +11,11 @@ def nearest_changes(cfg: RunConfig, program: str, across: int) -> Iterator[tuple
     """What may make a program fit that does not, the cheapest for the run first.
 
     Args:
-      program: score, gradients or sample.
+      program: one of programs.TRAINING or SAMPLING.
       across: chips that the rows are cut over (data x fsdp).
     """
     batch, engine = cfg.learner.batch, cfg.engine
-    if program == "sample":
+    if program not in ("score", "gradients"):
         rows, images = engine.batch_sizes[-1], engine.image_rows[-1]
         while rows % 2 == 0 and rows > across:
             rows, images = rows // 2, max(1, images // 2)

@@ -47,7 +47,6 @@ class Player:
         self.concurrency = concurrency
         self.statistics = Statistics()
         self._places = asyncio.Semaphore(concurrency)  # first come, first served
-        self._playing = 0
 
     async def play(
         self, task: TaskSpec, seed: int, group: str, on_start: Callable[[], None] | None = None
@@ -59,23 +58,19 @@ class Player:
                 on_start()
             started_s = time.monotonic()
             waits_s: dict[str, float] = {}
-            self._count_playing(+1)
-            try:
-                trajectory = await run_episode(
-                    task,
-                    client=verifier.client,
-                    engine=self.engine,
-                    chat=self.chat,
-                    image_cfg=self.image_cfg,
-                    cfg=self.cfg,
-                    seed=seed,
-                    group_id=group,
-                    run_id=self.run_id,
-                    actor_id=self.actor_id,
-                    waits_s=waits_s,
-                )
-            finally:
-                self._count_playing(-1)
+            trajectory = await run_episode(
+                task,
+                client=verifier.client,
+                engine=self.engine,
+                chat=self.chat,
+                image_cfg=self.image_cfg,
+                cfg=self.cfg,
+                seed=seed,
+                group_id=group,
+                run_id=self.run_id,
+                actor_id=self.actor_id,
+                waits_s=waits_s,
+            )
             if trajectory.stop_reason is not StopReason.ENV_ERROR:
                 self.fleet.worked(verifier)
             elif not trajectory.turns:
@@ -83,10 +78,6 @@ class Player:
         self.statistics.add(trajectory, waits_s)
         fleet_down = not trajectory.turns and not self.fleet.worked_since(started_s)
         return Attempt(trajectory, fleet_down)
-
-    def _count_playing(self, change: int) -> None:
-        self._playing += change
-        self.engine.expect(self._playing)  # so that a batch starts as soon as all of them wait
 
 
 class Statistics:

@@ -48,6 +48,7 @@ class RolloutConfig:
 class _Episode:
     """What has been seen and done so far: the trajectory in the making."""
 
+    episode_id: str
     instruction: str = ""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     images: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -88,7 +89,7 @@ async def run_episode(
     """
     started_unix_s, started_s = time.time(), time.monotonic()
     waits_s = {} if waits_s is None else waits_s
-    episode = _Episode()
+    episode = _Episode(episode_id=uuid.uuid4().hex)
     stop_reason: StopReason | None = None
     deadline = asyncio.timeout(cfg.episode_timeout_s)
     try:
@@ -106,12 +107,15 @@ async def run_episode(
         stop_reason = StopReason.ENV_ERROR
         _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
 
+    finally:
+        engine.release(episode.episode_id)
+
     if not episode.turns and stop_reason is not StopReason.ENV_ERROR:
         _warn("episode_env_error", group=group_id, turns=0, reason=f"{stop_reason}, no turn taken")
         stop_reason = StopReason.ENV_ERROR
     env_error = stop_reason is StopReason.ENV_ERROR
     return Trajectory(
-        episode_id=uuid.uuid4().hex,
+        episode_id=episode.episode_id,
         group_id=group_id,
         task=task,
         instruction=episode.instruction,
@@ -176,6 +180,7 @@ async def _play(
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
             seed=derive_seed(seed, turn_index),
+            episode=episode.episode_id,
         )
         with _stopwatch(waits_s, "engine"):
             sample = await engine.sample(request)

@@ -1,16 +1,17 @@
-"""The engine: requests of many episodes wait in one queue and are sampled together, batch by batch.
+"""The engine: many episodes' turns sampled together, each joining and leaving on its own.
 
-It stands between the actor's episodes and the jitted `sampling.generate`: it takes what waits, has
-it padded into one of a few fixed shapes (`requests`), runs it in a worker thread, so that the event
-loop stays free for the verifiers, and hands every episode its own tokens. It does not tokenise,
-parse or retry, and no request enters a batch that is already running.
+Stands between the actor's episodes and the jitted `programs`. A request gets a slot of the cache
+(`slots`), has its screenshots encoded (`visual_table`) and what is new of its context prefilled, a
+chunk at a time, and then takes part in decode steps until it ends. One worker thread does a round
+of this after the other (`_round`, read it first), so that the event loop stays free for the
+verifiers. It does not tokenise, parse or retry.
 """
 
 import asyncio
 import collections
-import functools
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -19,13 +20,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, Sharding
 
-from uirl_jax.engine import requests, sampling
-from uirl_jax.engine.requests import EngineConfig, PlacedImage, SampleRequest, SampleResult, Shape
+from uirl_jax.engine import requests
+from uirl_jax.engine.jobs import Job, decode_rows, prefill_arrays
+from uirl_jax.engine.programs import (
+    CACHE_AXES,
+    TABLE_AXES,
+    Decoded,
+    make_programs,
+    no_rows,
+)
+from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
+from uirl_jax.engine.slots import SlotPool, contents
+from uirl_jax.engine.visual_table import VisualTable
 from uirl_jax.errors import PolicyError
-from uirl_jax.models import qwen2_vl
+from uirl_jax.models import qwen2_vl, sharding
 
-__all__ = ["Engine", "EngineConfig", "SampleRequest", "SampleResult", "Shape"]
+__all__ = ["Engine", "EngineConfig", "SampleRequest", "SampleResult"]
 
 
 class _Policy(NamedTuple):
@@ -33,48 +45,22 @@ class _Policy(NamedTuple):
     version: int
 
 
-class _Waiting(NamedTuple):
-    request: SampleRequest
-    positions_3c: np.ndarray  # int32[3,C]
-    future: asyncio.Future[SampleResult]
-    arrived_s: float  # clock of the event loop
-
-
-def jit_generate(
-    graphdef: nnx.GraphDef,
-    *,
-    model_cfg: qwen2_vl.Qwen2VLConfig,
-    end_token_ids: Sequence[int],
-    forbidden_ids: Sequence[int],
-    cfg: EngineConfig,
-) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """The engine's one jitted function, (frozen, lora, *BatchArrays) as in sampling.generate."""
-    forbidden_v = np.zeros(model_cfg.vocab_size, bool)
-    forbidden_v[list(forbidden_ids)] = True
-    return jax.jit(
-        functools.partial(
-            sampling.generate,
-            graphdef,
-            model_cfg=model_cfg,
-            end_token_ids=tuple(int(token_id) for token_id in end_token_ids),
-            forbidden_v=forbidden_v,
-            max_new_tokens=cfg.max_new_tokens,
-            cache_dtype=jnp.dtype(cfg.cache_dtype),
-        )
-    )
+# What came of a job: told to its future on the event loop's own thread.
+_Outcome = tuple[Job, SampleResult | Exception]
 
 
 class Engine:
-    """Samples from one model whose adapters are replaced between batches.
+    """Samples from one model whose adapters may be replaced at any time.
 
-    An async context manager: entering starts the batching task, leaving fails what still waits and
-    lets a running batch end. It may be entered again; compiled programs stay.
+    An async context manager: entering starts serving, leaving fails what is not done. It may be
+    entered again; compiled programs and the cache stay.
 
     Args:
       graphdef, frozen, lora: `nnx.split` of the model; frozen is shared and never donated.
       policy_version: version of lora.
       end_token_ids: sampling any of them ends a request.
       forbidden_ids: never sampled; they leave the softmax: logprobs are those of what is left.
+      decode_text: token ids to text; needed by requests with stop strings.
     """
 
     def __init__(
@@ -88,36 +74,55 @@ class Engine:
         end_token_ids: Sequence[int],
         forbidden_ids: Sequence[int],
         cfg: EngineConfig,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._cfg = cfg
-        self._frozen = frozen
-        self._policy = _Policy(lora, policy_version)
-        self._end_token_ids = tuple(int(token_id) for token_id in end_token_ids)
-        self._image_layout = {
-            "image_token_id": model_cfg.image_token_id,
-            "merge_size": model_cfg.vision.spatial_merge_size,
-        }
-        self._patch_features = model_cfg.vision.patch_features
-        self._generate = jit_generate(
+        self._cfg, self._model_cfg, self._frozen = cfg, model_cfg, frozen
+        # Placed once, and what is made here beside it: jit tells an array that was placed from one
+        # that merely lies somewhere, and would compile again for it.
+        lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), lora)
+        self._policy = self._next_policy = _Policy(lora, policy_version)
+        self._decode_text = decode_text
+        self._merge_size = model_cfg.vision.spatial_merge_size
+        self._vision_trainable = "visual" in lora
+        forbidden_v = np.zeros(model_cfg.vocab_size, bool)
+        forbidden_v[list(forbidden_ids)] = True
+        dtype = frozen["text"]["embedding"].dtype
+        table_shape = (cfg.table_rows(self._merge_size), model_cfg.hidden_size)
+        cache = jax.eval_shape(self._init_cache)
+        beside = jax.tree.leaves(lora)[0].sharding
+        self._mesh = beside.mesh if isinstance(beside, NamedSharding) else None
+
+        def placement(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
+            if self._mesh is None:
+                return beside
+            spec = sharding.partition_spec(axes, shape, dict(self._mesh.shape))
+            return NamedSharding(self._mesh, spec)
+
+        self._cache_sharding = placement(CACHE_AXES, cache.k_lcskh.shape)
+        table_sharding = placement(TABLE_AXES, table_shape)
+        self._programs = make_programs(
             graphdef,
-            model_cfg=model_cfg,
-            end_token_ids=self._end_token_ids,
-            forbidden_ids=forbidden_ids,
-            cfg=cfg,
+            end_token_ids=[int(token_id) for token_id in end_token_ids],
+            forbidden_v=forbidden_v,
+            decode_steps=cfg.decode_steps,
+            cache_sharding=self._cache_sharding,
+            table_sharding=table_sharding,
         )
-        self._programs: dict[Shape, jax.stages.Compiled] = {}
-        self._waiting: collections.deque[_Waiting] = collections.deque()
-        self._changed = asyncio.Event()  # something arrived, or `expect` or `close` was called
-        self._expected = cfg.batch_sizes[-1]
+        self._table_md = jax.device_put(jnp.zeros(table_shape, dtype), table_sharding)
+        self._table = VisualTable(table_shape[0])
+        self._reset_cache()
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._running: list[Job] = []  # the oldest first
+        self._changed = asyncio.Event()  # something arrived, or `close` was called
         self._totals: collections.Counter[str] = collections.Counter()
-        self._busy_s = 0.0
+        self._seconds: collections.Counter[str] = collections.Counter()
         self._executor: ThreadPoolExecutor | None = None
         self._task: asyncio.Task[None] | None = None
         self._open = False
 
     async def __aenter__(self) -> Self:
         self._changed = asyncio.Event()  # an engine may be opened again, on another event loop
-        # One thread: batches run one after the other, and XLA already uses every core within one.
+        # One thread: rounds run one after the other, and XLA already uses every core within one.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._open = True
         self._task = asyncio.create_task(self._serve(self._executor), name="engine")
@@ -140,33 +145,48 @@ class Engine:
 
     @property
     def policy_version(self) -> int:
-        """Version that the next batch is sampled with."""
-        return self._policy.version
+        """Version that the next token is sampled with."""
+        return self._next_policy.version
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """Waits for a place in a batch and returns the sampled tokens.
+        """Waits for a slot and returns the sampled tokens.
 
-        Cancelling the caller takes the request out of the queue; one that is already in a running
-        batch is sampled to its end and dropped.
+        Cancelling the caller frees the slot before the next round.
 
         Raises:
-          ConfigError: no shape holds the request; it names the limit and the key to change.
+          ConfigError: no slot holds the request; it names the limit and the key to change.
           PolicyError: the policy in use gives NaN.
           ValueError: the request contradicts itself.
           RuntimeError: the engine is not open, or closed while the request waited.
-          Exception: whatever made the request's batch fail, a lack of memory for one.
+          Exception: whatever made a round fail, a lack of memory for one.
         """
-        positions_3c = requests.validated_positions(request, self._cfg, **self._image_layout)
+        positions_3c = requests.validated_positions(
+            request,
+            self._cfg,
+            image_token_id=self._model_cfg.image_token_id,
+            merge_size=self._merge_size,
+        )
+        if request.stop_strings and self._decode_text is None:
+            raise ValueError("a request with stop strings, and the engine has no decode_text")
         if not self._open:
             raise RuntimeError("sample() outside of `async with engine`")
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, positions_3c, loop.create_future(), loop.time())
-        self._waiting.append(waiting)
+        visual = requests.visual_tokens(request, self._merge_size)
+        counts = [visual[key] for key in request.image_keys]
+        contents_c = contents(
+            request.context_ids, request.image_keys, counts, self._model_cfg.image_token_id
+        )
+        future = asyncio.get_running_loop().create_future()
+        now_s = time.perf_counter()
+        self._waiting.append(Job(request, positions_3c, contents_c, visual, future, now_s))
         self._changed.set()
-        return await waiting.future
+        return await future
+
+    def release(self, episode: str) -> None:
+        """The episode has no further turn: others may have its slot."""
+        self._pool.release(episode)
 
     def set_policy(self, lora: nnx.State, version: int) -> None:
-        """Takes new adapters into use from the next batch on; a running batch keeps the old ones.
+        """Takes new adapters into use from the next round on, within running requests too.
 
         Args:
           lora: of the structure, shapes and dtypes of the first; jax or numpy arrays.
@@ -186,148 +206,337 @@ class Engine:
                     f"{new_leaf.dtype}{list(new_leaf.shape)}, expected "
                     f"{old_leaf.dtype}{list(old_leaf.shape)}"
                 )
-        # The compiled programs insist on the placement of the first adapters.
+        # Placed as the first adapters are: otherwise everything would be compiled again.
         placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), lora, old)
-        self._policy = _Policy(placed, version)
+        self._next_policy = _Policy(placed, version)
 
-    def expect(self, concurrent: int) -> None:
-        """Says how many episodes are under way: when all of them wait, a batch starts at once."""
-        self._expected = max(1, concurrent)
-        self._changed.set()
-
-    async def warm_up(self, shapes: Iterable[Shape]) -> None:
-        """Compiles shapes (of the configured sizes) before their first batch."""
-        loop = asyncio.get_running_loop()
-        for shape in shapes:
-            arrays = requests.empty_arrays(shape, self._cfg, self._patch_features)
-            lora = self._policy.lora
-            await loop.run_in_executor(self._executor, self._program, shape, lora, arrays)
+    async def warm_up(self) -> None:
+        """Compiles everything that any request could need."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._compile_all)
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start; batch_fill is the share of the rows that were requests."""
-        totals = self._totals
+        """Totals since the start. A slot is in use while a request runs in it; the device is idle
+        while none does."""
+        totals, seconds = self._totals, self._seconds
+        busy_s = seconds["encode"] + seconds["prefill"] + seconds["decode"]
         return {
             "engine/requests": totals["requests"],
+            "engine/failed_rounds": totals["failed_rounds"],
             "engine/tokens_sampled": totals["tokens_sampled"],
+            "engine/decode_s": seconds["decode"],
+            "engine/decode_steps": totals["decode_steps"],
+            "engine/decode_tokens_per_s": totals["tokens_sampled"] / max(seconds["decode"], 1e-9),
+            "engine/decode_fill": totals["tokens_sampled"] / max(1, totals["decode_rows"]),
             "engine/prefill_tokens": totals["prefill_tokens"],
+            "engine/prefill_tokens_per_s": totals["prefill_tokens"] / max(seconds["prefill"], 1e-9),
+            "engine/cached_tokens": totals["cached_tokens"],
+            "engine/cache_hits": totals["cached_tokens"] / max(1, totals["context_tokens"]),
             "engine/images_encoded": totals["images_encoded"],
-            "engine/batches": totals["batches"],
-            "engine/failed_batches": totals["failed_batches"],
-            "engine/batch_fill": totals["requests"] / max(1, totals["rows"]),
-            "engine/busy_s": self._busy_s,
-            "engine/compile_count": len(self._programs),
+            "engine/images_cached": totals["images_cached"],
+            "engine/queue_s": seconds["queue"] / max(1, totals["admitted"]),
+            "engine/slot_use": seconds["slots"] / max(1e-9, seconds["round"] * self._cfg.num_slots),
+            "engine/busy_s": busy_s,
+            "engine/host_s": seconds["round"] - busy_s,
+            "engine/idle_s": seconds["idle"],
+            "engine/compile_count": self._programs.compile_count(),
         }
 
     async def close(self) -> None:
-        """Fails what waits, lets a running batch end, stops the batching task."""
+        """Fails what is not done, lets a running round end, stops serving."""
         self._open = False
-        for waiting in self._waiting:
-            if not waiting.future.done():
-                waiting.future.set_exception(RuntimeError("the engine closed as a request waited"))
-        self._waiting.clear()
         self._changed.set()
         if self._task is not None and self._executor is not None:
             await self._task
             self._executor.shutdown()
             self._task = self._executor = None
+        for job in [*self._waiting, *self._running]:
+            if not job.future.done():
+                job.future.set_exception(RuntimeError("the engine closed as a request waited"))
+        self._drop_cancelled()
 
-    # ---------------------------------------------------------------- the batching task
+    # ---------------------------------------------------------------- the event loop's side
 
     async def _serve(self, executor: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
-        while await self._enough_wait():
-            members, placed = self._take()
-            try:
-                results = await loop.run_in_executor(
-                    executor, self._run, members, placed, self._policy
-                )
-            except Exception as error:  # a batch fails its own requests; the engine lives on
-                self._totals["failed_batches"] += 1
-                for member in members:
-                    if not member.future.done():
-                        member.future.set_exception(error)
-                continue
-            for member, result in zip(members, results, strict=True):
-                if not member.future.done():  # else its caller was cancelled
-                    member.future.set_result(result)
-
-    async def _enough_wait(self) -> bool:
-        """Waits until a batch is worth starting; False once the engine is closed."""
-        loop = asyncio.get_running_loop()
         while self._open:
-            live = [waiting for waiting in self._waiting if not waiting.future.done()]
-            self._waiting = collections.deque(live)  # a cancelled caller leaves a done future
-            timeout_s = None
-            if live:
-                timeout_s = live[0].arrived_s + self._cfg.wait_s - loop.time()
-                if timeout_s <= 0 or len(live) >= min(self._expected, self._cfg.batch_sizes[-1]):
-                    return True
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue  # the oldest has waited long enough
-        return False
-
-    def _take(self) -> tuple[list[_Waiting], dict[str, PlacedImage]]:
-        """Takes requests in the order of their arrival until the rows or the images are full."""
-        members: list[_Waiting] = []
-        placed: dict[str, PlacedImage] = {}
-        while self._waiting and len(members) < self._cfg.batch_sizes[-1]:
-            joined = requests.place_images(self._waiting[0].request, placed, self._cfg)
-            if joined is None:
-                break  # it fits alone, as checked at its arrival: the next batch begins with it
-            placed = joined
-            members.append(self._waiting.popleft())
-        return members, placed
+            if not self._waiting and not self._running:
+                idle_since_s = time.perf_counter()
+                self._changed.clear()
+                await self._changed.wait()
+                self._seconds["idle"] += time.perf_counter() - idle_since_s
+                continue
+            for job, outcome in await loop.run_in_executor(executor, self._round):
+                if job.future.done():  # its caller was cancelled
+                    continue
+                if isinstance(outcome, Exception):
+                    job.future.set_exception(outcome)
+                else:
+                    job.future.set_result(outcome)
 
     # ---------------------------------------------------------------- in the worker thread
 
-    def _run(
-        self, members: list[_Waiting], placed: dict[str, PlacedImage], policy: _Policy
-    ) -> list[SampleResult]:
+    def _round(self) -> list[_Outcome]:
+        """Admits what waits, and makes one call of each kind that has something to do."""
         started_s = time.perf_counter()
-        batch = [member.request for member in members]
-        shape = requests.shape_of(batch, placed, self._cfg)
-        arrays = requests.fill_arrays(
-            batch,
-            [member.positions_3c for member in members],
-            placed,
-            shape,
-            self._cfg,
-            patch_features=self._patch_features,
-            **self._image_layout,
-        )
-        program = self._program(shape, policy.lora, arrays)
-        outputs = program(self._frozen, policy.lora, *arrays)
-        token_ids_bs, logprobs_bs, counts_b = jax.device_get(outputs)
-        if not np.isfinite(logprobs_bs[: len(batch)]).all():
-            raise PolicyError(
-                f"policy version {policy.version} gives logprobs that are not finite: its weights "
-                "hold NaN or infinity, or overflow; publish another version"
-            )
-        results = []
-        for row, count in enumerate(counts_b[: len(batch)].tolist()):
-            token_ids_s, logprobs_s = token_ids_bs[row, :count], logprobs_bs[row, :count]
-            stopped = int(token_ids_s[-1]) in self._end_token_ids
-            results.append(SampleResult(token_ids_s, logprobs_s, policy.version, stopped))
-        self._busy_s += time.perf_counter() - started_s
-        self._totals.update(
-            batches=1,
-            requests=len(batch),
-            rows=shape.rows,
-            tokens_sampled=int(counts_b.sum()),
-            prefill_tokens=sum(len(request.context_ids) for request in batch),
-            images_encoded=len(placed),
-        )
-        return results
+        try:
+            self._drop_cancelled()
+            self._take_policy()
+            self._admit()
+            with self._on_mesh():
+                self._encode()
+                self._copy_prefixes()
+                self._prefill()
+                outcomes = self._decode()
+        except Exception as error:  # a round fails its own requests; the engine lives on
+            self._totals["failed_rounds"] += 1
+            outcomes = [(job, error) for job in self._running]
+            for job in self._running:
+                self._give_images_back(job)
+            self._running = []
+            self._table.forget()
+            self._reset_cache()  # a failed call may have taken the donated buffer with it
+        spent_s = time.perf_counter() - started_s
+        self._seconds["round"] += spent_s
+        self._seconds["slots"] += spent_s * (len(self._running) + len(outcomes))
+        return outcomes
 
-    def _program(
-        self, shape: Shape, lora: nnx.State, arrays: requests.BatchArrays
-    ) -> jax.stages.Compiled:
-        """The program of a shape. Compiled ahead of the call, so that nothing can be compiled again
-        unnoticed: arrays of another shape, dtype or placement are an error."""
-        if shape not in self._programs:
-            self._programs[shape] = self._generate.lower(self._frozen, lora, *arrays).compile()
-        return self._programs[shape]
+    def _reset_cache(self) -> None:
+        self._pool = SlotPool(self._cfg.num_slots)
+        self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
+
+    def _init_cache(self) -> qwen2_vl.KVCache:
+        cfg = self._cfg
+        return qwen2_vl.init_cache(
+            self._model_cfg, cfg.num_slots, cfg.slot_places, jnp.dtype(cfg.cache_dtype)
+        )
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._running if job.future.done()]:
+            self._running.remove(job)
+            self._give_images_back(job)
+            self._pool.abandon(job.slot)
+        while self._waiting and self._waiting[0].future.done():
+            self._waiting.popleft()
+
+    def _take_policy(self) -> None:
+        """A policy that came since the last round. What older ones computed is computed again."""
+        if self._next_policy is self._policy:
+            return
+        self._policy = self._next_policy
+        if self._cfg.keep_stale_cache:
+            return
+        self._pool.forget()
+        for job in self._running:
+            self._give_images_back(job)
+        if self._vision_trainable:
+            self._table.forget()
+
+    def _admit(self) -> None:
+        """Gives slots to what waits, the oldest first."""
+        now_s = time.perf_counter()
+        while self._waiting:
+            job = self._waiting[0]
+            if job.future.done():
+                self._waiting.popleft()
+                continue
+            # The last token is left to the first decode step, which samples what comes after it.
+            job.slot = self._pool.admit(job.request.episode, job.contents_c[:-1])
+            if job.slot is None:
+                return
+            self._running.append(self._waiting.popleft())
+            self._totals["admitted"] += 1
+            self._totals["context_tokens"] += len(job.contents_c)
+            self._totals["cached_tokens"] += max(job.slot.computed, job.slot.shared)
+            self._seconds["queue"] += now_s - job.arrived_s
+
+    def _to_prefill(self) -> list[Job]:
+        """Those with something to prefill that need not wait for another slot, the oldest first."""
+        return [job for job in self._running if job.slot.pending and job.slot.donor is None]
+
+    def _encode(self) -> None:
+        """The screenshots that the next prefills read, as many as one call holds."""
+        for job in self._to_prefill():
+            if job.reading is None:
+                needed = job.unread_images(self._model_cfg.image_token_id)
+                if self._table.take(needed) is None:
+                    break  # until others have read theirs; the oldest comes first
+                job.reading = needed
+                self._totals["images_cached"] += sum(map(self._table.is_encoded, needed))
+        placed: dict[str, requests.PlacedImage] = {}
+        for job in self._running:
+            reading, request = job.reading or {}, job.request
+            for key, patches_pf, grid in zip(
+                request.image_keys, request.patches, request.grids, strict=True
+            ):
+                known = key not in reading or key in placed or self._table.is_encoded(key)
+                if not known and not requests.place_image(placed, key, patches_pf, grid, self._cfg):
+                    break
+        if not placed:
+            return
+        started_s = time.perf_counter()
+        rows = {key: self._table.rows_of(key) for key in placed}
+        arrays = requests.image_arrays(
+            placed,
+            rows,
+            self._cfg,
+            merge_size=self._merge_size,
+            patch_features=self._model_cfg.vision.patch_features,
+        )
+        self._table_md = self._programs.encode(
+            self._table_md, self._frozen, self._policy.lora, *arrays
+        )
+        for key in placed:
+            self._table.set_encoded(key)
+        self._totals["images_encoded"] += len(placed)
+        self._count_seconds("encode", started_s, self._table_md)
+
+    def _give_images_back(self, job: Job) -> None:
+        if job.reading is not None:
+            self._table.give_back(job.reading)
+            job.reading = None
+
+    def _copy_prefixes(self) -> None:
+        pairs = self._pool.copies()
+        if not pairs:
+            return
+        source_n, target_n = (np.zeros(self._cfg.num_slots, np.int32) for _ in range(2))
+        for n, (source, target) in enumerate(pairs):
+            source_n[n], target_n[n] = source.number, target.number
+            self._pool.copied(target)
+        self._cache = self._programs.copy(self._cache, source_n, target_n, np.int32(len(pairs)))
+
+    def _prefill(self) -> None:
+        """One chunk of as many contexts as a call holds."""
+        ready = [
+            job
+            for job in self._to_prefill()
+            if job.reading is not None and all(map(self._table.is_encoded, job.reading))
+        ][: self._cfg.prefill_rows[-1]]
+        if not ready:
+            return
+        started_s = time.perf_counter()
+        arrays, counts = prefill_arrays(
+            ready,
+            self._cfg,
+            image_token_id=self._model_cfg.image_token_id,
+            rows_of=self._table.rows_of,
+        )
+        for job, count in zip(ready, counts, strict=True):
+            job.slot.computed += count
+            if not job.slot.pending:
+                self._give_images_back(job)
+        reach = max(job.slot.computed for job in ready)
+        weights = (self._frozen, self._policy.lora)
+        self._cache = self._programs.prefill(
+            self._cache, *weights, self._table_md, *arrays, places=self._cfg.places(reach)
+        )
+        self._totals["prefill_tokens"] += sum(counts)
+        self._count_seconds("prefill", started_s, self._cache)
+
+    def _decode(self) -> list[_Outcome]:
+        """Some tokens for every request whose context is in the cache."""
+        cfg = self._cfg
+        live = [job for job in self._running if not job.slot.pending][: cfg.batch_sizes[-1]]
+        if not live:
+            return []
+        started_s = time.perf_counter()
+        rows, row_of = decode_rows(live, cfg)
+        # With contexts to prefill, one token and back to them: neither waits long for the other.
+        steps = 1 if any(job.slot.pending for job in self._running) else cfg.decode_steps
+        self._cache, decoded = self._programs.decode(
+            self._cache,
+            self._frozen,
+            self._policy.lora,
+            rows,
+            np.int32(steps),
+            np.bool_(bool(self._waiting)),  # of a deque it would be an array
+            places=cfg.places(min(cfg.slot_places, int(rows.length_b.max()) + steps)),
+        )
+        decoded = jax.device_get(decoded)
+        self._count_seconds("decode", started_s, self._cache)
+        self._totals["decode_steps"] += int(decoded.count_b.max())
+        self._totals["decode_rows"] += len(rows.slot_b) * int(decoded.count_b.max())
+        self._totals["tokens_sampled"] += int(decoded.count_b.sum())
+        outcomes = [self._advance(job, row, decoded) for job, row in zip(live, row_of, strict=True)]
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _advance(self, job: Job, row: int, decoded: Decoded) -> _Outcome | None:
+        """Adds what a call sampled to a job; what came of it where it has ended."""
+        job.add(decoded, row, self._policy.version)
+        if not np.isfinite(job.logprobs).all():
+            self._leave(job, 0)
+            return job, PolicyError(
+                f"policy version {self._policy.version} gives logprobs that are not finite: its "
+                "weights hold NaN or infinity, or overflow; publish another version"
+            )
+        if job.request.stop_strings:
+            job.cut_at_stop_string(self._decode_text)
+        if not job.ended:
+            return None
+        self._leave(job, len(job.contents_c) + len(job.token_ids) - 1)
+        self._totals["requests"] += 1
+        return job, job.result()
+
+    def _leave(self, job: Job, computed: int) -> None:
+        self._running.remove(job)
+        self._pool.finish(job.slot, job.all_contents(), computed)
+
+    def _count_seconds(self, kind: str, started_s: float, buffer: object) -> None:
+        jax.block_until_ready(buffer)
+        self._seconds[kind] += time.perf_counter() - started_s
+
+    def _compile_all(self) -> None:
+        with self._on_mesh():
+            self._call_everything()
+
+    def _call_everything(self) -> None:
+        """Every program at every size, with nothing but padding."""
+        cfg, frozen, lora = self._cfg, self._frozen, self._policy.lora
+        features = self._model_cfg.vision.patch_features
+        nowhere = cfg.table_rows(self._merge_size)
+        for rows in cfg.image_rows:
+            shape = (rows, cfg.image_row_patches)
+            self._table_md = self._programs.encode(
+                self._table_md,
+                frozen,
+                lora,
+                np.zeros((*shape, features), np.float32),
+                np.zeros((*shape, 2), np.int32),
+                np.zeros(shape, np.int32),
+                np.full(rows * cfg.image_row_patches // self._merge_size**2, nowhere, np.int32),
+            )
+        all_places = [length + cfg.max_new_tokens for length in cfg.context_lengths]
+        for places in all_places:
+            for rows in cfg.prefill_rows:
+                for shorter, length in zip(
+                    (0, *cfg.prefill_lengths), cfg.prefill_lengths, strict=False
+                ):
+                    if cfg.places(min(shorter + 1, cfg.slot_places)) > places:
+                        continue  # where so few places are looked at, the shorter one does
+                    self._cache = self._programs.prefill(
+                        self._cache,
+                        frozen,
+                        lora,
+                        self._table_md,
+                        np.full(rows, cfg.num_slots, np.int32),
+                        np.zeros(rows, np.int32),
+                        np.zeros((rows, length), np.int32),
+                        np.full((rows, length), -1, np.int32),
+                        np.zeros((3, rows, length), np.int32),
+                        places=places,
+                    )
+            for size in cfg.batch_sizes:
+                self._cache, _ = self._programs.decode(
+                    self._cache,
+                    frozen,
+                    lora,
+                    no_rows(size, cfg.num_slots),
+                    np.int32(0),
+                    np.bool_(False),
+                    places=places,
+                )
+        nobody_n = np.zeros(cfg.num_slots, np.int32)
+        self._cache = self._programs.copy(self._cache, nobody_n, nobody_n, np.int32(0))

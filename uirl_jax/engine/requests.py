@@ -1,7 +1,7 @@
-"""What the engine is asked, and how a batch of it is padded into one fixed shape. numpy only.
+"""What the engine is asked, what it answers, and its fixed sizes. numpy only.
 
 Everything that a single request can get wrong is refused here, at its arrival, so that it cannot
-fail the others of its batch. Nothing here knows the queue or the model's weights.
+fail others. Nothing here knows the queue, the slots or the model's weights.
 """
 
 import dataclasses
@@ -19,40 +19,72 @@ MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows float32; 0 its
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """The fixed shapes, and how long a batch is waited for.
+    """The fixed sizes of the device's buffers and programs.
 
-    A batch takes the smallest size of each kind that holds it, and every combination that occurs is
-    compiled once, at its first use: short tuples keep that number small.
+    A call takes the smallest size of each kind that holds it; `Engine.warm_up` compiles every
+    combination, so short tuples keep starting fast.
     """
 
-    batch_sizes: tuple[int, ...] = (1, 8, 32)  # rows
-    context_lengths: tuple[int, ...] = (128, 256)  # tokens of a context, visual ones included
-    image_rows: tuple[int, ...] = (1, 8, 32)  # rows of the vision tower; 0 without images
-    image_row_patches: int = 256  # patches of such a row; screenshots that fit together share it
-    max_new_tokens: int = 32
-    wait_s: float = 0.05  # longest that a request waits for others; see also Engine.expect
+    # Memory: slots x (context_lengths[-1] + max_new_tokens) tokens of keys and values. 0: as many
+    # as the largest batch; more keep the contexts of episodes that wait for their environment.
+    slots: int = dataclasses.field(default=0, metadata={"min": 0})
+    # Of a context; the largest bounds an episode. A call looks at so much of its slots.
+    context_lengths: tuple[int, ...] = (128, 256)
+    max_new_tokens: int = dataclasses.field(default=32, metadata={"min": 1})
+    batch_sizes: tuple[int, ...] = (1, 8, 32)  # rows of a decode step
+    decode_steps: int = dataclasses.field(default=8, metadata={"min": 1})  # tokens between looks
+    prefill_rows: tuple[int, ...] = (1, 8)
+    prefill_lengths: tuple[int, ...] = (64, 256)  # of a row and call; what is longer takes several
+    image_rows: tuple[int, ...] = (1, 8)  # rows of the vision tower in a call
+    image_row_patches: int = dataclasses.field(default=256, metadata={"min": 1})  # screenshots that
+    # fit together share a row
+    image_tokens: int = dataclasses.field(default=0, metadata={"min": 0})  # visual tokens that are
+    # kept for later; 0: four of the largest calls' worth
+    # Under a new policy keep what older ones computed: nothing is computed again, and logprobs are
+    # those of no single policy.
+    keep_stale_cache: bool = False
     cache_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         faults = [
             f"{key}={sizes} must be positive and rising"
-            for key, sizes in (
-                ("batch_sizes", self.batch_sizes),
-                ("context_lengths", self.context_lengths),
-                ("image_rows", self.image_rows),
+            for key in (
+                *("context_lengths", "batch_sizes", "prefill_rows", "prefill_lengths"),
+                "image_rows",
             )
-            if not sizes or sizes[0] < 1 or sorted(set(sizes)) != list(sizes)
-        ]
-        faults += [
-            f"{key}={value} must be at least 1"
-            for key, value in (
-                ("image_row_patches", self.image_row_patches),
-                ("max_new_tokens", self.max_new_tokens),
-            )
-            if value < 1
+            if not (sizes := getattr(self, key))
+            or sizes[0] < 1
+            or sorted(set(sizes)) != list(sizes)
         ]
         if faults:
             raise ConfigError("engine: " + "; ".join(faults))
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots or self.batch_sizes[-1]
+
+    @property
+    def slot_places(self) -> int:
+        """Tokens of a slot."""
+        return self.context_lengths[-1] + self.max_new_tokens
+
+    def table_rows(self, merge_size: int) -> int:
+        """Visual tokens of the table."""
+        a_call = self.image_rows[-1] * self.image_row_patches // merge_size**2
+        return self.image_tokens or 4 * a_call
+
+    def places(self, needed: int) -> int:
+        """Of a slot, that a program looks at."""
+        return next(
+            length + self.max_new_tokens
+            for length in self.context_lengths
+            if length + self.max_new_tokens >= needed
+        )
+
+
+def smallest(sizes: Sequence[int], needed: int) -> int:
+    """The smallest of ascending sizes that holds so many, or the largest."""
+    return next((size for size in sizes if size >= needed), sizes[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,28 +94,28 @@ class SampleRequest:
     context_ids: np.ndarray  # int32[C]
     patches: tuple[np.ndarray, ...]  # float32[P,F] each, of vision_inputs.process_image
     grids: tuple[tuple[int, int, int], ...]  # (t, h, w) each
-    image_keys: tuple[str, ...]  # screenshots with equal keys are encoded once a batch
+    image_keys: tuple[str, ...]  # screenshots with equal keys are the same, and encoded once
     max_new_tokens: int
     temperature: float  # 0 is greedy
     seed: int  # decides the tokens, together with weights and context: whoever shares the batch
+    top_p: float = 1.0  # of the likeliest tokens that together have this probability
+    top_k: int = 0  # of the k likeliest; 0: of all
+    stop_strings: tuple[str, ...] = ()  # the text that has one of them ends
+    # Whose cache it continues: the turns of an episode have one. Empty: nobody's.
+    episode: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleResult:
-    """The tokens of one request; see `sampling.sampling_logprobs` for what the logprobs are of."""
+    """The tokens of one request."""
 
     token_ids: np.ndarray  # int32[S], S >= 1, the end token included
-    logprobs: np.ndarray  # float32[S]
-    policy_version: int
-    stopped: bool  # the last token is an end token; else max_new_tokens cut it
-
-
-class Shape(NamedTuple):
-    """One compiled shape."""
-
-    rows: int
-    context_length: int
-    image_rows: int
+    # float32[S]: of the distribution that was sampled from, and before top_p and top_k cut it.
+    logprobs: np.ndarray
+    policy_version: int  # the oldest of policy_versions
+    stopped: bool  # by an end token or a stop string; else max_new_tokens cut it
+    full_logprobs: np.ndarray
+    policy_versions: np.ndarray  # int32[S]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,25 +129,19 @@ class PlacedImage:
     grid_thw: tuple[int, int, int]
 
 
-class BatchArrays(NamedTuple):
-    """The arguments of `sampling.generate` after the weights, in its order and documented there."""
+class ImageArrays(NamedTuple):
+    """Screenshots in the rows of the vision tower, and where their tokens go in the table."""
 
     patches_ipf: np.ndarray
     patch_positions_ip2: np.ndarray
     patch_segments_ip: np.ndarray
-    token_ids_bt: np.ndarray
-    vision_index_bt: np.ndarray
-    positions_3bt: np.ndarray
-    lengths_b: np.ndarray
-    max_new_b: np.ndarray
-    temperature_b: np.ndarray
-    seeds_b2: np.ndarray
+    row_m: np.ndarray  # int32, one past the table's last at padding
 
 
 def validated_positions(
     request: SampleRequest, cfg: EngineConfig, *, image_token_id: int, merge_size: int
 ) -> np.ndarray:
-    """Refuses a request that no batch could hold.
+    """Refuses a request that could never be sampled.
 
     Returns:
       int32[3,C], M-RoPE positions of its context; computing them is half of the checks.
@@ -140,25 +166,33 @@ def validated_positions(
             f"temperature {request.temperature} is neither 0 (greedy) nor a number of at least "
             f"{MIN_TEMPERATURE}"
         )
+    if not 0 < request.top_p <= 1:
+        raise ConfigError(f"top_p {request.top_p} is outside of 0 (not included) to 1")
+    if request.top_k < 0:
+        raise ConfigError(f"top_k {request.top_k} is negative; 0 cuts nothing")
     largest = max((len(patches_pf) for patches_pf in request.patches), default=0)
     if largest > cfg.image_row_patches:
         raise ConfigError(
             f"a screenshot of {largest} patches is larger than a row of the vision tower, "
             f"{cfg.image_row_patches}: raise engine.image_row_patches or lower max_pixels"
         )
-    if place_images(request, {}, cfg) is None:
-        raise ConfigError(
-            f"the {len(request.patches)} screenshots of one context need more rows of the vision "
-            f"tower than {cfg.image_rows[-1]}: raise engine.image_rows or keep fewer screenshots"
-        )
     if not length or not len(request.patches) == len(request.grids) == len(request.image_keys):
         raise ValueError(
             f"a request with {length} tokens, {len(request.patches)} images, "
             f"{len(request.grids)} grids, {len(request.image_keys)} image keys"
         )
+    tokens = visual_tokens(request, merge_size)
+    if sum(tokens.values()) > cfg.table_rows(merge_size):
+        raise ConfigError(
+            f"the {len(tokens)} screenshots of one context have {sum(tokens.values())} visual "
+            f"tokens, and the engine keeps {cfg.table_rows(merge_size)}: raise engine.image_tokens "
+            "or keep fewer screenshots"
+        )
     for patches_pf, grid_thw in zip(request.patches, request.grids, strict=True):
         if len(patches_pf) != math.prod(grid_thw):
             raise ValueError(f"{len(patches_pf)} patches for an image of grid {grid_thw}")
+    if request.context_ids[-1] == image_token_id:
+        raise ValueError("a context that ends with a visual token: an image is cut, or no text")
     try:
         return vision_inputs.rope_positions(
             request.context_ids, request.grids, image_token_id, merge_size
@@ -167,106 +201,69 @@ def validated_positions(
         raise ValueError(f"context_ids and grids of a request disagree: {error}") from error
 
 
-def place_images(
-    request: SampleRequest, placed: dict[str, PlacedImage], cfg: EngineConfig
-) -> dict[str, PlacedImage] | None:
-    """Adds a request's new screenshots behind those already placed, in the last row while it fits.
-
-    Returns:
-      placed with the new ones, or None where the rows do not suffice.
-    """
-    joined = dict(placed)
-    for key, patches_pf, grid_thw in zip(
-        request.image_keys, request.patches, request.grids, strict=True
-    ):
-        if key in joined:
-            continue
-        row, start, segment = 0, 0, 1
-        if joined:
-            last = next(reversed(joined.values()))
-            row, start, segment = last.row, last.start + len(last.patches_pf), last.segment + 1
-            if start + len(patches_pf) > cfg.image_row_patches:
-                row, start, segment = row + 1, 0, 1
-        if row >= cfg.image_rows[-1]:
-            return None
-        joined[key] = PlacedImage(row, start, segment, patches_pf, grid_thw)
-    return joined
+def visual_tokens(request: SampleRequest, merge_size: int) -> dict[str, int]:
+    """By key, of every distinct screenshot of the request."""
+    return {
+        key: vision_inputs.num_visual_tokens(grid, merge_size)
+        for key, grid in zip(request.image_keys, request.grids, strict=True)
+    }
 
 
-def shape_of(
-    requests: Sequence[SampleRequest], placed: dict[str, PlacedImage], cfg: EngineConfig
-) -> Shape:
-    """The smallest shape that holds the batch."""
-    images = 1 + max((image.row for image in placed.values()), default=-1)
-    return Shape(
-        _smallest(cfg.batch_sizes, len(requests)),
-        _smallest(cfg.context_lengths, max(len(r.context_ids) for r in requests)),
-        _smallest(cfg.image_rows, images) if images else 0,
-    )
-
-
-def _smallest(sizes: tuple[int, ...], needed: int) -> int:
-    return next(size for size in sizes if size >= needed)
-
-
-def empty_arrays(shape: Shape, cfg: EngineConfig, patch_features: int) -> BatchArrays:
-    """A batch of padding rows alone: they ask for no token and end before the first."""
-    rows, tokens, patches = shape.rows, shape.context_length, cfg.image_row_patches
-    return BatchArrays(
-        patches_ipf=np.zeros((shape.image_rows, patches, patch_features), np.float32),
-        patch_positions_ip2=np.zeros((shape.image_rows, patches, 2), np.int32),
-        patch_segments_ip=np.zeros((shape.image_rows, patches), np.int32),
-        token_ids_bt=np.zeros((rows, tokens), np.int32),
-        vision_index_bt=np.full((rows, tokens), -1, np.int32),
-        positions_3bt=np.zeros((3, rows, tokens), np.int32),
-        lengths_b=np.ones(rows, np.int32),
-        max_new_b=np.zeros(rows, np.int32),
-        temperature_b=np.zeros(rows, np.float32),
-        seeds_b2=np.zeros((rows, 2), np.uint32),
-    )
-
-
-def fill_arrays(
-    requests: Sequence[SampleRequest],
-    positions: Sequence[np.ndarray],
+def place_image(
     placed: dict[str, PlacedImage],
-    shape: Shape,
+    key: str,
+    patches_pf: np.ndarray,
+    grid_thw: tuple[int, int, int],
+    cfg: EngineConfig,
+) -> bool:
+    """Adds a screenshot behind those already placed, in the last row while it fits.
+
+    Returns: False where the rows of a call do not suffice; then nothing is added.
+    """
+    row, start, segment = 0, 0, 1
+    if placed:
+        last = next(reversed(placed.values()))
+        row, start, segment = last.row, last.start + len(last.patches_pf), last.segment + 1
+        if start + len(patches_pf) > cfg.image_row_patches:
+            row, start, segment = row + 1, 0, 1
+    if row >= cfg.image_rows[-1]:
+        return False
+    placed[key] = PlacedImage(row, start, segment, patches_pf, grid_thw)
+    return True
+
+
+def image_arrays(
+    placed: dict[str, PlacedImage],
+    table_rows: dict[str, np.ndarray],
     cfg: EngineConfig,
     *,
-    image_token_id: int,
     merge_size: int,
     patch_features: int,
-) -> BatchArrays:
-    """Pads a batch into its shape; request i is row i, positions[i] its `validated_positions`."""
-    arrays = empty_arrays(shape, cfg, patch_features)
-    for image in placed.values():
+) -> ImageArrays:
+    """The arrays of one call, in the smallest number of rows that holds the screenshots.
+
+    Args:
+      table_rows: by key, where in the table the screenshot's tokens belong.
+    """
+    used = 1 + max((image.row for image in placed.values()), default=0)
+    rows, patches = smallest(cfg.image_rows, used), cfg.image_row_patches
+    tokens = patches // merge_size**2
+    arrays = ImageArrays(
+        np.zeros((rows, patches, patch_features), np.float32),
+        np.zeros((rows, patches, 2), np.int32),
+        np.zeros((rows, patches), np.int32),
+        np.full(rows * tokens, cfg.table_rows(merge_size), np.int32),
+    )
+    for key, image in placed.items():
         span = slice(image.start, image.start + len(image.patches_pf))
         arrays.patches_ipf[image.row, span] = image.patches_pf
         arrays.patch_positions_ip2[image.row, span] = vision_inputs.patch_positions(
             image.grid_thw, merge_size
         )
         arrays.patch_segments_ip[image.row, span] = image.segment
-    for row, request in enumerate(requests):
-        length = len(request.context_ids)
-        arrays.token_ids_bt[row, :length] = request.context_ids
-        arrays.positions_3bt[:, row, :length] = positions[row]
-        arrays.lengths_b[row] = length
-        arrays.max_new_b[row] = request.max_new_tokens
-        arrays.temperature_b[row] = request.temperature
-        arrays.seeds_b2[row] = seed_words(request.seed)
-        if request.grids:
-            slots = np.flatnonzero(request.context_ids == image_token_id)
-            images = [placed[key] for key in request.image_keys]
-            arrays.vision_index_bt[row, slots] = np.concatenate(
-                [_table_rows(image, cfg.image_row_patches, merge_size) for image in images]
-            )
+        first = (image.row * patches + image.start) // merge_size**2
+        arrays.row_m[first : first + len(table_rows[key])] = table_rows[key]
     return arrays
-
-
-def _table_rows(image: PlacedImage, row_patches: int, merge_size: int) -> np.ndarray:
-    """Rows of the table of visual tokens that hold an image: merge_size**2 patches make one row."""
-    first = (image.row * row_patches + image.start) // merge_size**2
-    return first + np.arange(vision_inputs.num_visual_tokens(image.grid_thw, merge_size))
 
 
 def seed_words(seed: int) -> np.ndarray:

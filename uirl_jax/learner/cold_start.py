@@ -90,7 +90,8 @@ def run_cold_start(
         return batching.fill(batches, weights_bt=token_weights(tokens, "token_mean"))
 
     trains = "all weights" if cfg.train == "all" else "adapters"
-    optimizer = cfg.optimizer.resolved(trainable, trains=trains)
+    optimizer = cfg.optimizer.resolved(trains)
+    print(optimizer.describe(trainable, trains), flush=True)
     progress = metrics.Progress("cold start", cfg.steps)
     with metrics.MetricsWriter(workdir / "cold_start") as writer:
 

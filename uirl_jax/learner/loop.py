@@ -92,7 +92,8 @@ def run_learner(
     """
     # 1. The state: fresh, or of the newest checkpoint that is whole.
     updates = cfg.steps * algorithm_cfg.updates_a_step
-    optimizer_cfg = cfg.optimizer.resolved(model.lora, trains="adapters")
+    optimizer_cfg = cfg.optimizer.resolved("adapters")
+    print(optimizer_cfg.describe(model.lora, "adapters"), flush=True)
     optimizer = learner_state.make_optimizer(optimizer_cfg, updates)
     critic = None
     if algorithm_cfg.has_critic:

@@ -4,6 +4,7 @@ The frozen tree is no part of the state: it is never donated, never checkpointed
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
@@ -16,7 +17,8 @@ from uirl_jax.metrics import key_values
 from uirl_jax.models import sharding
 
 # Adapters start from an update of zero and bear large steps; full weights hold what was pretrained.
-DEFAULT_LR = {"adapters": 1e-4, "all weights": 1e-5}
+Trains = Literal["adapters", "all weights"]
+DEFAULT_LR: Mapping[Trains, float] = {"adapters": 1e-4, "all weights": 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +38,16 @@ class OptimizerConfig:
     b2: float = 0.99  # shorter than 0.999: an RL run is hundreds of steps, not 100,000
     clip_norm: float = 1.0
 
-    def resolved(self, trainable: nnx.State, *, trains: Literal["adapters", "all weights"]) -> Self:
-        """With a learning rate, and one line that says what is trained and how fast."""
-        cfg = self if self.lr is not None else dataclasses.replace(self, lr=DEFAULT_LR[trains])
+    def resolved(self, trains: Trains) -> Self:
+        """With a learning rate."""
+        return self if self.lr is not None else dataclasses.replace(self, lr=DEFAULT_LR[trains])
+
+    def describe(self, trainable: nnx.State, trains: Trains) -> str:
+        """One line that says what is trained and how fast."""
         parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
-        line = key_values(
-            "optimizer", name=cfg.name, lr=cfg.lr, trains=trains, parameters=parameters
+        return key_values(
+            "optimizer", name=self.name, lr=self.lr, trains=trains, parameters=parameters
         )
-        print(line, flush=True)
-        return cfg
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,10 @@ _VISION_NORM_EPS = 1e-6  # not in the config of the reference either
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values of every layer; slot s of row b holds the row's s-th token."""
+    """Keys (rotated) and values of every layer; place s of slot c holds the slot's s-th token."""
 
-    k_lbskh: jax.Array
-    v_lbskh: jax.Array
+    k_lcskh: jax.Array
+    v_lcskh: jax.Array
 
 
 class _Rotary(NamedTuple):
@@ -507,9 +507,9 @@ def logits(model: Qwen2VL, x_btd: jax.Array) -> jax.Array:
     return constrain(logits_btv, "batch", None, "vocab")
 
 
-def init_cache(cfg: Qwen2VLConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache: k and v, [L,B,S,K,H]."""
-    shape = (cfg.num_hidden_layers, batch, slots, cfg.num_key_value_heads, cfg.head_dim)
+def init_cache(cfg: Qwen2VLConfig, slots: int, places: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache: k and v, [L,C,S,K,H] of C slots with S places."""
+    shape = (cfg.num_hidden_layers, slots, places, cfg.num_key_value_heads, cfg.head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
@@ -522,43 +522,55 @@ def extend(
     cache: KVCache,
     start_b: jax.Array,
     *,
+    slot_b: jax.Array | None = None,
+    places: int | None = None,
     adapters: bool = True,
 ) -> tuple[jax.Array, KVCache]:
     """Writes the rows' next tokens into the cache and runs the text tower on them.
 
-    Row b's tokens take the slots start_b[b] ... start_b[b] + T - 1, each attending to the slots up
-    to its own; slots past the end of the cache are dropped. Prefill: start 0, rows padded on the
-    right; what padding wrote lies behind the row's last token, out of sight until it is
+    Row b's tokens take the places start_b[b] ... start_b[b] + T - 1 of its slot, each attending to
+    the places up to its own; places past the end of the cache are dropped. Prefill: rows padded on
+    the right; what padding wrote lies behind the row's last token, out of sight until it is
     overwritten. Decode: T = 1.
 
+    Args:
+      slot_b: int32[B], distinct slots of the rows; a row of padding has one past the last, and
+        writes nothing. None: the rows are the cache's slots, in order.
+      places: how many of a slot's places are looked at; None is all of them. No row may reach
+        further.
     Returns: x_btd after the final norm, and the cache (donate the old one).
     """
     batch, tokens = token_ids_bt.shape
-    slots = cache.k_lbskh.shape[2]
+    places = places or cache.k_lcskh.shape[2]
     x_btd = _embed(model, token_ids_bt, visual_md, vision_index_bt)
     rotary = _rotary(model.cfg, positions_3bt)
-    slot_bt = start_b[:, None] + jnp.arange(tokens)
-    mask_bts = jnp.arange(slots) <= slot_bt[..., None]
-    row_b1 = jnp.arange(batch)[:, None]
+    place_bt = start_b[:, None] + jnp.arange(tokens)
+    mask_bts = jnp.arange(places) <= place_bt[..., None]
+    slot_b1 = (jnp.arange(batch) if slot_b is None else slot_b)[:, None]
+
+    def looked_at(x_lcskh: jax.Array, layer: jax.Array) -> jax.Array:
+        if slot_b is None:
+            return x_lcskh[layer, :, :places]
+        return x_lcskh[layer, slot_b, :places]
 
     def body(
         carry: tuple[jax.Array, KVCache, jax.Array], block: TextBlock
     ) -> tuple[tuple[jax.Array, KVCache, jax.Array], None]:
         # The cache is carried, not scanned over: then a step writes T slots in place, where scanned
         # outputs would copy all of it.
-        x_btd, (k_lbskh, v_lbskh), layer = carry
+        x_btd, (k_lcskh, v_lcskh), layer = carry
         q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
-        at = (layer, row_b1, slot_bt)
-        k_lbskh = k_lbskh.at[at].set(k_btkh.astype(k_lbskh.dtype), mode="drop")
-        v_lbskh = v_lbskh.at[at].set(v_btkh.astype(v_lbskh.dtype), mode="drop")
+        at = (layer, slot_b1, place_bt)
+        k_lcskh = k_lcskh.at[at].set(k_btkh.astype(k_lcskh.dtype), mode="drop")
+        v_lcskh = v_lcskh.at[at].set(v_btkh.astype(v_lcskh.dtype), mode="drop")
         attended_btnh = masked_attention(
             q_btnh,
-            k_lbskh[layer].astype(q_btnh.dtype),
-            v_lbskh[layer].astype(q_btnh.dtype),
+            looked_at(k_lcskh, layer).astype(q_btnh.dtype),
+            looked_at(v_lcskh, layer).astype(q_btnh.dtype),
             mask_bts,
         )
         x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
-        return (x_btd, KVCache(k_lbskh, v_lbskh), layer + 1), None
+        return (x_btd, KVCache(k_lcskh, v_lcskh), layer + 1), None
 
     (x_btd, cache, _), _ = jax.lax.scan(body, (x_btd, cache, jnp.int32(0)), model.text.blocks)
     return model.text.final_norm(x_btd), cache

@@ -1,0 +1,172 @@
+"""A request on its way through the engine, and the arrays of the calls that several share.
+
+Host side, numpy only: `engine.engine` decides who shares a call, here it is laid out. Rows of
+padding name the slot past the last, so that nothing of them is written.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from uirl_jax.engine import requests
+from uirl_jax.engine.programs import Decoded, DecodeRows, no_rows
+from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
+from uirl_jax.engine.slots import Slot
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One request, from its arrival to its answer."""
+
+    request: SampleRequest
+    positions_3c: np.ndarray  # int32[3,C]
+    contents_c: np.ndarray  # int64[C], see slots.contents
+    visual: dict[str, int]  # visual tokens of its screenshots, by key
+    future: asyncio.Future[SampleResult]
+    arrived_s: float  # time.perf_counter
+    slot: Slot | None = None
+    reading: dict[str, int] | None = None  # of these it has the table's rows; None: of none yet
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    full_logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.stopped or len(self.token_ids) >= self.request.max_new_tokens
+
+    def all_contents(self) -> np.ndarray:
+        """int64[C + sampled]."""
+        return np.concatenate([self.contents_c, np.array(self.token_ids, np.int64)])
+
+    def all_ids(self) -> np.ndarray:
+        """int32[C + sampled]."""
+        return np.concatenate([self.request.context_ids, np.array(self.token_ids, np.int32)])
+
+    def all_positions(self) -> np.ndarray:
+        """int32[3, C + sampled]: text goes on behind the largest position of the context."""
+        more = self.positions_3c.max() + 1 + np.arange(len(self.token_ids), dtype=np.int32)
+        return np.concatenate([self.positions_3c, np.tile(more, (3, 1))], axis=1)
+
+    def unread_images(self, image_token_id: int) -> dict[str, int]:
+        """Screenshots with visual tokens among the places that are still to be prefilled."""
+        is_visual_c = self.request.context_ids == image_token_id
+        ends = np.cumsum([self.visual[key] for key in self.request.image_keys])
+        done = int(is_visual_c[: self.slot.computed].sum())
+        keys = [k for k, end in zip(self.request.image_keys, ends, strict=True) if end > done]
+        return {key: self.visual[key] for key in keys}
+
+    def vision_index(self, image_token_id: int, rows_of: Callable[[str], np.ndarray]) -> np.ndarray:
+        """int32[C + sampled]: the table's row at visual tokens, -1 elsewhere.
+
+        Those that were prefilled before have none: their rows may be others' by now.
+        """
+        index_c = np.full(len(self.contents_c) + len(self.token_ids), -1, np.int32)
+        places = np.flatnonzero(self.request.context_ids == image_token_id)
+        for key in self.request.image_keys:
+            count = self.visual[key]
+            if key in self.reading:
+                index_c[places[:count]] = rows_of(key)
+            places = places[count:]
+        return index_c
+
+    def add(self, decoded: Decoded, row: int, version: int) -> None:
+        """What a call sampled for it. The slot holds all of it but the last token."""
+        count = int(decoded.count_b[row])
+        self.token_ids += decoded.token_ids_bs[row, :count].tolist()
+        self.logprobs += decoded.logprobs_bs[row, :count].tolist()
+        self.full_logprobs += decoded.full_logprobs_bs[row, :count].tolist()
+        self.versions += [version] * count
+        self.stopped = bool(decoded.ended_b[row])
+        self.slot.computed += count
+        self.slot.contents_c = self.all_contents()[:-1]
+
+    def cut_at_stop_string(self, decode_text: Callable[[Sequence[int]], str]) -> None:
+        """Ends it behind the first token that completes a stop string."""
+        for count in range(1, len(self.token_ids) + 1):
+            text = decode_text(self.token_ids[:count])
+            if any(stop in text for stop in self.request.stop_strings):
+                for of in (self.token_ids, self.logprobs, self.full_logprobs, self.versions):
+                    del of[count:]
+                self.stopped = True
+                return
+
+    def result(self) -> SampleResult:
+        return SampleResult(
+            token_ids=np.array(self.token_ids, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            policy_version=min(self.versions),
+            stopped=self.stopped,
+            full_logprobs=np.array(self.full_logprobs, np.float32),
+            policy_versions=np.array(self.versions, np.int32),
+        )
+
+
+class PrefillArrays(NamedTuple):
+    """The arguments of `Programs.prefill` after the table, in its order."""
+
+    slot_b: np.ndarray
+    start_b: np.ndarray
+    token_ids_bt: np.ndarray
+    vision_index_bt: np.ndarray
+    positions_3bt: np.ndarray
+
+
+def prefill_arrays(
+    jobs: Sequence[Job],
+    cfg: EngineConfig,
+    *,
+    image_token_id: int,
+    rows_of: Callable[[str], np.ndarray],
+) -> tuple[PrefillArrays, list[int]]:
+    """The next chunk of every job's context, and how many tokens of each that is.
+
+    Padding behind a row's tokens is overwritten before it is looked at; beyond the slot's end it is
+    dropped.
+    """
+    rows = requests.smallest(cfg.prefill_rows, len(jobs))
+    length = requests.smallest(cfg.prefill_lengths, max(job.slot.pending for job in jobs))
+    arrays = PrefillArrays(
+        np.full(rows, cfg.num_slots, np.int32),
+        np.zeros(rows, np.int32),
+        np.zeros((rows, length), np.int32),
+        np.full((rows, length), -1, np.int32),
+        np.zeros((3, rows, length), np.int32),
+    )
+    counts = []
+    for row, job in enumerate(jobs):
+        slot = job.slot
+        span = slice(slot.computed, min(slot.computed + length, len(slot.contents_c)))
+        count = span.stop - span.start
+        arrays.slot_b[row], arrays.start_b[row] = slot.number, slot.computed
+        arrays.token_ids_bt[row, :count] = job.all_ids()[span]
+        arrays.vision_index_bt[row, :count] = job.vision_index(image_token_id, rows_of)[span]
+        arrays.positions_3bt[:, row, :count] = job.all_positions()[:, span]
+        counts.append(count)
+    return arrays, counts
+
+
+def decode_rows(jobs: Sequence[Job], cfg: EngineConfig) -> tuple[DecodeRows, list[int]]:
+    """A decode call of these jobs, and the row of each: its slot's where all slots are in it."""
+    size = requests.smallest(cfg.batch_sizes, len(jobs))
+    rows = no_rows(size, cfg.num_slots)
+    in_order = size == cfg.num_slots
+    row_of = [job.slot.number if in_order else row for row, job in enumerate(jobs)]
+    for job, row in zip(jobs, row_of, strict=True):
+        request, sampled = job.request, len(job.token_ids)
+        rows.slot_b[row] = job.slot.number
+        rows.length_b[row] = job.slot.computed
+        rows.token_b[row] = job.token_ids[-1] if sampled else request.context_ids[-1]
+        rows.position_b[row] = (
+            job.positions_3c.max() + sampled if sampled else job.positions_3c[0, -1]
+        )
+        rows.step_b[row] = sampled
+        rows.remaining_b[row] = request.max_new_tokens - sampled
+        rows.temperature_b[row] = request.temperature
+        rows.top_p_b[row], rows.top_k_b[row] = request.top_p, request.top_k
+        rows.seeds_b2[row] = requests.seed_words(request.seed)
+    return rows, row_of

@@ -1,0 +1,147 @@
+"""Which slot of the cache holds which context, and what of it. Host side, numpy only.
+
+A slot belongs to an episode from its first turn until `release`, so that the next turn prefills
+only what is new. What a slot holds is compared as `contents`: token ids, and for visual tokens a
+number that names the screenshot, because placeholders look alike. Nothing here knows the device.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def contents(
+    token_ids_c: np.ndarray, image_keys: Sequence[str], tokens: Sequence[int], image_token_id: int
+) -> np.ndarray:
+    """int64[C]: equal up to a place exactly where the cache is.
+
+    Args:
+      tokens: visual tokens of every screenshot, in the order of their placeholders.
+    """
+    contents_c = token_ids_c.astype(np.int64)
+    visual = [_names(key, count) for key, count in zip(image_keys, tokens, strict=True)]
+    if visual:
+        contents_c[token_ids_c == image_token_id] = np.concatenate(visual)
+    return contents_c
+
+
+def _names(image_key: str, tokens: int) -> np.ndarray:
+    """Negative, so that no token id is among them."""
+    digest = hashlib.blake2b(image_key.encode(), digest_size=8).digest()
+    first = int.from_bytes(digest, "little") >> 2
+    return -1 - first - np.arange(tokens, dtype=np.int64)
+
+
+def common(a_c: np.ndarray, b_c: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(a_c), len(b_c))
+    different = a_c[:length] != b_c[:length]
+    return int(different.argmax()) if different.any() else length
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """One slot: its places 0 ... computed - 1 hold contents_c[:computed]; the rest is to come."""
+
+    number: int
+    owner: str = ""  # the episode that it belongs to; empty: nobody's
+    contents_c: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    computed: int = 0
+    used: int = 0  # when, on the pool's own clock
+    busy: bool = False  # a request runs in it
+    donor: "Slot | None" = None  # its prefix is to be copied from there ...
+    shared: int = 0  # ... up to here, once it is computed
+
+    @property
+    def pending(self) -> int:
+        """Places that are still to be prefilled."""
+        return len(self.contents_c) - self.computed
+
+
+class SlotPool:
+    """All slots. A request gets its episode's own, a free one, or the one idle for longest."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot(number) for number in range(count)]
+        self._clock = 0
+
+    def admit(self, owner: str, contents_c: np.ndarray) -> Slot | None:
+        """A slot for these contents, what it holds of them already kept; None: all are busy.
+
+        Where another slot holds more of them, or will, its prefix is to be copied: `donor`.
+        """
+        slot = self._find(owner)
+        if slot is None:
+            return None
+        self._clock += 1
+        slot.used, slot.owner, slot.busy = self._clock, owner, True
+        slot.computed = min(slot.computed, common(slot.contents_c, contents_c))
+        slot.contents_c = contents_c
+        self._let_go(slot)
+        self.plan(slot)
+        return slot
+
+    def plan(self, slot: Slot) -> None:
+        """Finds the slot that a prefix can be copied from."""
+        slot.donor, slot.shared = None, 0
+        best = slot.computed
+        for other in self.slots:
+            # Never from one that waits for a third, or for this one: nobody waits in a circle.
+            if other is slot or other.donor is not None:
+                continue
+            shared = common(other.contents_c, slot.contents_c)
+            if not other.busy:
+                shared = min(shared, other.computed)
+            if shared > best:
+                slot.donor, slot.shared, best = other, shared, shared
+
+    def copies(self) -> list[tuple[Slot, Slot]]:
+        """(source, target) of the prefixes that can be copied now."""
+        return [
+            (slot.donor, slot)
+            for slot in self.slots
+            if slot.donor is not None and slot.donor.computed >= slot.shared
+        ]
+
+    def copied(self, slot: Slot) -> None:
+        slot.computed, slot.donor = slot.shared, None
+
+    def finish(self, slot: Slot, contents_c: np.ndarray, computed: int) -> None:
+        """The request in the slot has ended; what it holds stays for the episode's next turn."""
+        slot.contents_c, slot.computed, slot.busy = contents_c[:computed], computed, False
+
+    def abandon(self, slot: Slot) -> None:
+        """The request in the slot ended in the middle: what was computed so far holds."""
+        self.finish(slot, slot.contents_c, slot.computed)
+        slot.donor = None
+        self._let_go(slot)
+
+    def release(self, owner: str) -> None:
+        """The episode is over; its slot is anybody's, and a donor until then."""
+        for slot in self.slots:
+            if slot.owner == owner:
+                slot.owner = ""
+
+    def forget(self) -> None:
+        """Nothing that was computed holds any more; what runs is to be prefilled again."""
+        for slot in self.slots:
+            slot.computed, slot.donor = 0, None
+            if not slot.busy:
+                slot.contents_c = slot.contents_c[:0]
+        for slot in self.slots:
+            if slot.busy:
+                self.plan(slot)
+
+    def _find(self, owner: str) -> Slot | None:
+        idle = [slot for slot in self.slots if not slot.busy]
+        own = next((slot for slot in idle if owner and slot.owner == owner), None)
+        free = min((s for s in idle if not s.owner), key=lambda slot: slot.used, default=None)
+        return own or free or min(idle, key=lambda slot: slot.used, default=None)
+
+    def _let_go(self, donor: Slot) -> None:
+        """What was to be copied from here will not come, or not as expected."""
+        for slot in self.slots:
+            if slot.donor is donor:
+                self.plan(slot)
