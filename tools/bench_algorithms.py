@@ -9,7 +9,7 @@ repeated, what was interrupted carries on. All of them play the same number of e
 the same base and are evaluated, greedy, on the same held-out instances. Replaced groups (DAPO,
 rejection sampling) are episodes on top: they are in the table.
 
-The base of enter_text is made first, by cold starts (`configs/sft.py:enter_text`): the shipped one
+The base of enter_text is made first, by a cold start (`configs/sft.py:enter_text`): the shipped one
 has never seen a field.
 """
 
@@ -28,17 +28,6 @@ from typing import Any
 ALGORITHMS = (
     *("rejection_sampling", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"),
 )
-<<<<<<< HEAD
-TASKS = ("click_button", "enter_text")
-# The base of enter_text, each stage from the one before it: finding and pressing; which of two
-# words (of twenty at once nothing was learnt in 700 steps); twenty words. The last one's
-# demonstrations are often wrong on purpose, so that something is left to learn.
-COLD_STARTS = (
-    ("enter_text", 300, "cosine", 1.0),
-    ("enter_text,words=2", 80, "constant", 1.0),
-    ("enter_text", 120, "constant", 0.6),
-)
-=======
 # By the name of a table: the config string that is played, and the cold start that its base needs.
 # In 300 steps a base learns where the field and the button are, and not yet which word to type (nor
 # in 700): that is left to the algorithms, with two words to choose from.
@@ -50,7 +39,6 @@ COLD_STARTS = {
         "--config.cold_start.optimizer.name=muon",
     )
 }
->>>>>>> engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,29 +113,11 @@ def _workdir(args: argparse.Namespace, variant: Variant, seed: int) -> Path:
 
 
 def _make_base(args: argparse.Namespace) -> Path:
-<<<<<<< HEAD
-    """The base model of enter_text, made once a workdir."""
-    model: Path | None = None
-    for number, (task, steps, schedule, quality) in enumerate(COLD_STARTS):
-        workdir = args.workdir / args.task / f"base{number}"
-        flags = [
-            *("--config.cold_start.train=all", f"--config.cold_start.steps={steps}"),
-            *("--config.cold_start.episodes_per_step=8", "--config.learner.batch.rows=4"),
-            f"--config.cold_start.quality={quality}",
-            "--config.cold_start.optimizer.name=muon",
-            f"--config.cold_start.optimizer.schedule={schedule}",
-        ]
-        flags += [f"--config.model.path={model}"] if model else []
-        _run(f"configs/sft.py:{task}", flags, workdir, sorted(os.sched_getaffinity(0)))
-        model = workdir / "cold_start" / "model"
-    return model
-=======
     """The base model of a task, made once a workdir."""
     workdir = args.workdir / args.task / "base"
     cores = sorted(os.sched_getaffinity(0))
     _run(f"configs/sft.py:{args.task}", COLD_STARTS[args.task], workdir, cores)
     return workdir / "cold_start" / "model"
->>>>>>> engine
 
 
 def _run(config: str, flags: Sequence[str], workdir: Path, cores: Sequence[int]) -> None:

@@ -3,7 +3,8 @@
     python -m tools.bench overhead --json=overhead.json
 
 On the quickstart's model, the smallest there is: with a larger one the passes grow and the rest
-does not. Batches (decoding screenshots, packing) are the data path's work, and told apart. A step is `learner.algorithm.learn` on 64 demonstrated episodes, 8 groups of 8; medians.
+does not. A step is `learner.algorithm.learn` on 64 demonstrated episodes, 8 groups of 8; medians.
+Batches (decoding screenshots, packing) are the data path's work, and told apart.
 """
 
 import argparse
