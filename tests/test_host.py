@@ -546,11 +546,11 @@ def test_ledger_groups_that_taught_nothing_are_replaced_at_the_same_version():
     limits = {"groups_per_step": 4, "max_staleness": 0}
     extra = {"groups_trained": [[0, 4]]}
     assert not Ledger.of(manifest(0, extra), [], 0).admits(0, **limits)
-    replacing = Ledger.of(manifest(0, extra | {"groups_useless": 2}), [], 0)
+    replacing = Ledger.of(manifest(0, extra | {"groups_extra": 2}), [], 0)
     assert [replacing.admits(running, **limits) for running in (0, 1, 2)] == [True, True, False]
     for wrong in (-1, 1.5, "2", None):
-        with pytest.raises(PolicyError, match="groups_useless is"):
-            Ledger.of(manifest(0, extra | {"groups_useless": wrong}), [], 0)
+        with pytest.raises(PolicyError, match="groups_extra is"):
+            Ledger.of(manifest(0, extra | {"groups_extra": wrong}), [], 0)
 
 
 def test_ledger_without_ranges_takes_the_first_groups_as_trained():

@@ -111,6 +111,21 @@ def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path,
     assert len(records) == GROUPS * MEMBERS
 
 
+def test_main_step_that_keeps_too_few_episodes_gets_more_groups(tmp_path, model_dir):
+    """Two groups of four are short of twenty: two more, and then one, of the same policy."""
+    process = run(
+        tmp_path,
+        model_dir,
+        "--config.algorithm.objective=imitation",
+        "--config.algorithm.keep_reward=-1.0",
+        "--config.algorithm.min_kept=20",
+        "--config.learner.steps=2",
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    episodes = json.loads((tmp_path / "summary.json").read_text())["episodes"]
+    assert (episodes["trained"], episodes["stale"], episodes["pending"]) == (40, 0, 0)
+
+
 def test_main_eight_devices_train_as_one_does(tmp_path):
     # A temperature other than 1: the learner has to score by the distribution that was sampled.
     arguments = (

@@ -8,7 +8,8 @@ What the learner says in `Manifest.extra`:
 
     groups_trained    [[0, 57], [58, 120]]   indices trained on up to here, as half-open ranges
     groups_consumed   119                    without groups_trained: the first 119 indices
-    groups_useless    3                      of these, without anything to learn from: replaced
+    groups_extra      3                      of these, on top of what the steps were to take:
+                                             others taught nothing, or too little
     finished          true                   the run is over
 """
 
@@ -85,7 +86,7 @@ class Ledger:
     version: int
     trained: tuple[range, ...]  # ascending, disjoint
     pending: frozenset[int]  # on disk, and the learner can still train on them
-    useless: int = 0  # of the trained ones: others are wanted in their place
+    extra: int = 0  # of the trained ones: others are wanted beside them
 
     @classmethod
     def of(cls, manifest: Manifest, on_disk: Collection[ShardGroup], max_staleness: int) -> Self:
@@ -100,7 +101,7 @@ class Ledger:
             and group.newest_version <= manifest.version
             and not _holds(trained, group.index)
         )
-        return cls(manifest.version, trained, pending, _useless(manifest))
+        return cls(manifest.version, trained, pending, _extra(manifest))
 
     def __contains__(self, index: int) -> bool:
         return index in self.pending or _holds(self.trained, index)
@@ -110,7 +111,7 @@ class Ledger:
 
         Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch.
         """
-        accepted = sum(map(len, self.trained)) - self.useless + len(self.pending)
+        accepted = sum(map(len, self.trained)) - self.extra + len(self.pending)
         return accepted + running < (max_staleness + self.version + 1) * groups_per_step
 
     def next_index(self, first: int, stride: int, taken: Collection[int]) -> int:
@@ -145,11 +146,11 @@ def _trained(manifest: Manifest) -> tuple[range, ...]:
     return tuple(span for span in ranges if span)
 
 
-def _useless(manifest: Manifest) -> int:
-    count = manifest.extra.get("groups_useless", 0)
+def _extra(manifest: Manifest) -> int:
+    count = manifest.extra.get("groups_extra", 0)
     if count.__class__ is not int or count < 0:
         raise PolicyError(
-            f"policy version {manifest.version}: the manifest's groups_useless is "
+            f"policy version {manifest.version}: the manifest's groups_extra is "
             f"{str(count)[:80]}, expected a whole number; is the learner of this release?"
         )
     return count

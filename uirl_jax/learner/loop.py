@@ -118,7 +118,7 @@ def run_learner(
     metrics_writer = MetricsWriter(workdir)
     with checkpointer, metrics_writer:
         restored = checkpointer.restore_latest(jax.tree.map(_abstract, state))
-        meta = {"shards": None, "groups": [], "useless": 0, "train_seconds": 0.0}
+        meta = {"shards": None, "groups": [], "extra": 0, "train_seconds": 0.0}
         meta |= {"tallies": {}, "replay": {}}
         if restored:
             state, meta = restored.arrays, meta | restored.meta
@@ -128,7 +128,7 @@ def run_learner(
         metrics_writer.truncate_from(step + 1)
         queue = ShardQueue(workdir, run_id, model.base_hash, meta["shards"])
         trained = _Ranges(meta["groups"])
-        useless = int(meta["useless"])
+        extra = int(meta["extra"])  # groups on top of groups_per_step, over all steps
         tallies = curriculum.tallies(meta["tallies"])
         replay = Replay(workdir, model.base_hash, _layout(model), meta["replay"])
         earlier_s, started_s = float(meta["train_seconds"]), time.monotonic()
@@ -140,7 +140,7 @@ def run_learner(
             meta = {
                 "shards": queue.state(),
                 "groups": trained.pairs,
-                "useless": useless,
+                "extra": extra,
                 "train_seconds": train_seconds(),
                 "tallies": tallies.to_json(),
                 "replay": dict(replay.files),
@@ -166,7 +166,7 @@ def run_learner(
                 run_id=run_id,
                 extra={
                     "groups_trained": trained.pairs,
-                    "groups_useless": useless,
+                    "groups_extra": extra,
                     "tallies": tallies.to_json(),
                     "finished": step >= cfg.steps,
                 },
@@ -185,7 +185,11 @@ def run_learner(
             step_started_s = time.monotonic()
             groups: list[list[Trajectory]] = []
             passed = 0  # groups of this step that it could not learn from
-            while missing := _missing(groups, cfg, algorithm_cfg):
+            while missing := _missing(groups, passed, cfg, algorithm_cfg):
+                wanted = trained.count + missing - (step + 1) * cfg.groups_per_step - extra
+                if wanted > 0:  # said, or no actor would start more than a step takes
+                    extra += wanted
+                    publish()
                 more = _wait_for_groups(queue, cfg, missing, step, stop)
                 if more is None:
                     break
@@ -196,11 +200,7 @@ def run_learner(
                     more = [replay.complete(group) for group in more]
                 fresh = [group for group in more if algorithm.useful(group, algorithm_cfg)]
                 groups += fresh
-                if len(fresh) < len(more):
-                    # Counted and said: the actor may then start others in their place.
-                    passed += len(more) - len(fresh)
-                    useless += len(more) - len(fresh)
-                    publish()
+                passed += len(more) - len(fresh)
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
@@ -276,16 +276,27 @@ class _Ranges:
                 merged.append([start, stop])
         self.pairs = merged
 
+    @property
+    def count(self) -> int:
+        return sum(stop - start for start, stop in self.pairs)
+
 
 def _missing(
-    groups: list[list[Trajectory]], cfg: LearnerConfig, algorithm_cfg: AlgorithmConfig
+    groups: list[list[Trajectory]],
+    passed: int,
+    cfg: LearnerConfig,
+    algorithm_cfg: AlgorithmConfig,
 ) -> int:
-    """How many groups a step still needs."""
-    if algorithm_cfg.objective == "imitation" and len(groups) >= cfg.groups_per_step:
-        # Episodes count there, and not groups.
-        n_kept = sum(len(algorithm.kept(group, algorithm_cfg)) for group in groups)
-        return int(n_kept < algorithm_cfg.min_kept)
-    return max(cfg.groups_per_step - len(groups), 0)
+    """How many groups a step still needs, as far as can be told; `passed` taught it nothing."""
+    if algorithm_cfg.objective != "imitation":
+        return cfg.groups_per_step - len(groups)
+    seen = len(groups) + passed
+    if seen < cfg.groups_per_step:
+        return cfg.groups_per_step - seen
+    # Episodes count there, and not groups: as many groups as it takes at the rate so far.
+    n_kept = sum(len(algorithm.kept(group, algorithm_cfg)) for group in groups)
+    short = max(algorithm_cfg.min_kept - n_kept, 0)
+    return min(cfg.groups_per_step, -(-short * seen // n_kept) if n_kept else seen)
 
 
 def _wait_for_groups(
