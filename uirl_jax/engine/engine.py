@@ -29,11 +29,11 @@ from uirl_jax.engine.programs import (
     TABLE_AXES,
     Decoded,
     make_programs,
-    no_rows,
 )
 from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.slots import SlotPool, contents
 from uirl_jax.engine.visual_table import VisualTable
+from uirl_jax.engine.warm_up import call_everything
 from uirl_jax.errors import PolicyError
 from uirl_jax.models import qwen2_vl, sharding
 
@@ -490,53 +490,11 @@ class Engine:
 
     def _compile_all(self) -> None:
         with self._on_mesh():
-            self._call_everything()
-
-    def _call_everything(self) -> None:
-        """Every program at every size, with nothing but padding."""
-        cfg, frozen, lora = self._cfg, self._frozen, self._policy.lora
-        features = self._model_cfg.vision.patch_features
-        nowhere = cfg.table_rows(self._merge_size)
-        for rows in cfg.image_rows:
-            shape = (rows, cfg.image_row_patches)
-            self._table_md = self._programs.encode(
+            self._cache, self._table_md = call_everything(
+                self._programs,
+                self._cfg,
+                self._model_cfg.vision,
+                (self._frozen, self._policy.lora),
+                self._cache,
                 self._table_md,
-                frozen,
-                lora,
-                np.zeros((*shape, features), np.float32),
-                np.zeros((*shape, 2), np.int32),
-                np.zeros(shape, np.int32),
-                np.full(rows * cfg.image_row_patches // self._merge_size**2, nowhere, np.int32),
             )
-        all_places = [length + cfg.max_new_tokens for length in cfg.context_lengths]
-        for places in all_places:
-            for rows in cfg.prefill_rows:
-                for shorter, length in zip(
-                    (0, *cfg.prefill_lengths), cfg.prefill_lengths, strict=False
-                ):
-                    if cfg.places(min(shorter + 1, cfg.slot_places)) > places:
-                        continue  # where so few places are looked at, the shorter one does
-                    self._cache = self._programs.prefill(
-                        self._cache,
-                        frozen,
-                        lora,
-                        self._table_md,
-                        np.full(rows, cfg.num_slots, np.int32),
-                        np.zeros(rows, np.int32),
-                        np.zeros((rows, length), np.int32),
-                        np.full((rows, length), -1, np.int32),
-                        np.zeros((3, rows, length), np.int32),
-                        places=places,
-                    )
-            for size in cfg.batch_sizes:
-                self._cache, _ = self._programs.decode(
-                    self._cache,
-                    frozen,
-                    lora,
-                    no_rows(size, cfg.num_slots),
-                    np.int32(0),
-                    np.bool_(False),
-                    places=places,
-                )
-        nobody_n = np.zeros(cfg.num_slots, np.int32)
-        self._cache = self._programs.copy(self._cache, nobody_n, nobody_n, np.int32(0))
