@@ -412,7 +412,7 @@ def test_nearest_change_is_the_first_that_fits(monkeypatch):
 
     monkeypatch.setattr(plans, "make_plan", compiled)
     cfg = run_config(rows=16, images=160)
-    entries = {"score": True, "gradients": False, "sample": True}
+    entries = {"score": True, "gradients": False, "decode": True}
     found = plans.find_nearest_change(
         cfg,
         None,
@@ -477,7 +477,7 @@ def test_command_plans_a_gpu_machine_and_refuses_in_one_line(tmp_path):
 
 @pytest.mark.tpu_aot
 def test_two_layers_at_full_width_compile_for_v5e_and_fit():
-    """The 2B model's gradients and sampling, two layers of each tower, shorter rows."""
+    """Of the 2B model, two layers of each tower, shorter rows: gradients, the engine."""
     pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
     cfg = run_config(rows=8, images=8)
     batch = dataclasses.replace(cfg.learner.batch, row_lengths=(2048,), patch_lengths=(1024,))
@@ -488,8 +488,10 @@ def test_two_layers_at_full_width_compile_for_v5e_and_fit():
             cfg.engine,
             batch_sizes=(8,),
             context_lengths=(1024,),
+            prefill_lengths=(512,),
             image_rows=(8,),
             image_row_patches=1024,
+            image_tokens=8 * 256,
         ),
         actor=dataclasses.replace(
             cfg.actor,
@@ -504,12 +506,15 @@ def test_two_layers_at_full_width_compile_for_v5e_and_fit():
     )
     machine = plan_machines.find_machine("v5e:2x4")
     # Without `score`, which has nothing that the other two lack: a minute less.
-    made = plans.make_plan(cfg, model_cfg, machine, ("gradients", "sample"), print)
+    names = ("gradients", "encode", "prefill", "decode")
+    made = plans.make_plan(cfg, model_cfg, machine, names, print)
     print(plan_report.format_plan(made))
     assert made["fits"]
     programs = made["programs"]
     # Splash, not plain attention: forward twice, backward of q and of k and v; the vision tower.
-    assert [programs[name]["attention_kernels"] for name in programs] == [4, 1]
+    # The engine's steps on its cache are plain XLA.
+    assert [programs[name]["attention_kernels"] for name in names] == [4, 1, 0, 0]
+    assert made["sampling"]["token_s"] > 0
     whole_logits = 2048 * model_cfg.vocab_size * 2  # bfloat16[1,T,V] of one chip's row
     assert max(entry["largest_array_bytes"] for entry in programs.values()) < whole_logits
     flops = made["model_flops"]

@@ -111,7 +111,7 @@ def make_programs(
     cache_sharding, table_sharding: where the buffers lie; left to the compiler they may come back
       placed otherwise, and the next call compiles again.
     """
-    ends = jnp.array(tuple(end_token_ids), jnp.int32)
+    ends = np.array(tuple(end_token_ids), np.int32)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=table_sharding)
     def encode(
