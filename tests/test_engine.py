@@ -504,19 +504,42 @@ def test_engine_set_policy_with_other_shapes_is_refused(engine, policy):
     assert engine.policy_version == 7
 
 
-def test_engine_failing_batch_fails_its_requests_and_lives_on(engine, policy):
+def test_engine_policy_that_gives_nan_fails_its_requests_and_lives_on(engine, policy):
+    """Also those that wait for a prefix of the one that fails."""
+
     async def run() -> None:
         async with engine, asyncio.timeout(600):
             engine.set_policy(jax.tree.map(lambda leaf: leaf * jnp.nan, policy.lora), 8)
-            outcomes = await asyncio.gather(
-                *[engine.sample(request(seed)) for seed in range(3)], return_exceptions=True
-            )
+            asked = [request(0), request(1)]
+            asked += [dataclasses.replace(request(0), seed=seed) for seed in range(2, 8)]
+            outcomes = await asyncio.gather(*map(engine.sample, asked), return_exceptions=True)
             engine.set_policy(policy.lora, 7)
-            assert [type(outcome) for outcome in outcomes] == [PolicyError] * 3
+            assert [type(outcome) for outcome in outcomes] == [PolicyError] * 8
             assert "version 8" in str(outcomes[0])
             assert len((await engine.sample(request(0))).token_ids) > 0
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("program", ["encode", "prefill", "decode"])
+def test_engine_call_that_fails_fails_its_requests_and_lives_on(policy, program: str):
+    broken = new_engine(policy)
+    whole = broken._programs
+
+    def fail(buffer: jax.Array, *arguments: object, **options: object) -> None:
+        jax.tree.map(lambda leaf: leaf.delete(), buffer)  # as a donated one is gone
+        raise MemoryError("no memory left")
+
+    async def run() -> SampleResult:
+        async with broken, asyncio.timeout(600):
+            broken._programs = whole._replace(**{program: fail})
+            asked = [request(seed, 5, "a") for seed in range(6)]
+            outcomes = await asyncio.gather(*map(broken.sample, asked), return_exceptions=True)
+            assert [str(outcome) for outcome in outcomes] == ["no memory left"] * 6
+            broken._programs = whole
+            return await broken.sample(asked[0])
+
+    assert_logprobs(policy, request(0, 5, "a"), asyncio.run(run()))
 
 
 def test_engine_close_fails_what_is_not_done_and_opens_again(engine):

@@ -86,7 +86,7 @@ class Engine:
         self._vision_trainable = "visual" in lora
         forbidden_v = np.zeros(model_cfg.vocab_size, bool)
         forbidden_v[list(forbidden_ids)] = True
-        dtype = frozen["text"]["embedding"].dtype
+        self._embedding_dtype = frozen["text"]["embedding"].dtype
         table_shape = (cfg.table_rows(self._merge_size), model_cfg.hidden_size)
         cache = jax.eval_shape(self._init_cache)
         beside = jax.tree.leaves(lora)[0].sharding
@@ -99,18 +99,16 @@ class Engine:
             return NamedSharding(self._mesh, spec)
 
         self._cache_sharding = placement(CACHE_AXES, cache.k_lcskh.shape)
-        table_sharding = placement(TABLE_AXES, table_shape)
+        self._table_sharding = placement(TABLE_AXES, table_shape)
         self._programs = make_programs(
             graphdef,
             end_token_ids=[int(token_id) for token_id in end_token_ids],
             forbidden_v=forbidden_v,
             decode_steps=cfg.decode_steps,
             cache_sharding=self._cache_sharding,
-            table_sharding=table_sharding,
+            table_sharding=self._table_sharding,
         )
-        self._table_md = jax.device_put(jnp.zeros(table_shape, dtype), table_sharding)
-        self._table = VisualTable(table_shape[0])
-        self._reset_cache()
+        self._reset_buffers()
         self._waiting: collections.deque[Job] = collections.deque()
         self._running: list[Job] = []  # the oldest first
         self._changed = asyncio.Event()  # something arrived, or `close` was called
@@ -290,19 +288,21 @@ class Engine:
         except Exception as error:  # a round fails its own requests; the engine lives on
             self._totals["failed_rounds"] += 1
             outcomes = [(job, error) for job in self._running]
-            for job in self._running:
-                self._give_images_back(job)
             self._running = []
-            self._table.forget()
-            self._reset_cache()  # a failed call may have taken the donated buffer with it
+            self._reset_buffers()  # a failed call may have taken one with it: they are donated
         spent_s = time.perf_counter() - started_s
         self._seconds["round"] += spent_s
         self._seconds["slots"] += spent_s * (len(self._running) + len(outcomes))
         return outcomes
 
-    def _reset_cache(self) -> None:
+    def _reset_buffers(self) -> None:
         self._pool = SlotPool(self._cfg.num_slots)
         self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
+        rows = self._cfg.table_rows(self._merge_size)
+        self._table = VisualTable(rows)
+        # As wide and of the dtype as what is looked up beside it.
+        empty_md = jnp.zeros((rows, self._model_cfg.hidden_size), self._embedding_dtype)
+        self._table_md = jax.device_put(empty_md, self._table_sharding)
 
     def _init_cache(self) -> qwen2_vl.KVCache:
         cfg = self._cfg

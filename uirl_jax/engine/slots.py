@@ -79,7 +79,7 @@ class SlotPool:
         slot.used, slot.owner, slot.busy = self._clock, owner, True
         slot.computed = min(slot.computed, common(slot.contents_c, contents_c))
         slot.contents_c = contents_c
-        self._let_go(slot)
+        self._plan_anew(slot)
         self.plan(slot)
         return slot
 
@@ -111,12 +111,12 @@ class SlotPool:
     def finish(self, slot: Slot, contents_c: np.ndarray, computed: int) -> None:
         """The request in the slot has ended; what it holds stays for the episode's next turn."""
         slot.contents_c, slot.computed, slot.busy = contents_c[:computed], computed, False
+        slot.donor = None
+        self._plan_anew(slot)
 
     def abandon(self, slot: Slot) -> None:
         """The request in the slot ended in the middle: what was computed so far holds."""
         self.finish(slot, slot.contents_c, slot.computed)
-        slot.donor = None
-        self._let_go(slot)
 
     def release(self, owner: str) -> None:
         """The episode is over; its slot is anybody's, and a donor until then."""
@@ -140,8 +140,8 @@ class SlotPool:
         free = min((s for s in idle if not s.owner), key=lambda slot: slot.used, default=None)
         return own or free or min(idle, key=lambda slot: slot.used, default=None)
 
-    def _let_go(self, donor: Slot) -> None:
-        """What was to be copied from here will not come, or not as expected."""
+    def _plan_anew(self, donor: Slot) -> None:
+        """For those that were to copy from here: it may hold less now than it was going to."""
         for slot in self.slots:
             if slot.donor is donor:
                 self.plan(slot)
