@@ -5,9 +5,8 @@
 Starts from the 2.7 M parameter base model that ships with the package: it sees, but it was trained
 on demonstrations of which most are wrong. See docs/quickstart.md for what was measured.
 
---config=configs/quickstart.py:enter_text is the same for a task of several turns, which that base
-does not know yet (docs/algorithms.md has the commands that teach it); `:enter_text,words=2` is a
-variant of it.
+`quickstart.py:enter_text` (or `:enter_text,words=2`, a variant) is the same for a task of several
+turns, which that base does not know yet: docs/algorithms.md has what it was taught by.
 """
 
 from ml_collections import ConfigDict
