@@ -498,3 +498,4 @@ class Engine:
                 self._cache,
                 self._table_md,
             )
+        jax.block_until_ready((self._cache, self._table_md))  # or the first request waits for it
