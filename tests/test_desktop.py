@@ -62,6 +62,21 @@ def test_session_of_equal_specs_gives_equal_pixels_and_instruction(name, variant
     assert not np.array_equal(_pixels(_open(name, 5, variant)), _pixels(other))
 
 
+def test_session_instances_stay_what_they_were_when_options_are_added():
+    """The first held-out ones, as they were on 2026-11-21: success is compared across releases."""
+    first = {"seed": 2**30, "max_turns": 1}
+    click = open_session(TaskSpec("desktop/click_button", **first))
+    assert (click.instruction, click.targets[click.goal]) == (
+        "Click the red button.",
+        (53, 79, 111, 111),
+    )
+    enter = open_session(TaskSpec("desktop/enter_text", **first))
+    assert (enter.instruction, enter.targets["ok"]) == (
+        "Type mint and press OK.",
+        (66, 136, 121, 163),
+    )
+
+
 def test_session_in_another_process_gives_the_same_pixels():
     program = (
         "import hashlib; from uirl_jax.types import TaskSpec;"

@@ -41,6 +41,15 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+def _told(options: tasks.Options) -> tuple[int | str, ...]:
+    """What instances follow from. An option that came later counts only where it is used: the
+    instances of everybody else stay what they were."""
+    values = dataclasses.asdict(options)
+    if options.words == len(tasks.WORDS):
+        del values["words"]
+    return tuple(values.values())
+
+
 def parse_variant(name: str, variant: str) -> tasks.Options:
     """Reads "buttons=5,by=label,popup=1".
 
@@ -87,7 +96,7 @@ class Session:
     def __init__(self, task: TaskSpec) -> None:
         options = parse_variant(task.name, task.variant)
         # A hash and not Python's own: that one is salted per process.
-        text = f"{task.name}|{dataclasses.astuple(options)}|{task.seed}"
+        text = f"{task.name}|{_told(options)}|{task.seed}"
         self._rng = np.random.default_rng(
             int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         )
