@@ -147,34 +147,15 @@ def write_work(directory: Path, size: Size) -> None:
     )
 
 
-class OurWork(NamedTuple):
-    """What the learner has at hand for a step."""
-
-    steps: Any
-    state: Any
-    frozen: Any
-    algorithm_cfg: Any
-    group: list[Any]
-    make_batches: Callable[..., Any]
-
-
-def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
-    """Ours: what the learner does with a group of records, from screenshot files to the update."""
+def load_model(directory: Path) -> tuple[Any, Any, Any, Any]:
+    """The model that `write_work` wrote: (graphdef, adapters, frozen, its config)."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
-    from uirl_jax import vision_inputs
-    from uirl_jax.learner import algorithm
-    from uirl_jax.learner import state as learner_state
-    from uirl_jax.learner import step as learner_step
     from uirl_jax.models import peft_adapters, qwen2_vl_weights
     from uirl_jax.models.lora import LoRAParam
-    from uirl_jax.rl.losses import PolicyLossConfig
-    from uirl_jax.shards import batching
-    from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
-    arrays = np.load(directory / "arrays.npz")
     adapter = peft_adapters.load_adapter(
         directory / "adapter", qwen2_vl_weights.read_config(directory / "model")
     )
@@ -188,6 +169,33 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     abstract = nnx.state(model, LoRAParam)
     nnx.update(model, qwen2_vl_weights.adapters_from_numpy(adapter.arrays, abstract))
     graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
+    return graphdef, adapters, frozen, model.cfg
+
+
+class OurWork(NamedTuple):
+    """What the learner has at hand for a step."""
+
+    steps: Any
+    state: Any
+    frozen: Any
+    algorithm_cfg: Any
+    group: list[Any]
+    make_batches: Callable[..., Any]
+
+
+def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
+    """Ours: what the learner does with a group of records, from screenshot files to the update."""
+
+    from uirl_jax import vision_inputs
+    from uirl_jax.learner import algorithm
+    from uirl_jax.learner import state as learner_state
+    from uirl_jax.learner import step as learner_step
+    from uirl_jax.rl.losses import PolicyLossConfig
+    from uirl_jax.shards import batching
+    from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
+
+    arrays = np.load(directory / "arrays.npz")
+    graphdef, adapters, frozen, model_cfg = load_model(directory)
     optimizer = learner_state.make_optimizer(
         learner_state.OptimizerConfig(lr=LEARNING_RATE, clip_norm=1e9), 1000
     )
@@ -242,7 +250,7 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     make_batches = functools.partial(
         batching.make_batches,
         image_cfg=vision_inputs.ImageConfig(),
-        image_token_id=model.cfg.image_token_id,
+        image_token_id=model_cfg.image_token_id,
         cfg=batch_cfg,
     )
     return OurWork(steps, state, frozen, algorithm_cfg, group, make_batches)

@@ -88,27 +88,9 @@ def prompt(
 
 
 def our_engine(directory: Path, **sizes: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
     from uirl_jax.engine.engine import Engine, EngineConfig
-    from uirl_jax.models import peft_adapters, qwen2_vl_weights
-    from uirl_jax.models.lora import LoRAParam
 
-    adapter = peft_adapters.load_adapter(
-        directory / "adapter", qwen2_vl_weights.read_config(directory / "model")
-    )
-    model = qwen2_vl_weights.load_pretrained(
-        directory / "model",
-        lora=adapter.lora,
-        param_dtype=jnp.float32,
-        init_key=jax.random.key(0),
-        remat="none",
-    )
-    graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
-    lora = qwen2_vl_weights.adapters_from_numpy(adapter.arrays, lora)
-    cfg = model.cfg
+    graphdef, lora, frozen, cfg = bench.load_model(directory)
     return Engine(
         graphdef,
         frozen,
