@@ -107,6 +107,7 @@ def test_tallies_that_went_through_json_choose_the_same_tasks():
     "content",
     [
         {"3": [0, 1]},
+        {"-1": [0, 1]},
         {"x": [0, 1]},
         {"0": [2, 1]},
         {"0": [float("nan"), 1]},

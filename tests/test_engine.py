@@ -294,7 +294,7 @@ def test_engine_forbidden_ids_are_never_sampled_and_end_tokens_stop(policy):
 
 
 def test_engine_compile_count_stands_still_over_mixed_requests(policy):
-    """A thousand tokens of everything: what warm_up compiles is all there is."""
+    """Twelve policies, up to twelve requests under each: what warm_up compiles is all there is."""
     cfg = dataclasses.replace(CFG, context_lengths=(16, 32), prefill_lengths=(4, 12))
     mixed = new_engine(policy, cfg=cfg)
 

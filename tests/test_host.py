@@ -275,7 +275,7 @@ def test_actor_that_lags_samples_with_the_policy_of_so_many_versions_ago(tmp_pat
             acting(tmp_path, url, engine, cfg=cfg) as (actor, _, _),
         ):
             for version in range(1, 5):
-                await until(lambda: len(taken) == version, actor)  # noqa: B023
+                await until(lambda count=version: len(taken) == count, actor)
                 publish(tmp_path, version)
             await until(lambda: len(taken) == 5, actor)
 

@@ -391,7 +391,7 @@ def abstract_7b(quantize: str = "none"):
     if quantize == "int8":
         model = quantization.quantized(model)
     _, adapters, frozen = nnx.split(model, LoRAParam, ...)
-    optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(), 100)
+    optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(lr=1e-4), 100)
     state = jax.eval_shape(lambda lora: learner_state.init_state(lora, optimizer), adapters)
     return state, frozen
 

@@ -30,7 +30,7 @@ ALGORITHMS = (
 )
 # By the name of a table: the config string that is played, and the cold start that its base needs.
 # In 300 steps a base learns where the field and the button are, and not yet which word to type (nor
-# in 700): that is left to the algorithms, with two words to choose from.
+# in 519): that is left to the algorithms, with two words to choose from.
 TASKS = {"click_button": "click_button", "enter_text": "enter_text,words=2"}
 COLD_STARTS = {
     "enter_text": (
@@ -70,6 +70,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     chosen = variants(args.names, args.staleness)
     jobs = [(variant, seed) for seed in args.seeds for variant in chosen]
     cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= args.at_once <= len(cores):
+        raise SystemExit(f"error: --at_once={args.at_once}: expected 1 to {len(cores)}, the cores")
     shares = [cores[n :: args.at_once] for n in range(args.at_once)]
 
     def run_share(number: int) -> None:

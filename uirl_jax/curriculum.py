@@ -40,7 +40,10 @@ class Tallies:
         self._window = window
         try:
             for key, (failed, played) in (content or {}).items():
-                self.failed_e[int(key)], self.played_e[int(key)] = float(failed), float(played)
+                entry = int(key)
+                if not 0 <= entry < entries:
+                    raise IndexError(key)
+                self.failed_e[entry], self.played_e[entry] = float(failed), float(played)
         except (TypeError, ValueError, IndexError, AttributeError):
             self.failed_e[:] = np.nan
         with np.errstate(invalid="ignore"):

@@ -106,7 +106,6 @@ async def run_episode(
     except (VerifierError, ImageError) as error:
         stop_reason = StopReason.ENV_ERROR
         _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
-
     finally:
         engine.release(episode.episode_id)
 

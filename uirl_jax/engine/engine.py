@@ -24,12 +24,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from uirl_jax.engine import requests
 from uirl_jax.engine.jobs import Job, decode_rows, prefill_arrays
-from uirl_jax.engine.programs import (
-    CACHE_AXES,
-    TABLE_AXES,
-    Decoded,
-    make_programs,
-)
+from uirl_jax.engine.programs import CACHE_AXES, TABLE_AXES, Decoded, make_programs
 from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.slots import SlotPool, contents
 from uirl_jax.engine.visual_table import VisualTable
@@ -300,7 +295,6 @@ class Engine:
         self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
         rows = self._cfg.table_rows(self._merge_size)
         self._table = VisualTable(rows)
-        # As wide and of the dtype as what is looked up beside it.
         empty_md = jnp.zeros((rows, self._model_cfg.hidden_size), self._embedding_dtype)
         self._table_md = jax.device_put(empty_md, self._table_sharding)
 

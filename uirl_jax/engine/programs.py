@@ -2,7 +2,7 @@
 
 Four jitted functions on two buffers that live on the device, the cache and the table of visual
 tokens; each gives back the buffer that it was given (donated). All shapes are fixed: which requests
-share a call is decided in `engine.engine`, how they are laid out in `engine.requests`.
+share a call is decided in `engine.engine`, how they are laid out in `jobs` and `requests`.
 
 A context of 6 tokens c with 3 sampled ones, a b and e, the end token: prefill writes all but the
 last c, which the first decode step reads. What was sampled last is never written.
@@ -104,12 +104,14 @@ def make_programs(
     cache_sharding: Any = None,
     table_sharding: Any = None,
 ) -> Programs:
-    """Args:
-    end_token_ids: sampling any of them ends a row.
-    forbidden_v: bool[V], never sampled.
-    decode_steps: the most that a call may be asked for.
-    cache_sharding, table_sharding: where the buffers lie; left to the compiler they may come back
-      placed otherwise, and the next call compiles again.
+    """The programs of one model.
+
+    Args:
+      end_token_ids: sampling any of them ends a row.
+      forbidden_v: bool[V], never sampled.
+      decode_steps: the most that a call may be asked for.
+      cache_sharding, table_sharding: where the buffers lie; left to the compiler they may come back
+        placed otherwise, and the next call compiles again.
     """
     ends = np.array(tuple(end_token_ids), np.int32)
 

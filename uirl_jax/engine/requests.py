@@ -36,10 +36,10 @@ class EngineConfig:
     prefill_rows: tuple[int, ...] = (1, 8)
     prefill_lengths: tuple[int, ...] = (64, 256)  # of a row and call; what is longer takes several
     image_rows: tuple[int, ...] = (1, 8)  # rows of the vision tower in a call
-    image_row_patches: int = dataclasses.field(default=256, metadata={"min": 1})  # screenshots that
-    # fit together share a row
-    image_tokens: int = dataclasses.field(default=0, metadata={"min": 0})  # visual tokens that are
-    # kept for later; 0: four of the largest calls' worth
+    # Patches of such a row; screenshots that fit together share it.
+    image_row_patches: int = dataclasses.field(default=256, metadata={"min": 1})
+    # Visual tokens that are kept for later; 0: four of the largest calls' worth.
+    image_tokens: int = dataclasses.field(default=0, metadata={"min": 0})
     # Under a new policy keep what older ones computed: nothing is computed again, and logprobs are
     # those of no single policy.
     keep_stale_cache: bool = False

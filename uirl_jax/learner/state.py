@@ -16,8 +16,8 @@ from flax import nnx
 from uirl_jax.metrics import key_values
 from uirl_jax.models import sharding
 
-# Adapters start from an update of zero and bear large steps; full weights hold what was pretrained.
 Trains = Literal["adapters", "all weights"]
+# Adapters start from an update of zero and bear large steps; full weights hold what was pretrained.
 DEFAULT_LR: Mapping[Trains, float] = {"adapters": 1e-4, "all weights": 1e-5}
 
 
@@ -82,6 +82,7 @@ class TrainState:
 
 def make_schedule(cfg: OptimizerConfig, total_updates: int) -> optax.Schedule:
     """Learning rate by update: linear warm-up, then constant or a cosine to a tenth of the peak."""
+    assert cfg.lr is not None, "call OptimizerConfig.resolved first"
     if cfg.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0 if cfg.warmup_steps else cfg.lr,
