@@ -38,8 +38,9 @@ def turn(context: list[int], sampled: list[int], keys: tuple[str, ...] = (), ver
         context_ids=np.array(context, np.int32),
         token_ids=np.array(sampled, np.int32),
         logprobs=-np.array(sampled, np.float32) / 8,  # a token's logprob can be told from its id
+        full_logprobs=np.zeros(len(sampled), np.float32),
+        policy_versions=np.full(len(sampled), version, np.int32),
         image_keys=keys,
-        policy_version=version,
         text="",
         action=None,
     )
@@ -83,12 +84,14 @@ def batch_of(trajectories, advantages=None, **changes) -> TrainBatch:
 
 def test_sequences_of_turns_that_only_grow_are_one():
     merged = sequences(
-        trajectory([turn([1, 2], [50, 51], version=3), turn([1, 2, 50, 51, 4], [52], version=4)])
+        trajectory(
+            [turn([1, 2], [50, 51], version=[3, 4]), turn([1, 2, 50, 51, 4], [52], version=4)]
+        )
     )
     assert len(merged) == 1
     assert merged[0].token_ids_t.tolist() == [1, 2, 50, 51, 4, 52]
     assert merged[0].completion_mask_t.tolist() == [0, 0, 1, 1, 0, 1]
-    assert merged[0].policy_versions_t.tolist() == [-1, -1, 3, 3, -1, 4]
+    assert merged[0].policy_versions_t.tolist() == [-1, -1, 3, 4, -1, 4]
     np.testing.assert_array_equal(
         merged[0].behaviour_logprobs_t, [0, 0, -50 / 8, -51 / 8, 0, -52 / 8]
     )

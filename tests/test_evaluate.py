@@ -30,8 +30,9 @@ def episode(task: TaskSpec, success: bool, reason: StopReason | None = None) -> 
         context_ids=np.array([1, 7, 2], np.int32),
         token_ids=np.array([3, 4], np.int32),
         logprobs=np.array([-0.5, -0.25], np.float32),
+        full_logprobs=np.array([-0.5, -0.25], np.float32),
+        policy_versions=np.array([2, 2], np.int32),
         image_keys=(key,),
-        policy_version=2,
         text="click(1, 2)",
         action=Action("click", x=1, y=2),
     )

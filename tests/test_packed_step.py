@@ -75,8 +75,9 @@ def records() -> tuple[list[Trajectory], list[float]]:
                         context_ids=np.array(context, np.int32),
                         token_ids=sampled.astype(np.int32),
                         logprobs=-rng.exponential(4, len(sampled)).astype(np.float32),
+                        full_logprobs=np.zeros(len(sampled), np.float32),
+                        policy_versions=np.zeros(len(sampled), np.int32),
                         image_keys=tuple(images),
-                        policy_version=0,
                         text="",
                         action=None,
                     )

@@ -259,14 +259,14 @@ def test_quarantine_of_a_foreign_shard_keeps_bytes_reason_and_count(tmp_path, ch
 
 
 def test_quarantine_of_a_wrong_schema_counts_one(tmp_path):
-    header = record.Header("run", "a0", "base", 0, 0, 3, LAYOUT, schema=2)
+    header = record.Header("run", "a0", "base", 0, 0, 3, LAYOUT, schema=1)
     path = make_writer(tmp_path).publish(make_group("a"))
     framed = frames(path)
     path.write_bytes(b"".join([framing.frame(record.encode_header(header)), *framed[1:]]))
     queue = open_queue(tmp_path)
     assert accounts(queue) == {"published": 1, "quarantined": 1}
     (reason,) = (tmp_path / "quarantine").glob("*.reason")
-    assert "schema 2, this reader knows 1" in reason.read_text()
+    assert "schema 1, this reader knows 2" in reason.read_text()
 
 
 @pytest.mark.parametrize(("position", "count"), [(-30, 2), (20, 1)])

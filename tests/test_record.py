@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import struct
@@ -187,7 +188,7 @@ def test_header_and_footer_round_trip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "schema 2, this reader knows 1"),
+        ({"schema": 1}, "schema 1, this reader knows 2"),
         ({"records": 0}, "0 records"),
         ({"records": 2**60}, "records"),
     ],
@@ -228,19 +229,22 @@ def trajectories(draw) -> Trajectory:
     finite = st.floats(allow_nan=False, allow_infinity=False)
     turns = []
     for _ in range(draw(st.integers(0, 3))):
-        ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
-        token_ids = np.array(draw(ids), np.int32)
+        an_id = st.integers(0, 2**31 - 1)
+        ids = st.lists(an_id, max_size=6)
+        token_ids = np.array(draw(st.lists(an_id, min_size=1, max_size=6)), np.int32)
+        one_each = functools.partial(st.lists, min_size=len(token_ids), max_size=len(token_ids))
         logprob = st.floats(max_value=0, allow_infinity=False, width=32)
-        logprobs = draw(st.lists(logprob, min_size=len(token_ids), max_size=len(token_ids)))
+
         keys = draw(st.lists(st.sampled_from(sorted(images)), max_size=3)) if images else ()
         optional = st.none() | st.integers(-(2**40), 2**40)
         turns.append(
             Turn(
                 context_ids=np.array(draw(ids), np.int32),
                 token_ids=token_ids,
-                logprobs=np.array(logprobs, np.float32),
+                logprobs=np.array(draw(one_each(logprob)), np.float32),
+                full_logprobs=np.array(draw(one_each(logprob)), np.float32),
+                policy_versions=np.array(draw(one_each(an_id)), np.int32),
                 image_keys=tuple(keys),
-                policy_version=draw(st.integers(0, 2**62)),
                 text=draw(st.text(max_size=5)),
                 action=draw(
                     st.none()
@@ -298,7 +302,10 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("trajectory", "message"),
     [
-        (changed_turn(logprobs=np.array([-1, 0.5], np.float32)), "logprob is above 0"),
+        (changed_turn(logprobs=np.array([-1, 0.5], np.float32)), "of logprobs is above 0"),
+        (changed_turn(full_logprobs=np.array([-1, NAN], np.float32)), "of full_logprobs is above"),
+        (changed_turn(policy_versions=np.array([1], np.int32)), r"int32\[1\] for 2 tokens"),
+        (changed_turn(token_ids=np.array([], np.int32)), "nothing was sampled"),
         (changed_turn(logprobs=np.array([-1, NAN], np.float32)), "not finite"),
         (changed_turn(logprobs=np.array([-1, -INF], np.float32)), "not finite"),
         (changed_turn(logprobs=np.array([-1], np.float32)), r"float32\[1\] for 2 tokens"),
@@ -310,7 +317,7 @@ NAN, INF = float("nan"), float("inf")
         (changed_turn(context_ids=np.array([9, 1, 9], np.int32)), r"runs of \[1, 1\] .* \[2\]"),
         (changed_turn(context_ids=np.array([], np.int32)), r"runs of \[\] .* \[2\] visual"),
         (changed_turn(image_keys=("f" * 64,)), "'ffffffffffffffff' has no image"),
-        (changed_turn(policy_version=-2), "policy version -2"),
+        (changed_turn(policy_versions=np.array([1, -2], np.int32)), "policy version -2"),
         (changed_turn(reward=NAN), "reward is not finite"),
         (changed_turn(progress={"rate": INF}), "progress is no JSON"),
         (changed_turn(text="\ud800"), "no UTF-8"),
@@ -378,7 +385,7 @@ TASK = dataclasses.asdict(GOOD.task)
         ({"stop_reason": [b"bored"]}, "expected one of completed"),
         ({"images/key": [KEY.encode()] * 2}, "twice"),
         ({"images/data": [b"x", b"y"]}, "2 values, expected 1"),
-        ({"schema": [9]}, "schema 9, this reader knows 1"),
+        ({"schema": [9]}, "schema 9, this reader knows 2"),
         ({"success": [b"yes"]}, "success is no list of int"),
         ({"group_id": None}, "group_id is missing"),
         ({"mystery": [1]}, r"unknown features \['mystery'\]"),

@@ -164,7 +164,11 @@ def _groups(cfg: RunConfig, model: loading.PolicyModel) -> list[list[Trajectory]
             rng = np.random.default_rng([index, member])
             record = demonstrate(task, chat, model.image_cfg, rng, quality=0.4)
             turns = tuple(
-                dataclasses.replace(turn, logprobs=turn.logprobs - 0.5, policy_version=0)
+                dataclasses.replace(
+                    turn,
+                    logprobs=turn.logprobs - 0.5,
+                    policy_versions=np.zeros_like(turn.policy_versions),
+                )
                 for turn in record.turns
             )
             members.append(dataclasses.replace(record, turns=turns, group_id=str(index)))

@@ -68,13 +68,19 @@ class Turn:
     context_ids: np.ndarray  # int32[C]
     token_ids: np.ndarray  # int32[S], sampled, the end-of-turn token included
     logprobs: np.ndarray  # float32[S], behaviour: of the distribution each token was sampled from
+    full_logprobs: np.ndarray  # float32[S], before top-p and top-k cut that distribution
+    policy_versions: np.ndarray  # int32[S]: a new policy may come in the middle of a turn
     image_keys: tuple[str, ...]  # screenshots in context_ids, in order; keys of Trajectory.images
-    policy_version: int
     text: str  # token_ids decoded, without the end-of-turn token
     action: Action | None  # None where the text was no action
     error: str = ""  # why the text was no action, or what the environment did wrong
     reward: float = 0.0
     progress: dict[str, Any] = dataclasses.field(default_factory=dict)  # raw, after this turn
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest that a token was sampled with: staleness counts from there."""
+        return int(self.policy_versions.min())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +105,15 @@ class Trajectory:
     @property
     def oldest_policy_version(self) -> int:
         """Staleness counts from here; an episode without a turn has no version (-1)."""
-        return min((turn.policy_version for turn in self.turns), default=-1)
+        return self.policy_versions[0]
+
+    @property
+    def policy_versions(self) -> tuple[int, int]:
+        """The oldest and the newest that sampled a token; (-1, -1) without a turn."""
+        if not self.turns:
+            return -1, -1
+        versions = np.concatenate([turn.policy_versions for turn in self.turns])
+        return int(versions.min()), int(versions.max())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -335,8 +335,8 @@ class _Actor:
         else:
             self._journal.add("published", index, len(trajectories))
             self._in_memory.pop(index)
-            versions = [turn.policy_version for t in trajectories for turn in t.turns]
-            self._shards.note(path, ShardGroup(index, min(versions), max(versions)))
+            oldest, newest = zip(*(t.policy_versions for t in trajectories), strict=True)
+            self._shards.note(path, ShardGroup(index, min(oldest), max(newest)))
             assert self._ledger is not None  # a group was admitted
             pending = self._ledger.pending | {index}
             self._ledger = dataclasses.replace(self._ledger, pending=pending)

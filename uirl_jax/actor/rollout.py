@@ -36,6 +36,10 @@ class RolloutConfig:
     """What one episode may do, beside its task's `max_turns`."""
 
     temperature: float = 1.0  # 0 is greedy
+    # Cut the tail off what is sampled from. The learner's ratios are of whole distributions; what
+    # is missing here is corrected like any other distance (loss.importance).
+    top_p: float = 1.0  # 1 cuts nothing
+    top_k: int = 0  # 0 cuts nothing
     max_new_tokens: int = 32
     max_context_tokens: int = 2048  # screenshots included; what is sampled comes on top
     episode_timeout_s: float = 300.0
@@ -178,6 +182,8 @@ async def _play(
             image_keys=tuple(image_keys[index] for index in context.kept),
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            top_k=cfg.top_k,
             seed=derive_seed(seed, turn_index),
             episode=episode.episode_id,
         )
@@ -188,7 +194,8 @@ async def _play(
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             image_keys=request.image_keys,
-            policy_version=sample.policy_version,
+            full_logprobs=sample.full_logprobs,
+            policy_versions=sample.policy_versions,
             text=chat.decode(sample.token_ids),
             action=None,
             progress=episode.progress,

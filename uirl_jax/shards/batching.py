@@ -78,10 +78,7 @@ def sequences(trajectory: Trajectory) -> list[Sequence]:
             "token_ids_t": (turn.context_ids[known:], turn.token_ids),
             "completion_mask_t": (np.zeros(new), np.ones(len(turn.token_ids))),
             "behaviour_logprobs_t": (np.zeros(new), turn.logprobs),
-            "policy_versions_t": (
-                np.full(new, -1),
-                np.full(len(turn.token_ids), turn.policy_version),
-            ),
+            "policy_versions_t": (np.full(new, -1), turn.policy_versions),
             "turns_t": (np.full(new, -1), np.full(len(turn.token_ids), number)),
         }
         arrays = {

@@ -53,15 +53,15 @@ def scan_shard(path: Path) -> tuple[record.Header, list[Entry]]:
     entries: list[Entry] = []
     for found, offset, trajectory, size_bytes in _walk(path):
         header = found
-        versions = [turn.policy_version for turn in trajectory.turns]
+        oldest, newest = trajectory.policy_versions
         entries.append(
             Entry(
                 offset=offset,
                 size_bytes=size_bytes,
                 episode_digest=_digest(trajectory.episode_id),
                 group_id=trajectory.group_id,
-                oldest_version=min(versions, default=-1),
-                newest_version=max(versions, default=-1),
+                oldest_version=oldest,
+                newest_version=newest,
             )
         )
     assert header is not None  # _walk raises for a shard without a record

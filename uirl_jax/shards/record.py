@@ -26,7 +26,7 @@ from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import example, framing
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: full_logprobs, and a policy version for every token
 
 _ID_CHARS = 200
 _MAX_RECORDS = 1_000_000  # of a shard: more than framing.MAX_SHARD_BYTES can hold
@@ -157,10 +157,11 @@ def encode(trajectory: Trajectory, layout: TokenLayout | None = None) -> bytes:
         "turns/context_ids": np.concatenate([_EMPTY_I4, *(t.context_ids for t in turns)]),
         "turns/token_ids": np.concatenate([_EMPTY_I4, *(t.token_ids for t in turns)]),
         "turns/logprobs": np.concatenate([_EMPTY_F4, *(t.logprobs for t in turns)]),
+        "turns/full_logprobs": np.concatenate([_EMPTY_F4, *(t.full_logprobs for t in turns)]),
+        "turns/policy_versions": np.concatenate([_EMPTY_I4, *(t.policy_versions for t in turns)]),
         "turns/context_lengths": np.array([len(t.context_ids) for t in turns], "<i4"),
         "turns/token_lengths": np.array([len(t.token_ids) for t in turns], "<i4"),
         "turns/image_counts": np.array([len(t.image_keys) for t in turns], "<i4"),
-        "turns/policy_version": np.array([t.policy_version for t in turns], "<i8"),
         "turns/reward": np.array([t.reward for t in turns], "<f8"),
         "images/grid_thw": np.array(grids, "<i4").reshape(-1, 3),
         "reward_started_duration": np.array(times, "<f8"),
@@ -196,17 +197,24 @@ def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
     contexts = _split(fields, "turns/context_ids", "<i4", "turns/context_lengths", count)
     tokens = _split(fields, "turns/token_ids", "<i4", "turns/token_lengths", count)
     lengths_u = np.array([len(token_ids) for token_ids in tokens], np.int64)
-    logprobs = _cut(fields.array("turns/logprobs", "<f4", 1), lengths_u, "turns/logprobs")
+    logprobs, full_logprobs, versions = (
+        _cut(fields.array(name, dtype, 1), lengths_u, name)
+        for name, dtype in (
+            ("turns/logprobs", "<f4"),
+            ("turns/full_logprobs", "<f4"),
+            ("turns/policy_versions", "<i4"),
+        )
+    )
     image_keys = _text_lists(fields, "turns/image_keys", "turns/image_counts", count)
-    versions_u = fields.array("turns/policy_version", "<i8", 1, count)
     rewards_u = fields.array("turns/reward", "<f8", 1, count)
     turns = tuple(
         Turn(
             context_ids=contexts[u],
             token_ids=tokens[u],
             logprobs=logprobs[u],
+            full_logprobs=full_logprobs[u],
+            policy_versions=versions[u],
             image_keys=image_keys[u],
-            policy_version=int(versions_u[u]),
             text=example.decode_text(texts[u], "turns/text"),
             action=_action(actions[u]),
             error=example.decode_text(errors[u], "turns/error"),
@@ -292,14 +300,20 @@ def _validate_turn(
             raise RecordError(
                 f"{where}: {name} has id {ids.max()}, the vocabulary ends at {layout.vocab_size}"
             )
-    logprobs = turn.logprobs
-    if logprobs.dtype != np.float32 or logprobs.shape != turn.token_ids.shape:
-        raise RecordError(
-            f"{where}: logprobs are {logprobs.dtype}{list(logprobs.shape)} for "
-            f"{len(turn.token_ids)} tokens"
-        )
-    if not (np.isfinite(logprobs) & (logprobs <= 0)).all():
-        raise RecordError(f"{where}: a logprob is above 0 or not finite")
+    if not turn.token_ids.size:
+        raise RecordError(f"{where}: nothing was sampled")
+    for name, dtype in (
+        *(("logprobs", np.float32), ("full_logprobs", np.float32)),
+        ("policy_versions", np.int32),
+    ):
+        array = getattr(turn, name)
+        if array.dtype != dtype or array.shape != turn.token_ids.shape:
+            raise RecordError(
+                f"{where}: {name} are {array.dtype}{list(array.shape)} for "
+                f"{len(turn.token_ids)} tokens"
+            )
+        if dtype == np.float32 and not (np.isfinite(array) & (array <= 0)).all():
+            raise RecordError(f"{where}: one of {name} is above 0 or not finite")
     if turn.policy_version < 0:
         raise RecordError(f"{where}: policy version {turn.policy_version}")
     if not math.isfinite(turn.reward):

@@ -70,8 +70,8 @@ class ShardWriter:
                         f" this writer's is {value!r}"
                     )
         stamped = [dataclasses.replace(trajectory, **ours) for trajectory in trajectories]
-        versions = [t.policy_version for trajectory in stamped for t in trajectory.turns]
-        stem = f"{self._actor_id}-{self._boot}-{self._sequence:08d}-v{max(versions, default=0)}"
+        newest = max((t.policy_versions[1] for t in stamped), default=-1)
+        stem = f"{self._actor_id}-{self._boot}-{self._sequence:08d}-v{max(newest, 0)}"
         path = self._directory / f"{stem}.tfrecord"
         self._sequence += 1
         write_shard(path, stamped, base_hash=self._base_hash, layout=self._layout)
@@ -94,7 +94,7 @@ def write_shard(
         raise ShardError(f"{path}: a shard needs at least one trajectory")
     if len({(t.run_id, t.actor_id) for t in trajectories}) > 1:
         raise ShardError(f"{path}: trajectories of several runs or actors, a shard holds one's")
-    versions = [turn.policy_version for t in trajectories for turn in t.turns]
+    versions = [v for t in trajectories for v in t.policy_versions if t.turns]
     header = record.Header(
         run_id=trajectories[0].run_id,
         actor_id=trajectories[0].actor_id,
