@@ -31,6 +31,7 @@ from uirl_jax.engine.visual_table import VisualTable
 from uirl_jax.engine.warm_up import call_everything
 from uirl_jax.errors import PolicyError
 from uirl_jax.models import qwen2_vl, sharding
+from uirl_jax.models.kv_cache import KVCache
 
 __all__ = ["Engine", "EngineConfig", "SampleRequest", "SampleResult"]
 
@@ -298,7 +299,7 @@ class Engine:
         empty_md = jnp.zeros((rows, self._model_cfg.hidden_size), self._embedding_dtype)
         self._table_md = jax.device_put(empty_md, self._table_sharding)
 
-    def _init_cache(self) -> qwen2_vl.KVCache:
+    def _init_cache(self) -> KVCache:
         cfg = self._cfg
         return qwen2_vl.init_cache(
             self._model_cfg, cfg.num_slots, cfg.slot_places, jnp.dtype(cfg.cache_dtype)

@@ -23,7 +23,7 @@ from flax import nnx
 
 from uirl_jax.engine import sampling
 from uirl_jax.models import qwen2_vl
-from uirl_jax.models.qwen2_vl import KVCache
+from uirl_jax.models.kv_cache import KVCache
 
 # What the dimensions of the buffers mean, for models.sharding: slots over the data axes, heads over
 # the model's; any slot may read any visual token.
@@ -184,7 +184,7 @@ def make_programs(
         model = nnx.merge(graphdef, lora, frozen)
         batch = rows.slot_b.shape[0]
         # All slots, in order: then nothing has to be gathered from the cache.
-        slot_b = None if batch == cache.k_lcskh.shape[1] else rows.slot_b
+        slot_b = None if batch == cache.slots else rows.slot_b
 
         def unfinished(carry: Any) -> jax.Array:
             step, _, out, _ = carry
@@ -203,7 +203,7 @@ def make_programs(
                 jnp.broadcast_to((rows.position_b + step)[None, :, None], (3, batch, 1)),
                 cache,
                 # A row that has ended writes nothing: its slot keeps what the episode goes on from.
-                jnp.where(live_b, rows.length_b + step, cache.k_lcskh.shape[2]),
+                jnp.where(live_b, rows.length_b + step, cache.places),
                 slot_b=slot_b,
                 places=places,
             )

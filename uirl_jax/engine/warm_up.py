@@ -10,7 +10,7 @@ from flax import nnx
 
 from uirl_jax.engine.programs import Programs, no_rows
 from uirl_jax.engine.requests import EngineConfig
-from uirl_jax.models.qwen2_vl import KVCache
+from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.qwen2_vl_config import VisionConfig
 
 

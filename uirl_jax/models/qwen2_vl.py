@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from uirl_jax.models import layers
+from uirl_jax.models import kv_cache, layers
 from uirl_jax.models.attention import attention, masked_attention
+from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, Projection, split_key
 from uirl_jax.models.qwen2_vl_config import VISION_ROPE_THETA, Qwen2VLConfig, VisionConfig
 from uirl_jax.models.sharding import constrain
@@ -27,13 +28,6 @@ from uirl_jax.models.sharding import constrain
 Remat = Literal["none", "dots", "full"]
 
 _VISION_NORM_EPS = 1e-6  # not in the config of the reference either
-
-
-class KVCache(NamedTuple):
-    """Keys (rotated) and values of every layer; place s of slot c holds the slot's s-th token."""
-
-    k_lcskh: jax.Array
-    v_lcskh: jax.Array
 
 
 class _Rotary(NamedTuple):
@@ -508,9 +502,9 @@ def logits(model: Qwen2VL, x_btd: jax.Array) -> jax.Array:
 
 
 def init_cache(cfg: Qwen2VLConfig, slots: int, places: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache: k and v, [L,C,S,K,H] of C slots with S places."""
-    shape = (cfg.num_hidden_layers, slots, places, cfg.num_key_value_heads, cfg.head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    """An empty cache: k and v, [L,C,S,K,H] of C slots with S places; dtype int8 adds scales."""
+    sizes = (cfg.num_hidden_layers, slots, places, cfg.num_key_value_heads, cfg.head_dim)
+    return kv_cache.init(*sizes, dtype)
 
 
 def extend(
@@ -541,36 +535,25 @@ def extend(
     Returns: x_btd after the final norm, and the cache (donate the old one).
     """
     batch, tokens = token_ids_bt.shape
-    places = places or cache.k_lcskh.shape[2]
+    places = places or cache.places
     x_btd = _embed(model, token_ids_bt, visual_md, vision_index_bt)
     rotary = _rotary(model.cfg, positions_3bt)
     place_bt = start_b[:, None] + jnp.arange(tokens)
     mask_bts = jnp.arange(places) <= place_bt[..., None]
     slot_b1 = (jnp.arange(batch) if slot_b is None else slot_b)[:, None]
 
-    def looked_at(x_lcskh: jax.Array, layer: jax.Array) -> jax.Array:
-        if slot_b is None:
-            return x_lcskh[layer, :, :places]
-        return x_lcskh[layer, slot_b, :places]
-
     def body(
         carry: tuple[jax.Array, KVCache, jax.Array], block: TextBlock
     ) -> tuple[tuple[jax.Array, KVCache, jax.Array], None]:
         # The cache is carried, not scanned over: then a step writes T slots in place, where scanned
         # outputs would copy all of it.
-        x_btd, (k_lcskh, v_lcskh), layer = carry
+        x_btd, cache, layer = carry
         q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
-        at = (layer, slot_b1, place_bt)
-        k_lcskh = k_lcskh.at[at].set(k_btkh.astype(k_lcskh.dtype), mode="drop")
-        v_lcskh = v_lcskh.at[at].set(v_btkh.astype(v_lcskh.dtype), mode="drop")
-        attended_btnh = masked_attention(
-            q_btnh,
-            looked_at(k_lcskh, layer).astype(q_btnh.dtype),
-            looked_at(v_lcskh, layer).astype(q_btnh.dtype),
-            mask_bts,
-        )
+        cache = kv_cache.write(cache, (layer, slot_b1, place_bt), k_btkh, v_btkh)
+        k_bskh, v_bskh = kv_cache.read(cache, layer, slot_b, places, q_btnh.dtype)
+        attended_btnh = masked_attention(q_btnh, k_bskh, v_bskh, mask_bts)
         x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
-        return (x_btd, KVCache(k_lcskh, v_lcskh), layer + 1), None
+        return (x_btd, cache, layer + 1), None
 
     (x_btd, cache, _), _ = jax.lax.scan(body, (x_btd, cache, jnp.int32(0)), model.text.blocks)
     return model.text.final_norm(x_btd), cache

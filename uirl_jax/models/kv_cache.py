@@ -1,0 +1,93 @@
+"""The keys and values of a text tower's layers, in slots, as floats or as int8.
+
+Between `qwen2_vl.extend`, which writes and reads a layer at a time, and the engine, which owns the
+buffers and decides which slot is whose.
+
+int8 is a choice for memory: one scale for every token and head, so that a token never changes what
+was stored before it. |x - q * scale| is at most scale / 2, half of a 127th of the head's largest
+number; logprobs move by that, and the importance weights correct for it like for any distance
+between actor and learner.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class KVCache(NamedTuple):
+    """Keys (rotated) and values of every layer; place s of slot c holds the slot's s-th token."""
+
+    k_lcskh: jax.Array
+    v_lcskh: jax.Array
+    k_scale_lcsk1: jax.Array | None = None  # float32, with int8 alone
+    v_scale_lcsk1: jax.Array | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.k_lcskh.shape[1]
+
+    @property
+    def places(self) -> int:
+        """Of a slot."""
+        return self.k_lcskh.shape[2]
+
+
+def init(layers: int, slots: int, places: int, heads: int, dim: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache."""
+    shape = (layers, slots, places, heads, dim)
+
+    def empty() -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    if dtype != jnp.int8:
+        return KVCache(empty(), empty())
+    return KVCache(empty(), empty(), *(jnp.zeros((*shape[:-1], 1), jnp.float32) for _ in range(2)))
+
+
+def write(
+    cache: KVCache, at: tuple[jax.Array, jax.Array, jax.Array], k_btkh: jax.Array, v_btkh: jax.Array
+) -> KVCache:
+    """The cache with k and v at (layer, slot_b1, place_bt); what lies outside is dropped."""
+
+    def put(buffer: jax.Array, values: jax.Array) -> jax.Array:
+        return buffer.at[at].set(values.astype(buffer.dtype), mode="drop")
+
+    if cache.k_scale_lcsk1 is None:
+        return KVCache(put(cache.k_lcskh, k_btkh), put(cache.v_lcskh, v_btkh))
+    (k_q, k_scale), (v_q, v_scale) = _quantize(k_btkh), _quantize(v_btkh)
+    return KVCache(
+        put(cache.k_lcskh, k_q),
+        put(cache.v_lcskh, v_q),
+        put(cache.k_scale_lcsk1, k_scale),
+        put(cache.v_scale_lcsk1, v_scale),
+    )
+
+
+def read(
+    cache: KVCache, layer: jax.Array, slot_b: jax.Array | None, places: int, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """k and v [B,S,K,H] of a layer, the first `places` of the slots; None: of all, in order."""
+
+    def looked_at(buffer: jax.Array) -> jax.Array:
+        if slot_b is None:
+            return buffer[layer, :, :places]
+        return buffer[layer, slot_b, :places]
+
+    if cache.k_scale_lcsk1 is None:
+        return looked_at(cache.k_lcskh).astype(dtype), looked_at(cache.v_lcskh).astype(dtype)
+    return tuple(
+        (looked_at(q).astype(jnp.float32) * looked_at(scale)).astype(dtype)
+        for q, scale in (
+            (cache.k_lcskh, cache.k_scale_lcsk1),
+            (cache.v_lcskh, cache.v_scale_lcsk1),
+        )
+    )
+
+
+def _quantize(x_btkh: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(numbers -127 ... 127, scale [B,T,K,1]) in float32; a head of zeros has scale 1."""
+    x_btkh = x_btkh.astype(jnp.float32)
+    largest_btk1 = jnp.abs(x_btkh).max(axis=-1, keepdims=True)
+    scale_btk1 = jnp.where(largest_btk1 > 0, largest_btk1 / 127, 1.0)
+    return jnp.round(x_btkh / scale_btk1), scale_btk1
