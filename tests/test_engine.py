@@ -305,32 +305,45 @@ def test_engine_forbidden_ids_are_never_sampled_and_end_tokens_stop(policy):
 # ---------------------------------------------------------------- slots and caches
 
 
-def test_engine_compile_count_stands_still_over_mixed_requests(policy):
-    """Twelve policies, up to twelve requests under each: what warm_up compiles is all there is."""
-    cfg = dataclasses.replace(CFG, context_lengths=(16, 32), prefill_lengths=(4, 12))
-    mixed = new_engine(policy, cfg=cfg)
+def test_engine_compile_count_stands_still_over_a_thousand_mixed_requests(policy):
+    """Screens of three sizes, none to ten in a context, 8 to 200 new tokens, ten policies: what
+    warm_up compiles is all there is."""
+    cfg = dataclasses.replace(
+        CFG,
+        batch_sizes=(1, 8, 32),
+        context_lengths=(32, 112),
+        prefill_rows=(1, 8),
+        prefill_lengths=(16, 48),
+        image_rows=(1, 4),
+        max_new_tokens=200,
+        decode_steps=16,
+    )
+    mixed = new_engine(policy, cfg=cfg, end=(-1,))  # as long as they may be
+
+    def some_request(rng: np.random.Generator) -> SampleRequest:
+        images = "".join(rng.choice(["a", "b", "c"], rng.integers(0, 11)))
+        one = request(int(rng.integers(1000)), int(rng.integers(1, 14)), images)
+        return dataclasses.replace(
+            one,
+            max_new_tokens=int(rng.integers(8, 201)),
+            top_p=float(rng.choice([1.0, 0.8])),
+            episode=str(rng.integers(40)),
+        )
 
     async def run() -> tuple[float, float]:
         async with mixed, asyncio.timeout(600):
             await mixed.warm_up()
             warm = mixed.metrics()["engine/compile_count"]
-            for round_index in range(12):
-                mixed.set_policy(jax.tree.map(np.array, redrawn(policy.lora, round_index)), 8)
-                rng = np.random.default_rng(round_index)
-                asked = [
-                    dataclasses.replace(
-                        request(int(rng.integers(1000)), int(rng.integers(1, 14)), images),
-                        top_p=float(rng.choice([1.0, 0.8])),
-                        episode=str(rng.integers(6)),
-                    )
-                    for images in rng.choice(["", "a", "ab", "c"], int(rng.integers(1, 13)))
-                ]
-                await asyncio.gather(*map(mixed.sample, asked))
+            for number in range(10):
+                mixed.set_policy(jax.tree.map(np.array, redrawn(policy.lora, number)), number)
+                rng = np.random.default_rng(number)
+                await asyncio.gather(*(mixed.sample(some_request(rng)) for _ in range(100)))
             return warm, mixed.metrics()["engine/compile_count"]
 
     warm, after = asyncio.run(run())
-    # encode 1, prefill 2 lengths x 2 contexts, decode 2 batches x 2 contexts, copy 1
-    assert warm == after == 1 + 4 + 4 + 1
+    assert mixed.metrics()["engine/requests"] == 1000
+    # encode 2, prefill 2 rows x (2 lengths x 2 contexts), decode 3 batches x 2 contexts, copy 1
+    assert warm == after == 2 + 8 + 6 + 1
 
 
 def spent(engine: Engine, asked: list[SampleRequest]) -> dict[str, float]:
