@@ -85,11 +85,11 @@ def test_masked_attention_whole_or_in_chunks_equals_a_loop(most_bytes, monkeypat
     monkeypatch.setattr(attention, "_MAX_SCORES_BYTES", most_bytes)
     rng = np.random.default_rng(0)
     q_btnh = rng.normal(size=(2, 7, 6, 4)).astype(np.float32)
-    k_bskh, v_bskh = rng.normal(size=(2, 2, 5, 2, 4)).astype(np.float32)
+    k_bksh, v_bksh = rng.normal(size=(2, 2, 2, 5, 4)).astype(np.float32)
     mask_bts = rng.random((2, 7, 5)) < 0.5
     mask_bts[..., 2] = True
-    got_btnh = attention.masked_attention(q_btnh, k_bskh, v_bskh, mask_bts)
-    expected_btnh = naive_attention(q_btnh, k_bskh, v_bskh, mask_bts)
+    got_btnh = attention.masked_attention(q_btnh, k_bksh, v_bksh, mask_bts)
+    expected_btnh = naive_attention(q_btnh, k_bksh.swapaxes(1, 2), v_bksh.swapaxes(1, 2), mask_bts)
     np.testing.assert_allclose(got_btnh, expected_btnh, atol=1e-5)
 
 

@@ -33,7 +33,7 @@ def test_int8_reads_what_was_written_to_half_a_scale(seed, layer, start):
     k_btkh, v_btkh = random_kv(seed, 2, 3)
     cache = written(empty("int8"), layer, [2, 0], [start, 0], k_btkh, v_btkh)
     read = kv_cache.read(cache, layer, np.array([2, 0]), PLACES, jnp.float32)
-    for wrote, got in zip((k_btkh, v_btkh), read, strict=True):
+    for wrote, got in zip((k_btkh, v_btkh), (x.swapaxes(1, 2) for x in read), strict=True):
         for row, at in ((0, start), (1, 0)):
             bound = np.abs(wrote[row]).max(axis=-1, keepdims=True) / 127 / 2
             # and float32's own rounding of a number of that size
@@ -43,8 +43,8 @@ def test_int8_reads_what_was_written_to_half_a_scale(seed, layer, start):
 def test_int8_write_changes_nothing_else():
     before = written(empty("int8"), 1, [1], [2], *random_kv(0, 1, 2))
     after = written(before, 1, [1], [4], *(100 * x for x in random_kv(1, 1, 1)))
-    changed = np.zeros((LAYERS, SLOTS, PLACES), bool)
-    changed[1, 1, 4] = True
+    changed = np.zeros((LAYERS, SLOTS, HEADS, PLACES), bool)
+    changed[1, 1, :, 4] = True
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(new)[~changed], np.asarray(old)[~changed])
         assert (np.asarray(new)[changed] != np.asarray(old)[changed]).any()

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from uirl_jax.engine import programs as engine_programs
+from uirl_jax.engine.weights import prepare
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
@@ -253,13 +254,13 @@ def _lower_sampling(run: Run, name: str) -> Any:
         cache_sharding=jax.tree.leaves(cache)[0].sharding,
         table_sharding=table_md.sharding,
     )
-    weights = (run.frozen, run.state.trainable)
+    weights = prepare(run.frozen, run.state.trainable, by_layer=False)
     if name == "encode":
         shape = (cfg.image_rows[-1], cfg.image_row_patches)
         tokens = shape[0] * shape[1] // vision.spatial_merge_size**2
         return made.encode.lower(
             table_md,
-            *weights,
+            weights,
             of(jnp.float32, *shape, vision.patch_features),
             of(jnp.int32, *shape, 2),
             of(jnp.int32, *shape),
@@ -269,7 +270,7 @@ def _lower_sampling(run: Run, name: str) -> Any:
         shape = (cfg.prefill_rows[-1], cfg.prefill_lengths[-1])
         return made.prefill.lower(
             cache,
-            *weights,
+            weights,
             table_md,
             of(jnp.int32, shape[0]),
             of(jnp.int32, shape[0]),
@@ -280,7 +281,7 @@ def _lower_sampling(run: Run, name: str) -> Any:
         )
     rows = jax.eval_shape(lambda: engine_programs.no_rows(cfg.batch_sizes[-1], cfg.num_slots))
     return made.decode.lower(
-        cache, *weights, rows, of(jnp.int32), of(jnp.bool_), places=cfg.slot_places
+        cache, weights, rows, of(jnp.int32), of(jnp.bool_), places=cfg.slot_places
     )
 
 

@@ -29,6 +29,7 @@ from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.slots import SlotPool, contents
 from uirl_jax.engine.visual_table import VisualTable
 from uirl_jax.engine.warm_up import call_everything
+from uirl_jax.engine.weights import Weights, prepare, with_adapters
 from uirl_jax.errors import PolicyError
 from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.kv_cache import KVCache
@@ -37,7 +38,7 @@ __all__ = ["Engine", "EngineConfig", "SampleRequest", "SampleResult"]
 
 
 class _Policy(NamedTuple):
-    lora: nnx.State
+    weights: Weights
     version: int
 
 
@@ -72,11 +73,10 @@ class Engine:
         cfg: EngineConfig,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._cfg, self._model_cfg, self._frozen = cfg, model_cfg, frozen
+        self._cfg, self._model_cfg = cfg, model_cfg
         # Placed once, and what is made here beside it: jit tells an array that was placed from one
         # that merely lies somewhere, and would compile again for it.
         lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), lora)
-        self._policy = self._next_policy = _Policy(lora, policy_version)
         self._decode_text = decode_text
         self._merge_size = model_cfg.vision.spatial_merge_size
         self._vision_trainable = "visual" in lora
@@ -87,6 +87,9 @@ class Engine:
         cache = jax.eval_shape(self._init_cache)
         beside = jax.tree.leaves(lora)[0].sharding
         self._mesh = beside.mesh if isinstance(beside, NamedSharding) else None
+        by_layer = jax.default_backend() == "cpu" and self._mesh is None
+        weights = prepare(frozen, lora, by_layer=by_layer)
+        self._policy = self._next_policy = _Policy(weights, policy_version)
 
         def placement(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
             if self._mesh is None:
@@ -94,7 +97,7 @@ class Engine:
             spec = sharding.partition_spec(axes, shape, dict(self._mesh.shape))
             return NamedSharding(self._mesh, spec)
 
-        self._cache_sharding = placement(CACHE_AXES, cache.k_lcskh.shape)
+        self._cache_sharding = placement(CACHE_AXES, cache.k_lcksh.shape)
         self._table_sharding = placement(TABLE_AXES, table_shape)
         self._programs = make_programs(
             graphdef,
@@ -188,7 +191,7 @@ class Engine:
         Raises:
           PolicyError: it is not.
         """
-        old = self._policy.lora
+        old = self._policy.weights.lora
         if jax.tree.structure(lora) != jax.tree.structure(old):
             raise PolicyError(f"policy version {version}: not the adapters of this model")
         for (path, new_leaf), old_leaf in zip(
@@ -202,7 +205,7 @@ class Engine:
                 )
         # Placed as the first adapters are: otherwise everything would be compiled again.
         placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), lora, old)
-        self._next_policy = _Policy(placed, version)
+        self._next_policy = _Policy(with_adapters(self._policy.weights, placed), version)
 
     async def warm_up(self) -> None:
         """Compiles everything that any request could need."""
@@ -380,9 +383,7 @@ class Engine:
             merge_size=self._merge_size,
             patch_features=self._model_cfg.vision.patch_features,
         )
-        self._table_md = self._programs.encode(
-            self._table_md, self._frozen, self._policy.lora, *arrays
-        )
+        self._table_md = self._programs.encode(self._table_md, self._policy.weights, *arrays)
         for key in placed:
             self._table.set_encoded(key)
         self._totals["images_encoded"] += len(placed)
@@ -424,9 +425,12 @@ class Engine:
             if not job.slot.pending:
                 self._give_images_back(job)
         reach = max(job.slot.computed for job in ready)
-        weights = (self._frozen, self._policy.lora)
         self._cache = self._programs.prefill(
-            self._cache, *weights, self._table_md, *arrays, places=self._cfg.places(reach)
+            self._cache,
+            self._policy.weights,
+            self._table_md,
+            *arrays,
+            places=self._cfg.places(reach),
         )
         self._totals["prefill_tokens"] += sum(counts)
         self._count_seconds("prefill", started_s, self._cache)
@@ -443,8 +447,7 @@ class Engine:
         steps = 1 if any(job.slot.pending for job in self._running) else cfg.decode_steps
         self._cache, decoded = self._programs.decode(
             self._cache,
-            self._frozen,
-            self._policy.lora,
+            self._policy.weights,
             rows,
             np.int32(steps),
             np.bool_(bool(self._waiting)),  # of a deque it would be an array
@@ -489,7 +492,7 @@ class Engine:
                 self._programs,
                 self._cfg,
                 self._model_cfg.vision,
-                (self._frozen, self._policy.lora),
+                self._policy.weights,
                 self._cache,
                 self._table_md,
             )

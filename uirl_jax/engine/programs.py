@@ -22,12 +22,13 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.engine import sampling
+from uirl_jax.engine.weights import Weights, merge
 from uirl_jax.models import qwen2_vl
 from uirl_jax.models.kv_cache import KVCache
 
 # What the dimensions of the buffers mean, for models.sharding: slots over the data axes, heads over
 # the model's; any slot may read any visual token.
-CACHE_AXES = (None, "batch", None, "wide", None)
+CACHE_AXES = (None, "batch", "wide", None, None)
 TABLE_AXES = (None, None)
 
 
@@ -74,15 +75,14 @@ class Decoded(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Jitted; frozen and lora are `nnx.split`'s, the first argument of each that is a buffer is
-    donated.
+    """Jitted; the first argument of each, a buffer, is donated.
 
-    encode(table_md, frozen, lora, patches_ipf, patch_positions_ip2, patch_segments_ip, row_m)
+    encode(table_md, weights, patches_ipf, patch_positions_ip2, patch_segments_ip, row_m)
       -> table_md; row_m int32[M']: the table's row of every visual token, one past the last: none.
-    prefill(cache, frozen, lora, table_md, slot_b, start_b, token_ids_bt, vision_index_bt,
+    prefill(cache, weights, table_md, slot_b, start_b, token_ids_bt, vision_index_bt,
       positions_3bt, *, places) -> cache
     copy(cache, source_n, target_n, count) -> cache; slots, the first `count` of them.
-    decode(cache, frozen, lora, rows, steps, stop_early, *, places) -> (cache, Decoded);
+    decode(cache, weights, rows, steps, stop_early, *, places) -> (cache, Decoded);
       at most `steps` tokens a row; with stop_early only until a row has ended.
     """
 
@@ -118,14 +118,13 @@ def make_programs(
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=table_sharding)
     def encode(
         table_md: jax.Array,
-        frozen: nnx.State,
-        lora: nnx.State,
+        weights: Weights,
         patches_ipf: jax.Array,
         patch_positions_ip2: jax.Array,
         patch_segments_ip: jax.Array,
         row_m: jax.Array,
     ) -> jax.Array:
-        model = nnx.merge(graphdef, lora, frozen)
+        model, _ = merge(graphdef, weights)
         visual_md = qwen2_vl.encode_images(
             model, patches_ipf, patch_positions_ip2, patch_segments_ip
         )
@@ -136,8 +135,7 @@ def make_programs(
     )
     def prefill(
         cache: KVCache,
-        frozen: nnx.State,
-        lora: nnx.State,
+        weights: Weights,
         table_md: jax.Array,
         slot_b: jax.Array,
         start_b: jax.Array,
@@ -147,7 +145,7 @@ def make_programs(
         *,
         places: int,
     ) -> KVCache:
-        model = nnx.merge(graphdef, lora, frozen)
+        model, blocks = merge(graphdef, weights)
         _, cache = qwen2_vl.extend(
             model,
             token_ids_bt,
@@ -158,6 +156,7 @@ def make_programs(
             start_b,
             slot_b=slot_b,
             places=places,
+            blocks=blocks,
         )
         return cache
 
@@ -173,15 +172,14 @@ def make_programs(
     )
     def decode(
         cache: KVCache,
-        frozen: nnx.State,
-        lora: nnx.State,
+        weights: Weights,
         rows: DecodeRows,
         steps: jax.Array,
         stop_early: jax.Array,
         *,
         places: int,
     ) -> tuple[KVCache, Decoded]:
-        model = nnx.merge(graphdef, lora, frozen)
+        model, blocks = merge(graphdef, weights)
         batch = rows.slot_b.shape[0]
         # All slots, in order: then nothing has to be gathered from the cache.
         slot_b = None if batch == cache.slots else rows.slot_b
@@ -206,6 +204,7 @@ def make_programs(
                 jnp.where(live_b, rows.length_b + step, cache.places),
                 slot_b=slot_b,
                 places=places,
+                blocks=blocks,
             )
             logits_bv = qwen2_vl.logits(model, x_b1d)[:, 0]
             full_bv = sampling.sampling_logprobs(logits_bv, rows.temperature_b, forbidden_v)

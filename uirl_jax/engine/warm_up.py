@@ -6,10 +6,10 @@ the buffers.
 
 import jax
 import numpy as np
-from flax import nnx
 
 from uirl_jax.engine.programs import Programs, no_rows
 from uirl_jax.engine.requests import EngineConfig
+from uirl_jax.engine.weights import Weights
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.qwen2_vl_config import VisionConfig
 
@@ -18,22 +18,18 @@ def call_everything(
     programs: Programs,
     cfg: EngineConfig,
     vision: VisionConfig,
-    weights: tuple[nnx.State, nnx.State],
+    weights: Weights,
     cache: KVCache,
     table_md: jax.Array,
 ) -> tuple[KVCache, jax.Array]:
-    """The buffers, which are donated, hold afterwards what they held before.
-
-    Args:
-      weights: (frozen, lora).
-    """
+    """The buffers, which are donated, hold afterwards what they held before."""
     merge_area = vision.spatial_merge_size**2
     for rows in cfg.image_rows:
         shape = (rows, cfg.image_row_patches)
         nowhere_m = np.full(rows * cfg.image_row_patches // merge_area, len(table_md), np.int32)
         table_md = programs.encode(
             table_md,
-            *weights,
+            weights,
             np.zeros((*shape, vision.patch_features), np.float32),
             np.zeros((*shape, 2), np.int32),
             np.zeros(shape, np.int32),
@@ -48,7 +44,7 @@ def call_everything(
                     continue  # where so few places are looked at, the shorter one does
                 cache = programs.prefill(
                     cache,
-                    *weights,
+                    weights,
                     table_md,
                     np.full(rows, cfg.num_slots, np.int32),
                     np.zeros(rows, np.int32),
@@ -60,7 +56,7 @@ def call_everything(
         for size in cfg.batch_sizes:
             rows = no_rows(size, cfg.num_slots)
             cache, _ = programs.decode(
-                cache, *weights, rows, np.int32(0), np.bool_(False), places=places
+                cache, weights, rows, np.int32(0), np.bool_(False), places=places
             )
     nobody_n = np.zeros(cfg.num_slots, np.int32)
     return programs.copy(cache, nobody_n, nobody_n, np.int32(0)), table_md

@@ -62,7 +62,8 @@ def attention(
         # A mask for every layer: XLA computes it inside the softmax, where it was measured to cost
         # no more than to read one that was made before the layers.
         mask_bts = segment_mask(segment_ids_bt, prefix_segments_bt, causal=causal)
-        return masked_attention(q_btnh, k_btkh, v_btkh, mask_bts)
+        k_bkth, v_bkth = (x_btkh.swapaxes(1, 2) for x_btkh in (k_btkh, v_btkh))
+        return masked_attention(q_btnh, k_bkth, v_bkth, mask_bts)
     if implementation == "splash":
         if prefix_segments_bt is not None:
             raise ModelError("attention by splash: no shared prompts; make batches without them")
@@ -264,45 +265,46 @@ def _cudnn(
 
 
 def masked_attention(
-    q_btnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bts: jax.Array
+    q_btnh: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, mask_bts: jax.Array
 ) -> jax.Array:
     """Attention under any mask, in plain XLA; query head n reads kv head n // (N / K).
 
     Args:
+      k_bksh, v_bksh: [B,K,S,H].
       mask_bts: bool[B,T,S], True where a query may look; every query needs at least one key.
     Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
     """
     batch, tokens, heads, _ = q_btnh.shape
-    slots = k_bskh.shape[1]
+    slots = k_bksh.shape[2]
     chunks = -(-4 * batch * heads * tokens * slots // _MAX_SCORES_BYTES)
     if chunks > 1 and tokens > 1:
-        return _attend_in_chunks(q_btnh, k_bskh, v_bskh, mask_bts, min(chunks, tokens))
-    return _attend(q_btnh, k_bskh, v_bskh, mask_bts)
+        return _attend_in_chunks(q_btnh, k_bksh, v_bksh, mask_bts, min(chunks, tokens))
+    return _attend(q_btnh, k_bksh, v_bksh, mask_bts)
 
 
 def _attend(
-    q_btnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bts: jax.Array
+    q_btnh: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, mask_bts: jax.Array
 ) -> jax.Array:
     """masked_attention() with all scores at once."""
     batch, tokens, heads, head_dim = q_btnh.shape
-    slots, kv_heads = k_bskh.shape[1:3]
+    kv_heads, slots = k_bksh.shape[1:3]
     # The group goes next to the queries, so that one matrix product serves a kv head's whole group
     # and no key is repeated.
     group = heads // kv_heads
     q_bkgth = q_btnh.reshape(batch, tokens, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     q_bkmh = (q_bkgth * head_dim**-0.5).reshape(batch, kv_heads, group * tokens, head_dim)
-    scores_bkms = jnp.einsum("bkmh,bskh->bkms", q_bkmh, k_bskh, preferred_element_type=jnp.float32)
+    scores_bkms = jnp.einsum("bkmh,bksh->bkms", q_bkmh, k_bksh, preferred_element_type=jnp.float32)
     scores_bkgts = scores_bkms.reshape(batch, kv_heads, group, tokens, slots)
     scores_bkgts = jnp.where(mask_bts[:, None, None], scores_bkgts, jnp.finfo(jnp.float32).min)
-    weights_bkgts = jax.nn.softmax(scores_bkgts, axis=-1).astype(v_bskh.dtype)
+    weights_bkgts = jax.nn.softmax(scores_bkgts, axis=-1).astype(v_bksh.dtype)
     weights_bkms = weights_bkgts.reshape(batch, kv_heads, group * tokens, slots)
-    out_bkmh = jnp.einsum("bkms,bskh->bkmh", weights_bkms, v_bskh)
+    out_bkmh = jnp.einsum("bkms,bksh->bkmh", weights_bkms, v_bksh)
     out_bkgth = out_bkmh.reshape(batch, kv_heads, group, tokens, head_dim)
     return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, head_dim)
 
 
 def _attend_in_chunks(
-    q_btnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bts: jax.Array, chunks: int
+    q_btnh: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, mask_bts: jax.Array, chunks: int
 ) -> jax.Array:
     """masked_attention() chunk by chunk of queries, each recomputed in the backward pass."""
     tokens = q_btnh.shape[1]
@@ -317,7 +319,7 @@ def _attend_in_chunks(
 
     @jax.checkpoint
     def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend(part[0], k_bskh, v_bskh, part[1])
+        return _attend(part[0], k_bksh, v_bksh, part[1])
 
     out_cbtnh = jax.lax.map(one, (split(q_btnh), split(mask_bts)))
     out_btnh = jnp.moveaxis(out_cbtnh, 0, 1).reshape(q_btnh.shape)

@@ -16,26 +16,29 @@ import jax.numpy as jnp
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values of every layer; place s of slot c holds the slot's s-th token."""
+    """Keys (rotated) and values of every layer; place s of slot c holds the slot's s-th token.
 
-    k_lcskh: jax.Array
-    v_lcskh: jax.Array
-    k_scale_lcsk1: jax.Array | None = None  # float32, with int8 alone
-    v_scale_lcsk1: jax.Array | None = None
+    A head's places lie side by side, as the products of attention read them.
+    """
+
+    k_lcksh: jax.Array
+    v_lcksh: jax.Array
+    k_scale_lcks1: jax.Array | None = None  # float32, with int8 alone
+    v_scale_lcks1: jax.Array | None = None
 
     @property
     def slots(self) -> int:
-        return self.k_lcskh.shape[1]
+        return self.k_lcksh.shape[1]
 
     @property
     def places(self) -> int:
         """Of a slot."""
-        return self.k_lcskh.shape[2]
+        return self.k_lcksh.shape[3]
 
 
 def init(layers: int, slots: int, places: int, heads: int, dim: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache."""
-    shape = (layers, slots, places, heads, dim)
+    shape = (layers, slots, heads, places, dim)
 
     def empty() -> jax.Array:
         return jnp.zeros(shape, dtype)
@@ -49,38 +52,39 @@ def write(
     cache: KVCache, at: tuple[jax.Array, jax.Array, jax.Array], k_btkh: jax.Array, v_btkh: jax.Array
 ) -> KVCache:
     """The cache with k and v at (layer, slot_b1, place_bt); what lies outside is dropped."""
+    layer, slot_b1, place_bt = at
 
     def put(buffer: jax.Array, values: jax.Array) -> jax.Array:
-        return buffer.at[at].set(values.astype(buffer.dtype), mode="drop")
+        return buffer.at[layer, slot_b1, :, place_bt].set(values.astype(buffer.dtype), mode="drop")
 
-    if cache.k_scale_lcsk1 is None:
-        return KVCache(put(cache.k_lcskh, k_btkh), put(cache.v_lcskh, v_btkh))
+    if cache.k_scale_lcks1 is None:
+        return KVCache(put(cache.k_lcksh, k_btkh), put(cache.v_lcksh, v_btkh))
     (k_q, k_scale), (v_q, v_scale) = _quantize(k_btkh), _quantize(v_btkh)
     return KVCache(
-        put(cache.k_lcskh, k_q),
-        put(cache.v_lcskh, v_q),
-        put(cache.k_scale_lcsk1, k_scale),
-        put(cache.v_scale_lcsk1, v_scale),
+        put(cache.k_lcksh, k_q),
+        put(cache.v_lcksh, v_q),
+        put(cache.k_scale_lcks1, k_scale),
+        put(cache.v_scale_lcks1, v_scale),
     )
 
 
 def read(
     cache: KVCache, layer: jax.Array, slot_b: jax.Array | None, places: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v [B,S,K,H] of a layer, the first `places` of the slots; None: of all, in order."""
+    """k and v [B,K,S,H] of a layer, the first `places` of the slots; None: of all, in order."""
 
     def looked_at(buffer: jax.Array) -> jax.Array:
         if slot_b is None:
-            return buffer[layer, :, :places]
-        return buffer[layer, slot_b, :places]
+            return buffer[layer, :, :, :places]
+        return buffer[layer, slot_b, :, :places]
 
-    if cache.k_scale_lcsk1 is None:
-        return looked_at(cache.k_lcskh).astype(dtype), looked_at(cache.v_lcskh).astype(dtype)
+    if cache.k_scale_lcks1 is None:
+        return looked_at(cache.k_lcksh).astype(dtype), looked_at(cache.v_lcksh).astype(dtype)
     return tuple(
         (looked_at(q).astype(jnp.float32) * looked_at(scale)).astype(dtype)
         for q, scale in (
-            (cache.k_lcskh, cache.k_scale_lcsk1),
-            (cache.v_lcskh, cache.v_scale_lcsk1),
+            (cache.k_lcksh, cache.k_scale_lcks1),
+            (cache.v_lcksh, cache.v_scale_lcks1),
         )
     )
 

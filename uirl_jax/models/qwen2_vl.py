@@ -9,7 +9,7 @@ Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -502,9 +502,10 @@ def logits(model: Qwen2VL, x_btd: jax.Array) -> jax.Array:
 
 
 def init_cache(cfg: Qwen2VLConfig, slots: int, places: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache: k and v, [L,C,S,K,H] of C slots with S places; dtype int8 adds scales."""
-    sizes = (cfg.num_hidden_layers, slots, places, cfg.num_key_value_heads, cfg.head_dim)
-    return kv_cache.init(*sizes, dtype)
+    """An empty cache: k and v, [L,C,K,S,H] of C slots with S places; dtype int8 adds scales."""
+    return kv_cache.init(
+        cfg.num_hidden_layers, slots, places, cfg.num_key_value_heads, cfg.head_dim, dtype
+    )
 
 
 def extend(
@@ -518,6 +519,7 @@ def extend(
     *,
     slot_b: jax.Array | None = None,
     places: int | None = None,
+    blocks: Sequence[TextBlock] | None = None,
     adapters: bool = True,
 ) -> tuple[jax.Array, KVCache]:
     """Writes the rows' next tokens into the cache and runs the text tower on them.
@@ -532,6 +534,7 @@ def extend(
         writes nothing. None: the rows are the cache's slots, in order.
       places: how many of a slot's places are looked at; None is all of them. No row may reach
         further.
+      blocks: the model's text blocks one by one, in place of the stacked ones.
     Returns: x_btd after the final norm, and the cache (donate the old one).
     """
     batch, tokens = token_ids_bt.shape
@@ -543,17 +546,21 @@ def extend(
     slot_b1 = (jnp.arange(batch) if slot_b is None else slot_b)[:, None]
 
     def body(
-        carry: tuple[jax.Array, KVCache, jax.Array], block: TextBlock
-    ) -> tuple[tuple[jax.Array, KVCache, jax.Array], None]:
+        carry: tuple[jax.Array, KVCache, jax.Array | int], block: TextBlock
+    ) -> tuple[tuple[jax.Array, KVCache, jax.Array | int], None]:
         # The cache is carried, not scanned over: then a step writes T slots in place, where scanned
         # outputs would copy all of it.
         x_btd, cache, layer = carry
         q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
         cache = kv_cache.write(cache, (layer, slot_b1, place_bt), k_btkh, v_btkh)
-        k_bskh, v_bskh = kv_cache.read(cache, layer, slot_b, places, q_btnh.dtype)
-        attended_btnh = masked_attention(q_btnh, k_bskh, v_bskh, mask_bts)
+        k_bksh, v_bksh = kv_cache.read(cache, layer, slot_b, places, q_btnh.dtype)
+        attended_btnh = masked_attention(q_btnh, k_bksh, v_bksh, mask_bts)
         x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
         return (x_btd, cache, layer + 1), None
 
-    (x_btd, cache, _), _ = jax.lax.scan(body, (x_btd, cache, jnp.int32(0)), model.text.blocks)
+    if blocks is None:
+        (x_btd, cache, _), _ = jax.lax.scan(body, (x_btd, cache, jnp.int32(0)), model.text.blocks)
+    else:
+        for layer, block in enumerate(blocks):
+            (x_btd, cache, _), _ = body((x_btd, cache, layer), block)
     return model.text.final_norm(x_btd), cache
