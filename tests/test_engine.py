@@ -469,6 +469,30 @@ def test_engine_cancelled_request_frees_its_slot_at_once(engine):
     asyncio.run(run())
 
 
+def test_engine_counts_the_time_it_waits_for_environments(engine):
+    asked = dataclasses.replace(request(0, 4), episode="slow")
+
+    async def run() -> list[dict[str, float]]:
+        async with engine, asyncio.timeout(600):
+            seen = [engine.metrics()]
+            await engine.sample(asked)
+            await asyncio.sleep(0.2)  # its environment
+            await engine.sample(asked)
+            seen.append(engine.metrics())
+            engine.release("slow")
+            await asyncio.sleep(0.2)  # nobody's
+            await engine.sample(request(1, 4))
+            return [*seen, engine.metrics()]
+
+    seen = asyncio.run(run())
+    idle, environments = (
+        [after[key] - before[key] for before, after in zip(seen, seen[1:], strict=False)]
+        for key in ("engine/idle_s", "engine/environments_s")
+    )
+    assert min(idle) > 0.19
+    assert environments[0] > 0.19 and environments[1] < 0.1
+
+
 def test_engine_stop_string_ends_with_the_token_that_completes_it(policy):
     spelled = new_engine(policy, decode=lambda ids: "".join(chr(60 + int(i)) for i in ids))
     free = request(3, 6, "a", temperature=3.0)

@@ -181,6 +181,7 @@ class Engine:
     def release(self, episode: str) -> None:
         """The episode has no further turn: others may have its slot."""
         self._pool.release(episode)
+        self._changed.set()  # idle time from here on is not this episode's environment's
 
     def set_policy(self, lora: nnx.State, version: int) -> None:
         """Takes new adapters into use from the next round on, within running requests too.
@@ -213,7 +214,7 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start. A slot is in use while a request runs in it; the device is idle
-        while none does."""
+        while none does, and waits for environments where episodes go on all the same."""
         totals, seconds = self._totals, self._seconds
         busy_s = seconds["encode"] + seconds["prefill"] + seconds["decode"]
         return {
@@ -235,6 +236,7 @@ class Engine:
             "engine/busy_s": busy_s,
             "engine/host_s": seconds["round"] - busy_s,
             "engine/idle_s": seconds["idle"],
+            "engine/environments_s": seconds["environments"],
             "engine/compile_count": self._programs.compile_count(),
         }
 
@@ -257,10 +259,12 @@ class Engine:
         loop = asyncio.get_running_loop()
         while self._open:
             if not self._waiting and not self._running:
-                idle_since_s = time.perf_counter()
+                idle_since_s, in_play = time.perf_counter(), self._pool.has_owners()
                 self._changed.clear()
                 await self._changed.wait()
-                self._seconds["idle"] += time.perf_counter() - idle_since_s
+                idle_s = time.perf_counter() - idle_since_s
+                self._seconds["idle"] += idle_s
+                self._seconds["environments"] += idle_s if in_play else 0.0
                 continue
             for job, outcome in await loop.run_in_executor(executor, self._round):
                 if job.future.done():  # its caller was cancelled

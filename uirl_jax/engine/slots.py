@@ -124,6 +124,10 @@ class SlotPool:
             if slot.owner == owner:
                 slot.owner = ""
 
+    def has_owners(self) -> bool:
+        """Whether any episode has had a turn here and may have another."""
+        return any(slot.owner for slot in self.slots)
+
     def forget(self) -> None:
         """Nothing that was computed holds any more; what runs is to be prefilled again."""
         for slot in self.slots:
