@@ -9,7 +9,8 @@ PACKAGE = ROOT / "uirl_jax"
 # A room may import the rooms of lower layers, and its own layer only where ALLOWED says so.
 LAYERS = (
     {"errors"},
-    {"types", "seeds", "platform_flags"},
+    {"types", "seeds", "platform_flags", "untrusted_json"},
+    {"untrusted_http"},
     {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics", "curriculum"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluate"},
@@ -21,7 +22,15 @@ ALLOWED = {
     ("models", "vision_inputs"),  # a model directory says how its images are cut
     ("report", "charts"),
 }
-WITHOUT_JAX = ("types", "errors", "verifiers", "shards/record", "shards/writer", "shards/reader")
+WITHOUT_JAX = (
+    "types",
+    "errors",
+    "verifiers",
+    "untrusted",
+    "shards/record",
+    "shards/writer",
+    "shards/reader",
+)
 
 
 def level(room: str) -> int:

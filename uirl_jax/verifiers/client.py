@@ -20,17 +20,17 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
-import yarl
 
+from uirl_jax import untrusted_json
 from uirl_jax.errors import ImageError, VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import untrusted_json, wire
+from uirl_jax.untrusted_http import check_base_url, read_body, retry_after_s
+from uirl_jax.verifiers import wire
 from uirl_jax.vision_inputs import decode_image
 
 _JSON_TYPE = "application/json"
 _IMAGE_TYPES = frozenset(wire.IMAGE_FORMATS.values())
 _RETRIED_STATUS = frozenset({429, 500, 502, 503, 504})
-_CHUNK_BYTES = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class VerifierClient:
         image_format: str = "png",
         token: str | None = None,
     ) -> None:
-        self._base = _check_base_url(base_url)
+        self._base = check_base_url(base_url, "verifier address", VerifierError)
         self._limits = limits or ClientLimits()
         self._delay_s = delay_s
         try:
@@ -352,7 +352,7 @@ class VerifierClient:
                 if gone_is_fine and response.status == 404:
                     return b""
                 if response.status in _RETRIED_STATUS:
-                    raise _TryAgain(f"HTTP {response.status}", wait_s=_retry_after_s(response))
+                    raise _TryAgain(f"HTTP {response.status}", wait_s=retry_after_s(response))
                 if response.status != 200:
                     raise VerifierError(f"{where}: HTTP {response.status}{await _detail(response)}")
                 encoding = response.headers.get("Content-Encoding", "identity").lower()
@@ -365,7 +365,7 @@ class VerifierClient:
                         f"{untrusted_json.printable(response.content_type)!r}, "
                         f"expected {' or '.join(sorted(content_types))}"
                     )
-                return await _read(response, max_bytes, where)
+                return await read_body(response, max_bytes, where, VerifierError)
         except aiohttp.ClientConnectorError as error:
             raise _TryAgain("cannot connect", refused=True) from error
         except TimeoutError as error:
@@ -392,18 +392,6 @@ def _send_once() -> aiohttp.ClientMiddlewareType:
     return middleware
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) -> bytes:
-    """The body, chunk by chunk; raises VerifierError as soon as it is, or says it is, too long."""
-    if (response.content_length or 0) > max_bytes:
-        raise VerifierError(f"{where}: a body of {response.content_length} bytes, cap {max_bytes}")
-    data = bytearray()
-    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-        data += chunk
-        if len(data) > max_bytes:
-            raise VerifierError(f"{where}: the body is longer than {max_bytes} bytes")
-    return bytes(data)
-
-
 async def _detail(response: aiohttp.ClientResponse) -> str:
     """The server's own reason for a refusal, as far as it gives a short and clean one."""
     if response.content_type != _JSON_TYPE or "Content-Encoding" in response.headers:
@@ -416,32 +404,8 @@ async def _detail(response: aiohttp.ClientResponse) -> str:
     return f" ({untrusted_json.printable(detail, 200)})" if isinstance(detail, str) else ""
 
 
-def _retry_after_s(response: aiohttp.ClientResponse) -> float:
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isascii() and value.isdecimal() and len(value) < 12 else 0.0
-
-
 def _check_id(text: str, what: str = "session id") -> str:
     if not wire.SESSION_ID.fullmatch(text):
         shown = untrusted_json.printable(text)
         raise VerifierError(f"{what} is {shown!r}, expected 1-64 letters, digits, _ or -")
     return text
-
-
-def _check_base_url(base_url: str) -> yarl.URL:
-    expected = "expected one like http://127.0.0.1:8000"
-    shown = untrusted_json.printable(base_url)
-    try:
-        url = yarl.URL(base_url)
-        port = url.port
-    except ValueError as error:
-        raise VerifierError(
-            f"verifier address {shown!r} is no URL ({error}); {expected}"
-        ) from error
-    if url.scheme not in ("http", "https") or not url.host or port is None:
-        raise VerifierError(f"verifier address {shown!r} is no http address; {expected}")
-    if url.user is not None or url.password is not None:
-        raise VerifierError(f"verifier address {url.host}: no user or password there; use a token")
-    if url.query_string or url.fragment:
-        raise VerifierError(f"verifier address {shown!r} has a query or a fragment; {expected}")
-    return url.with_path(url.path.rstrip("/"))

@@ -29,9 +29,10 @@ from collections.abc import Sequence
 from aiohttp import web
 from PIL import Image
 
+from uirl_jax import untrusted_json
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop, untrusted_json, wire
+from uirl_jax.verifiers import desktop, wire
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,55 @@
+"""HTTP answers from the other side of a socket, read with limits: what every client here shares.
+
+Addresses that are none, bodies without an end, pauses without an end. Retries, time-outs and what
+an answer means are each client's own.
+"""
+
+import aiohttp
+import yarl
+
+from uirl_jax.errors import UirlError
+from uirl_jax.untrusted_json import printable
+
+_CHUNK_BYTES = 64 * 1024
+
+
+def check_base_url(base_url: str, what: str, error_type: type[UirlError]) -> yarl.URL:
+    """An http or https address without user, query and fragment, its path without a last slash.
+
+    Raises:
+      error_type: it is none; the message begins with `what`.
+    """
+    expected = "expected one like http://127.0.0.1:8000"
+    shown = printable(base_url)
+    try:
+        url = yarl.URL(base_url)
+        port = url.port
+    except ValueError as error:
+        raise error_type(f"{what} {shown!r} is no URL ({error}); {expected}") from error
+    if url.scheme not in ("http", "https") or not url.host or port is None:
+        raise error_type(f"{what} {shown!r} is no http address; {expected}")
+    if url.user is not None or url.password is not None:
+        raise error_type(f"{what} {url.host}: no user or password there; use a token")
+    if url.query_string or url.fragment:
+        raise error_type(f"{what} {shown!r} has a query or a fragment; {expected}")
+    return url.with_path(url.path.rstrip("/"))
+
+
+async def read_body(
+    response: aiohttp.ClientResponse, max_bytes: int, where: str, error_type: type[UirlError]
+) -> bytes:
+    """The body, chunk by chunk; raises error_type as soon as it is, or says it is, too long."""
+    if (response.content_length or 0) > max_bytes:
+        raise error_type(f"{where}: a body of {response.content_length} bytes, cap {max_bytes}")
+    data = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        data += chunk
+        if len(data) > max_bytes:
+            raise error_type(f"{where}: the body is longer than {max_bytes} bytes")
+    return bytes(data)
+
+
+def retry_after_s(response: aiohttp.ClientResponse) -> float:
+    """What the server asks for; 0 where it does not, or not in plain seconds."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isascii() and value.isdecimal() and len(value) < 12 else 0.0
