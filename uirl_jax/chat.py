@@ -10,11 +10,12 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.errors import ConfigError, ContextError, ModelError
 from uirl_jax.vision_inputs import num_visual_tokens
 
 OMITTED_SCREENSHOT = "[screenshot omitted]"  # stands where a dropped screenshot was
@@ -53,6 +54,13 @@ class Context:
     kept: tuple[int, ...]  # indices of the screenshots that are in ids, oldest first
 
 
+class Message(NamedTuple):
+    """One turn of the chat as text, for a server that has the chat template and the tokenizer."""
+
+    role: str  # system, user or assistant
+    parts: tuple[str | None, ...]  # None: the next screenshot of the context
+
+
 class Chat:
     """A model's tokenizer and the chat format around it.
 
@@ -79,6 +87,7 @@ class Chat:
         path = Path(model_path)
         path = path / "tokenizer.json" if path.is_dir() else path
         self._tokenizer, self._plain = _load(path)
+        self._added_ids = list(self._tokenizer.get_added_tokens_decoder())
         special = _special_ids(path, self._tokenizer, self._plain)
         self.end_token_ids = (special["<|im_end|>"], special["<|endoftext|>"])
         self.image_token_id = special["<|image_pad|>"]
@@ -141,6 +150,61 @@ class Chat:
             ids += self._reply
         return Context(np.array(ids, np.int32), tuple(range(dropped, len(grids))))
 
+    def messages(
+        self, instruction: str, kept: Sequence[int], sampled: Sequence[np.ndarray]
+    ) -> tuple[Message, ...]:
+        """The same context as `context`, as text: Qwen2-VL's template makes it of these.
+
+        Args:
+          kept: of the Context, the newest screenshot among them.
+        """
+        prompt = self.cfg.prompt_template.replace("{instruction}", instruction)
+        prompt = prompt.encode("utf-8", "replace").decode("utf-8")  # as in _ids
+        system = self.cfg.system_prompt
+        messages = [Message("system", (system,))] if system else []
+        for turn in range(kept[-1] + 1):
+            if turn > 0:
+                tokens = np.asarray(sampled[turn - 1]).tolist()
+                if tokens[-1:] == [self.end_token_ids[0]]:  # the template gives it one
+                    tokens = tokens[:-1]
+                text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+                messages.append(Message("assistant", (text,)))
+            if turn >= kept[0]:
+                parts = (None, prompt) if turn == 0 else (None,)
+            else:
+                parts = (f"{OMITTED_SCREENSHOT}\n{prompt}" if turn == 0 else OMITTED_SCREENSHOT,)
+            messages.append(Message("user", parts))
+        return tuple(messages)
+
+    def as_read(self, context_ids: np.ndarray) -> np.ndarray:
+        """What becomes of a context that is given away as text and tokenised again.
+
+        Mostly the same ids. Others where the policy sampled a text in other pieces than the
+        tokenizer cuts it into, or bytes that are no UTF-8.
+
+        Args:
+          context_ids: int32[C], image placeholders expanded.
+        Returns: int32[C'], image placeholders expanded.
+
+        Raises:
+          ContextError: its text spells special tokens, which would open a turn or an image there.
+        """
+        ids = np.asarray(context_ids)
+        one_each = without_repeats(ids, self.image_token_id)
+        text = self._tokenizer.decode(one_each.tolist(), skip_special_tokens=False)
+        read = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        meant, found = (kept[np.isin(kept, self._added_ids)] for kept in (one_each, read))
+        if not np.array_equal(meant, found):
+            raise ContextError(
+                "the text of an episode spells special tokens of the chat format, which a server "
+                f"that tokenises text would obey: it has {len(found)} of them, meant are "
+                f"{len(meant)}"
+            )
+        run_c = np.cumsum(run_starts(ids, self.image_token_id))  # number of the image, from 1
+        repeats = np.ones(len(read), np.int64)
+        repeats[read == self.image_token_id] = np.bincount(run_c[ids == self.image_token_id])[1:]
+        return np.repeat(read, repeats)
+
     def encode(self, text: str) -> np.ndarray:
         """int32[N] of a text taken as plain text: no id of a special token ever comes out."""
         return np.array(self._ids(text), np.int32)
@@ -164,6 +228,17 @@ class Chat:
         # JSON may carry half a surrogate pair, which the tokenizer cannot take.
         text = text.encode("utf-8", "replace").decode("utf-8")
         return self._plain.encode(text, add_special_tokens=False).ids
+
+
+def without_repeats(ids: np.ndarray, token_id: int) -> np.ndarray:
+    """ids with every run of token_id (an image's placeholders) cut down to one."""
+    return ids[(ids != token_id) | run_starts(ids, token_id)]
+
+
+def run_starts(ids: np.ndarray, token_id: int) -> np.ndarray:
+    """bool[C], at the first of every run of token_id."""
+    is_token = ids == token_id
+    return is_token & ~np.concatenate([[False], is_token[:-1]])
 
 
 _FORBIDDEN = (
@@ -195,8 +270,9 @@ def _load(path: Path) -> tuple[Tokenizer, Tokenizer]:
         plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None}))
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"{path}: not a tokenizer.json that can be read ({error})") from error
-    plain.no_truncation()
-    plain.no_padding()
+    for one in (tokenizer, plain):
+        one.no_truncation()
+        one.no_padding()
     return tokenizer, plain
 
 

@@ -48,6 +48,16 @@ class VerifierError(UirlError):
     """A verifier that cannot be reached or answers with something it must not (an `env_error`)."""
 
 
+class EngineError(UirlError):
+    """A sampling server that cannot be reached or answers with something it must not."""
+
+    exit_code = 75  # as of RestartError: a server that is back is all that it needs
+
+
+class ContextError(UirlError):
+    """A context that a sampling server would not read as it is meant (an `env_error`)."""
+
+
 class TrainingError(UirlError):
     """A step that must not be taken: NaN or infinity in a loss or a gradient norm."""
 

@@ -33,6 +33,7 @@ from uirl_jax.actor.player import Player
 from uirl_jax.chat import Chat
 from uirl_jax.curriculum import Curriculum
 from uirl_jax.engine.engine import Engine
+from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cold_start import run_cold_start
@@ -170,16 +171,7 @@ class Players:
     def __init__(self, run: Run, model: loading.PolicyModel) -> None:
         self.run, self.model = run, model
         self.talk = run.make_chat(model)
-        self.engine = Engine(
-            model.graphdef,
-            model.frozen,
-            model.lora,
-            0,
-            model_cfg=model.cfg,
-            end_token_ids=self.talk.end_token_ids,
-            forbidden_ids=forbidden_ids(self.talk, model),
-            cfg=run.cfg.engine,
-        )
+        self.engine = make_engine(run.cfg, model, self.talk)
         delay_s = run.cfg.verifier.action_delay_s
         self.fleet = Fleet(run.base_urls, lambda url: VerifierClient(url, delay_s=delay_s))
         self._stack = contextlib.AsyncExitStack()
@@ -279,6 +271,26 @@ class Players:
         )
         self.engine.set_policy(self.to_lora(adapters), manifest.version)
         return manifest.version
+
+
+def make_engine(cfg: RunConfig, model: loading.PolicyModel, talk: Chat) -> Engine | OpenAIEngine:
+    """What samples: this process, or a server elsewhere."""
+    policy = (model.graphdef, model.frozen, model.lora, 0)
+    ids = {
+        "end_token_ids": talk.end_token_ids,
+        "forbidden_ids": forbidden_ids(talk, model),
+    }
+    if cfg.engine.kind == "jax":
+        return Engine(*policy, model_cfg=model.cfg, cfg=cfg.engine, **ids)
+    return OpenAIEngine(
+        *policy,
+        cfg=cfg.engine,
+        max_context=cfg.max_context_tokens,
+        vocab_size=model.cfg.vocab_size,
+        image_token_id=model.cfg.image_token_id,
+        as_read=talk.as_read,
+        **ids,
+    )
 
 
 def forbidden_ids(talk: Chat, model: loading.PolicyModel) -> tuple[int, ...]:

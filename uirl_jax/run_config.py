@@ -120,6 +120,18 @@ class RunConfig:
                 f"model.quantize={self.model.quantize!r}: a cold start writes a merged model, "
                 "which int8 weights cannot become; set cold_start.steps=0 or quantize='none'"
             )
+        rollout = self.actor.rollout
+        if self.engine.kind == "openai" and (rollout.top_p != 1.0 or rollout.top_k != 0):
+            faults.append(
+                "engine.kind='openai': a record has logprobs from before top-p and top-k cut the "
+                "distribution, which a server does not tell; set actor.rollout.top_p=1 and top_k=0"
+            )
+        if self.engine.kind == "openai" and self.cold_start.steps:
+            faults.append(
+                "engine.kind='openai': a cold start writes a new base model, which the server does "
+                "not hold; set cold_start.steps=0, serve what an earlier run wrote and name it in "
+                "model.path"
+            )
         if self.actor.policy_lag > self.learner.max_staleness:
             faults.append(
                 f"actor.policy_lag={self.actor.policy_lag}: the learner refuses what is more than "

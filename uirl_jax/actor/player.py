@@ -13,7 +13,7 @@ from typing import NamedTuple
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.rollout import RolloutConfig, run_episode
 from uirl_jax.chat import Chat
-from uirl_jax.engine.engine import Engine
+from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.vision_inputs import ImageConfig
 
@@ -33,7 +33,7 @@ class Player:
     def __init__(
         self,
         fleet: Fleet,
-        engine: Engine,
+        engine: SamplingEngine,
         chat: Chat,
         image_cfg: ImageConfig,
         cfg: RolloutConfig,

@@ -19,8 +19,9 @@ import numpy as np
 
 from uirl_jax import actions, vision_inputs
 from uirl_jax.chat import Chat
-from uirl_jax.engine.engine import Engine, SampleRequest
-from uirl_jax.errors import ActionError, ImageError, VerifierError
+from uirl_jax.engine.interface import SamplingEngine
+from uirl_jax.engine.requests import SampleRequest
+from uirl_jax.errors import ActionError, ContextError, ImageError, VerifierError
 from uirl_jax.metrics import key_values
 from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers.client import Session, VerifierClient
@@ -66,7 +67,7 @@ async def run_episode(
     task: TaskSpec,
     *,
     client: VerifierClient,
-    engine: Engine,
+    engine: SamplingEngine,
     chat: Chat,
     image_cfg: vision_inputs.ImageConfig,
     cfg: RolloutConfig,
@@ -84,9 +85,10 @@ async def run_episode(
             added to it.
 
     Returns:
-        The trajectory. A fault of the verifier ends it as `env_error` with the turns it has, and
-        without a reward. An episode without a single turn is `env_error` too: nothing in it was the
-        policy's doing, and there is nothing to train on.
+        The trajectory. A fault of the verifier, or a text that the engine's server would misread,
+        ends it as `env_error` with the turns it has, and without a reward. An episode without a
+        single turn is `env_error` too: nothing in it was the policy's doing, and there is nothing
+        to train on.
 
     Raises:
         asyncio.CancelledError: after the session was deleted. Errors of the engine are not caught.
@@ -107,7 +109,7 @@ async def run_episode(
             raise
         if stop_reason is None:  # else only the session's deletion was cut short
             stop_reason = StopReason.TIMEOUT
-    except (VerifierError, ImageError) as error:
+    except (VerifierError, ImageError, ContextError) as error:
         stop_reason = StopReason.ENV_ERROR
         _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
     finally:
@@ -140,7 +142,7 @@ async def _play(
     task: TaskSpec,
     session: Session,
     client: VerifierClient,
-    engine: Engine,
+    engine: SamplingEngine,
     chat: Chat,
     image_cfg: vision_inputs.ImageConfig,
     cfg: RolloutConfig,
@@ -186,11 +188,15 @@ async def _play(
             top_k=cfg.top_k,
             seed=derive_seed(seed, turn_index),
             episode=episode.episode_id,
+            messages=chat.messages(
+                episode.instruction, context.kept, [turn.token_ids for turn in episode.turns]
+            ),
+            screenshots=tuple(episode.images[image_keys[index]] for index in context.kept),
         )
         with _stopwatch(waits_s, "engine"):
             sample = await engine.sample(request)
         turn = Turn(
-            context_ids=context.ids,
+            context_ids=context.ids if sample.context_ids is None else sample.context_ids,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             image_keys=request.image_keys,

@@ -29,7 +29,7 @@ from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.slots import SlotPool, contents
 from uirl_jax.engine.visual_table import VisualTable
 from uirl_jax.engine.warm_up import call_everything
-from uirl_jax.engine.weights import Weights, prepare, with_adapters
+from uirl_jax.engine.weights import Weights, check_fits, prepare, with_adapters
 from uirl_jax.errors import PolicyError
 from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.kv_cache import KVCache
@@ -193,17 +193,7 @@ class Engine:
           PolicyError: it is not.
         """
         old = self._policy.weights.lora
-        if jax.tree.structure(lora) != jax.tree.structure(old):
-            raise PolicyError(f"policy version {version}: not the adapters of this model")
-        for (path, new_leaf), old_leaf in zip(
-            jax.tree.leaves_with_path(lora), jax.tree.leaves(old), strict=True
-        ):
-            if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
-                raise PolicyError(
-                    f"policy version {version}: {jax.tree_util.keystr(path)} is "
-                    f"{new_leaf.dtype}{list(new_leaf.shape)}, expected "
-                    f"{old_leaf.dtype}{list(old_leaf.shape)}"
-                )
+        check_fits(lora, old, version)
         # Placed as the first adapters are: otherwise everything would be compiled again.
         placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), lora, old)
         self._next_policy = _Policy(with_adapters(self._policy.weights, placed), version)

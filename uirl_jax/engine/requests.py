@@ -12,9 +12,36 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from uirl_jax import vision_inputs
+from uirl_jax.chat import Message
 from uirl_jax.errors import ConfigError, ImageError
+from uirl_jax.untrusted_http import check_base_url
 
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows float32; 0 itself means greedy
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenAIConfig:
+    """Where the server of `kind="openai"` is, and what a call to it may cost."""
+
+    url: str = ""  # with its /v1: http://127.0.0.1:8000/v1
+    model: str = ""  # what the server calls the base model
+    # Where adapters are written for the server to load, and that directory's name on the server's
+    # side; empty: the same.
+    adapters_dir: str = ""
+    adapters_dir_there: str = ""
+    api_key_env: str = ""  # name of the environment variable that holds the key; empty: no key
+    concurrency: int = dataclasses.field(default=64, metadata={"min": 1})  # requests at a time
+    # For no connection, 429 and 503; pauses double, with jitter. 6 of them add up to half a minute.
+    attempts: int = dataclasses.field(default=7, metadata={"min": 1})
+    backoff_s: float = dataclasses.field(default=0.5, metadata={"min": 0.0})
+    connect_timeout_s: float = dataclasses.field(default=5.0, metadata={"above": 0.0})
+    # A request waits in the server's own queue, too: what takes longer is no answer.
+    request_timeout_s: float = dataclasses.field(default=300.0, metadata={"above": 0.0})
+    max_answer_bytes: int = dataclasses.field(default=8 * 1024 * 1024, metadata={"min": 1024})
+
+    def __post_init__(self) -> None:
+        if self.url:
+            check_base_url(self.url, "engine.openai.url", ConfigError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +49,12 @@ class EngineConfig:
     """The fixed sizes of the device's buffers and programs.
 
     A call takes the smallest size of each kind that holds it; `Engine.warm_up` compiles every
-    combination, so short tuples keep starting fast.
+    combination, so short tuples keep starting fast. Of the sizes, those of an `openai` engine are
+    context_lengths[-1] and max_new_tokens; the others are its server's business.
     """
 
+    kind: Literal["jax", "openai"] = "jax"  # this process samples, or a server does
+    openai: OpenAIConfig = dataclasses.field(default_factory=OpenAIConfig)
     # Memory: slots x (context_lengths[-1] + max_new_tokens) tokens of keys and values. 0: as many
     # as the largest batch; more keep the contexts of episodes that wait for their environment.
     slots: int = dataclasses.field(default=0, metadata={"min": 0})
@@ -57,6 +87,13 @@ class EngineConfig:
             or sizes[0] < 1
             or sorted(set(sizes)) != list(sizes)
         ]
+        if self.kind == "openai":
+            needed = ("url", "model", "adapters_dir")
+            faults += [
+                f"openai.{key} is empty, and kind='openai' needs it"
+                for key in needed
+                if not getattr(self.openai, key)
+            ]
         if faults:
             raise ConfigError("engine: " + "; ".join(faults))
 
@@ -104,6 +141,10 @@ class SampleRequest:
     stop_strings: tuple[str, ...] = ()  # the text that has one of them ends
     # Whose cache it continues: the turns of an episode have one. Empty: nobody's.
     episode: str = ""
+    # The same context for a server that tokenises and cuts images itself: text, and the encoded
+    # screenshots of its Nones. The engine of this process reads neither.
+    messages: tuple[Message, ...] = ()
+    screenshots: tuple[bytes, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +156,10 @@ class SampleResult:
     logprobs: np.ndarray
     policy_version: int  # the oldest of policy_versions
     stopped: bool  # by an end token or a stop string; else max_new_tokens cut it
-    full_logprobs: np.ndarray
+    full_logprobs: np.ndarray  # NaN where a server cut the distribution and told the rest to nobody
     policy_versions: np.ndarray  # int32[S]
+    # int32[C']: what was read where it is not the request's context_ids (`Chat.as_read`).
+    context_ids: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,25 +195,7 @@ def validated_positions(
       ValueError: the request contradicts itself (a defect of the caller, no user's mistake).
     """
     length = len(request.context_ids)
-    if length > cfg.context_lengths[-1]:
-        raise ConfigError(
-            f"a context of {length} tokens is longer than the engine's largest, "
-            f"{cfg.context_lengths[-1]}: raise engine.context_lengths or keep fewer screenshots"
-        )
-    if not 1 <= request.max_new_tokens <= cfg.max_new_tokens:
-        raise ConfigError(
-            f"a request for {request.max_new_tokens} new tokens is outside 1 to "
-            f"{cfg.max_new_tokens}: raise engine.max_new_tokens"
-        )
-    if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
-        raise ConfigError(
-            f"temperature {request.temperature} is neither 0 (greedy) nor a number of at least "
-            f"{MIN_TEMPERATURE}"
-        )
-    if not 0 < request.top_p <= 1:
-        raise ConfigError(f"top_p {request.top_p} is outside of 0 (not included) to 1")
-    if request.top_k < 0:
-        raise ConfigError(f"top_k {request.top_k} is negative; 0 cuts nothing")
+    check_settings(request, cfg)
     largest = max((len(patches_pf) for patches_pf in request.patches), default=0)
     if largest > cfg.image_row_patches:
         raise ConfigError(
@@ -200,6 +225,30 @@ def validated_positions(
         )
     except ImageError as error:  # the caller's arithmetic, not a screenshot, is at fault
         raise ValueError(f"context_ids and grids of a request disagree: {error}") from error
+
+
+def check_settings(request: SampleRequest, cfg: EngineConfig) -> None:
+    """What every engine refuses. Raises: ConfigError that names the limit and the key to change."""
+    length = len(request.context_ids)
+    if length > cfg.context_lengths[-1]:
+        raise ConfigError(
+            f"a context of {length} tokens is longer than the engine's largest, "
+            f"{cfg.context_lengths[-1]}: raise engine.context_lengths or keep fewer screenshots"
+        )
+    if not 1 <= request.max_new_tokens <= cfg.max_new_tokens:
+        raise ConfigError(
+            f"a request for {request.max_new_tokens} new tokens is outside 1 to "
+            f"{cfg.max_new_tokens}: raise engine.max_new_tokens"
+        )
+    if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
+        raise ConfigError(
+            f"temperature {request.temperature} is neither 0 (greedy) nor a number of at least "
+            f"{MIN_TEMPERATURE}"
+        )
+    if not 0 < request.top_p <= 1:
+        raise ConfigError(f"top_p {request.top_p} is outside of 0 (not included) to 1")
+    if request.top_k < 0:
+        raise ConfigError(f"top_k {request.top_k} is negative; 0 cuts nothing")
 
 
 def visual_tokens(request: SampleRequest, merge_size: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
+from uirl_jax.errors import PolicyError
 from uirl_jax.models import qwen2_vl
 
 
@@ -36,6 +37,21 @@ def with_adapters(weights: Weights, lora: nnx.State) -> Weights:
     if weights.frozen_layers is None:
         return weights._replace(lora=lora)
     return weights._replace(lora=lora, lora_layers=_layers(lora, len(weights.frozen_layers)))
+
+
+def check_fits(lora: nnx.State, old: nnx.State, version: int) -> None:
+    """New adapters fit in the place of the old. Raises: PolicyError that names what differs."""
+    if jax.tree.structure(lora) != jax.tree.structure(old):
+        raise PolicyError(f"policy version {version}: not the adapters of this model")
+    for (path, new_leaf), old_leaf in zip(
+        jax.tree.leaves_with_path(lora), jax.tree.leaves(old), strict=True
+    ):
+        if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
+            raise PolicyError(
+                f"policy version {version}: {jax.tree_util.keystr(path)} is "
+                f"{new_leaf.dtype}{list(new_leaf.shape)}, expected "
+                f"{old_leaf.dtype}{list(old_leaf.shape)}"
+            )
 
 
 def merge(
