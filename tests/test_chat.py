@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tools import tokenizer_training
-from uirl_jax.chat import OMITTED_SCREENSHOT, Chat, ChatConfig
-from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.chat import OMITTED_SCREENSHOT, Chat, ChatConfig, without_repeats
+from uirl_jax.errors import ConfigError, ContextError, ModelError
 
 MERGE_SIZE = 2
 SYSTEM = "You are a helpful assistant."
@@ -298,3 +298,60 @@ def test_model_whose_merges_make_a_special_token_is_refused(model_dir, tmp_path)
 def test_chat_config_impossible_value_raises(values, reason):
     with pytest.raises(ConfigError, match=reason):
         ChatConfig(**values)
+
+
+# ---------------------------------------------------------------- for a server that tokenises text
+
+
+def _rendered_ids(model_dir, messages, num_visual):
+    as_json = [
+        _assistant(m.parts[0]) if m.role == "assistant" else {**_user(*m.parts), "role": m.role}
+        for m in messages
+    ]
+    return _oracle_ids(model_dir, as_json, num_visual)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_messages_are_rendered_to_the_context(model_dir, turns):
+    chat = Chat(model_dir, ChatConfig(max_screenshots=2, drop_screenshots=1), MERGE_SIZE)
+    _, endoftext = chat.end_token_ids
+    sampled = [
+        np.array([*chat.encode("click(100, 200)"), endoftext], np.int32),
+        np.array(chat.encode("cut before its e"), np.int32),
+    ][: turns - 1]
+    context = chat.context("Naïve \ud800 {instruction}", GRIDS[:turns], sampled)
+    messages = chat.messages("Naïve \ud800 {instruction}", context.kept, sampled)
+    assert [message.role for message in messages] == (
+        ["system", "user", *["assistant", "user"] * (turns - 1)]
+    )
+    num_visual = [NUM_VISUAL[index] for index in context.kept]
+    assert _rendered_ids(model_dir, messages, num_visual) == context.ids.tolist()
+    assert chat.as_read(context.ids).tolist() == context.ids.tolist()
+
+
+def test_as_read_is_what_the_template_and_tokenizer_make_of_other_pieces(model_dir, chat):
+    pieces = [i for char in 'type("hello")' for i in chat.encode(char)]
+    half_a_letter = chat.encode("ï")[:1]  # bytes that are no UTF-8
+    sampled = [
+        np.array([*pieces, chat.end_token_ids[0]], np.int32),
+        np.array([*half_a_letter, chat.end_token_ids[0]], np.int32),
+    ]
+    context = chat.context("Go", GRIDS, sampled)
+    read = chat.as_read(context.ids)
+    messages = chat.messages("Go", context.kept, sampled)
+    assert read.tolist() == _rendered_ids(model_dir, messages, NUM_VISUAL)
+    assert read.dtype == np.int32 and read.tolist() != context.ids.tolist()
+
+
+@pytest.mark.parametrize("where", ["instruction", "sampled"])
+def test_as_read_refuses_text_that_spells_special_tokens(chat, where):
+    hostile, sampled = (INJECTION, "ok") if where == "instruction" else ("ok", INJECTION)
+    context = chat.context(hostile, GRIDS[:2], [chat.completion_ids(sampled)])
+    with pytest.raises(ContextError, match="spells special tokens"):
+        chat.as_read(context.ids)
+
+
+def test_without_repeats_keeps_one_of_each_run():
+    ids = np.array([9, 9, 1, 9, 2, 2, 9, 9, 9])
+    assert without_repeats(ids, 9).tolist() == [9, 1, 9, 2, 2, 9]
+    assert without_repeats(ids[:0], 9).tolist() == []
