@@ -205,7 +205,7 @@ def test_engine_policy_that_gives_nan_fails_its_requests_and_lives_on(engine, po
 @pytest.mark.parametrize("program", ["encode", "prefill", "decode"])
 def test_engine_call_that_fails_fails_its_requests_and_lives_on(policy, program: str):
     broken = new_engine(policy)
-    whole = broken._programs
+    whole = broken._rounds._programs
 
     def fail(buffer: jax.Array, *arguments: object, **options: object) -> None:
         jax.tree.map(lambda leaf: leaf.delete(), buffer)  # as a donated one is gone
@@ -213,11 +213,11 @@ def test_engine_call_that_fails_fails_its_requests_and_lives_on(policy, program:
 
     async def run() -> SampleResult:
         async with broken, asyncio.timeout(600):
-            broken._programs = whole._replace(**{program: fail})
+            broken._rounds._programs = whole._replace(**{program: fail})
             asked = [request(seed, 5, "a") for seed in range(6)]
             outcomes = await asyncio.gather(*map(broken.sample, asked), return_exceptions=True)
             assert [str(outcome) for outcome in outcomes] == ["no memory left"] * 6
-            broken._programs = whole
+            broken._rounds._programs = whole
             return await broken.sample(asked[0])
 
     assert_logprobs(policy, request(0, 5, "a"), asyncio.run(run()))

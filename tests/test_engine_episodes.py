@@ -289,7 +289,7 @@ def check_mesh() -> None:
     for got, wanted in zip(sample_all(spread, MIXED), expected, strict=True):
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4)
-    cut = spread._cache.k_lcksh.sharding.shard_shape(spread._cache.k_lcksh.shape)
+    cut = spread._rounds._cache.k_lcksh.sharding.shard_shape(spread._rounds._cache.k_lcksh.shape)
     assert cut == (2, 1, 1, 40, 8), "slots over data and fsdp, heads over model"
     compiled = spread.metrics()["engine/compile_count"]
     sample_all(spread, MIXED)

@@ -168,7 +168,7 @@ def our_episodes(directory: Path, *, cached: bool) -> dict[str, float]:
     )
     if not cached:
         # What other engines do between turns: every turn finds its slot empty.
-        pool = engine._pool
+        pool = engine._rounds.pool
         finish = pool.finish
         pool.finish = lambda slot, contents_c, computed: finish(slot, contents_c, 0)
     waiting = 0

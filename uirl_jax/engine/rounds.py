@@ -1,0 +1,341 @@
+"""What the engine's one worker thread does: rounds of admitting, encoding, prefilling and decoding.
+
+Behind `engine.Engine`, which talks to the callers. A waiting request gets a slot of the cache
+(`slots`), has its screenshots encoded (`visual_table`) and what is new of its context prefilled, a
+chunk at a time, and then takes part in decode steps until it ends; `Rounds.run` is one round of
+this, read it first. The jitted `programs` do the work on the device, `jobs` lays out their arrays.
+"""
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, Sharding
+
+from uirl_jax.engine import requests
+from uirl_jax.engine.jobs import Job, decode_rows, prefill_arrays
+from uirl_jax.engine.programs import CACHE_AXES, TABLE_AXES, Decoded, make_programs
+from uirl_jax.engine.requests import EngineConfig, SampleResult
+from uirl_jax.engine.slots import SlotPool
+from uirl_jax.engine.visual_table import VisualTable
+from uirl_jax.engine.warm_up import call_everything
+from uirl_jax.engine.weights import Weights, check_fits, prepare, with_adapters
+from uirl_jax.errors import PolicyError
+from uirl_jax.models import qwen2_vl, sharding
+from uirl_jax.models.kv_cache import KVCache
+
+
+class Policy(NamedTuple):
+    weights: Weights
+    version: int
+
+
+# What came of a job, for its future on the event loop's own thread.
+Outcome = tuple[Job, SampleResult | Exception]
+
+
+class Rounds:
+    """The buffers on the device, and who has which part of them.
+
+    The worker thread's own, but for what the event loop may do at any time: append to `waiting`,
+    `set_policy`, release an episode in `pool`, and read the counters.
+
+    Args: those of `engine.Engine`.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        frozen: nnx.State,
+        lora: nnx.State,
+        policy_version: int,
+        *,
+        model_cfg: qwen2_vl.Qwen2VLConfig,
+        end_token_ids: Sequence[int],
+        forbidden_ids: Sequence[int],
+        cfg: EngineConfig,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._cfg, self._model_cfg = cfg, model_cfg
+        # Placed once, and what is made here beside it: jit tells an array that was placed from one
+        # that merely lies somewhere, and would compile again for it.
+        lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), lora)
+        self._decode_text = decode_text
+        self._merge_size = model_cfg.vision.spatial_merge_size
+        self._vision_trainable = "visual" in lora
+        forbidden_v = np.zeros(model_cfg.vocab_size, bool)
+        forbidden_v[list(forbidden_ids)] = True
+        self._embedding_dtype = frozen["text"]["embedding"].dtype
+        table_shape = (cfg.table_rows(self._merge_size), model_cfg.hidden_size)
+        cache = jax.eval_shape(self._init_cache)
+        beside = jax.tree.leaves(lora)[0].sharding
+        self._mesh = beside.mesh if isinstance(beside, NamedSharding) else None
+        by_layer = jax.default_backend() == "cpu" and self._mesh is None
+        weights = prepare(frozen, lora, by_layer=by_layer)
+        self.policy = self.next_policy = Policy(weights, policy_version)
+
+        def placement(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
+            if self._mesh is None:
+                return beside
+            spec = sharding.partition_spec(axes, shape, dict(self._mesh.shape))
+            return NamedSharding(self._mesh, spec)
+
+        self._cache_sharding = placement(CACHE_AXES, cache.k_lcksh.shape)
+        self._table_sharding = placement(TABLE_AXES, table_shape)
+        self._programs = make_programs(
+            graphdef,
+            end_token_ids=[int(token_id) for token_id in end_token_ids],
+            forbidden_v=forbidden_v,
+            decode_steps=cfg.decode_steps,
+            cache_sharding=self._cache_sharding,
+            table_sharding=self._table_sharding,
+        )
+        self._reset_buffers()
+        self.waiting: collections.deque[Job] = collections.deque()
+        self.running: list[Job] = []  # the oldest first
+        self.totals: collections.Counter[str] = collections.Counter()
+        self.seconds: collections.Counter[str] = collections.Counter()
+
+    def compile_count(self) -> int:
+        return self._programs.compile_count()
+
+    def set_policy(self, lora: nnx.State, version: int) -> None:
+        """As `Engine.set_policy`."""
+        old = self.policy.weights.lora
+        check_fits(lora, old, version)
+        # Placed as the first adapters are: otherwise everything would be compiled again.
+        placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), lora, old)
+        self.next_policy = Policy(with_adapters(self.policy.weights, placed), version)
+
+    def run(self) -> list[Outcome]:
+        """Admits what waits, and makes one call of each kind that has something to do."""
+        started_s = time.perf_counter()
+        try:
+            self.drop_cancelled()
+            self._take_policy()
+            self._admit()
+            with self._on_mesh():
+                self._encode()
+                self._copy_prefixes()
+                self._prefill()
+                outcomes = self._decode()
+        except Exception as error:  # a round fails its own requests; the engine lives on
+            self.totals["failed_rounds"] += 1
+            outcomes = [(job, error) for job in self.running]
+            self.running = []
+            self._reset_buffers()  # a failed call may have taken one with it: they are donated
+        spent_s = time.perf_counter() - started_s
+        self.seconds["round"] += spent_s
+        self.seconds["slots"] += spent_s * (len(self.running) + len(outcomes))
+        return outcomes
+
+    def _reset_buffers(self) -> None:
+        self.pool = SlotPool(self._cfg.num_slots)
+        self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
+        rows = self._cfg.table_rows(self._merge_size)
+        self._table = VisualTable(rows)
+        empty_md = jnp.zeros((rows, self._model_cfg.hidden_size), self._embedding_dtype)
+        self._table_md = jax.device_put(empty_md, self._table_sharding)
+
+    def _init_cache(self) -> KVCache:
+        cfg = self._cfg
+        return qwen2_vl.init_cache(
+            self._model_cfg, cfg.num_slots, cfg.slot_places, jnp.dtype(cfg.cache_dtype)
+        )
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+    def drop_cancelled(self) -> None:
+        for job in [job for job in self.running if job.future.done()]:
+            self.running.remove(job)
+            self._give_images_back(job)
+            self.pool.abandon(job.slot)
+        while self.waiting and self.waiting[0].future.done():
+            self.waiting.popleft()
+
+    def _take_policy(self) -> None:
+        """A policy that came since the last round. What older ones computed is computed again."""
+        if self.next_policy is self.policy:
+            return
+        self.policy = self.next_policy
+        if self._cfg.keep_stale_cache:
+            return
+        self.pool.forget()
+        for job in self.running:
+            self._give_images_back(job)
+        if self._vision_trainable:
+            self._table.forget()
+
+    def _admit(self) -> None:
+        """Gives slots to what waits, the oldest first."""
+        now_s = time.perf_counter()
+        while self.waiting:
+            job = self.waiting[0]
+            if job.future.done():
+                self.waiting.popleft()
+                continue
+            # The last token is left to the first decode step, which samples what comes after it.
+            job.slot = self.pool.admit(job.request.episode, job.contents_c[:-1])
+            if job.slot is None:
+                return
+            self.running.append(self.waiting.popleft())
+            self.totals["admitted"] += 1
+            self.totals["context_tokens"] += len(job.contents_c)
+            self.totals["cached_tokens"] += max(job.slot.computed, job.slot.shared)
+            self.seconds["queue"] += now_s - job.arrived_s
+
+    def _to_prefill(self) -> list[Job]:
+        """Those with something to prefill that need not wait for another slot, the oldest first."""
+        return [job for job in self.running if job.slot.pending and job.slot.donor is None]
+
+    def _encode(self) -> None:
+        """The screenshots that the next prefills read, as many as one call holds."""
+        for job in self._to_prefill():
+            if job.reading is None:
+                needed = job.unread_images(self._model_cfg.image_token_id)
+                if self._table.take(needed) is None:
+                    break  # until others have read theirs; the oldest comes first
+                job.reading = needed
+                self.totals["images_cached"] += sum(map(self._table.is_encoded, needed))
+        placed: dict[str, requests.PlacedImage] = {}
+        for job in self.running:
+            reading, request = job.reading or {}, job.request
+            for key, patches_pf, grid in zip(
+                request.image_keys, request.patches, request.grids, strict=True
+            ):
+                known = key not in reading or key in placed or self._table.is_encoded(key)
+                if not known and not requests.place_image(placed, key, patches_pf, grid, self._cfg):
+                    break
+        if not placed:
+            return
+        started_s = time.perf_counter()
+        rows = {key: self._table.rows_of(key) for key in placed}
+        arrays = requests.image_arrays(
+            placed,
+            rows,
+            self._cfg,
+            merge_size=self._merge_size,
+            patch_features=self._model_cfg.vision.patch_features,
+        )
+        self._table_md = self._programs.encode(self._table_md, self.policy.weights, *arrays)
+        for key in placed:
+            self._table.set_encoded(key)
+        self.totals["images_encoded"] += len(placed)
+        self._count_seconds("encode", started_s, self._table_md)
+
+    def _give_images_back(self, job: Job) -> None:
+        if job.reading is not None:
+            self._table.give_back(job.reading)
+            job.reading = None
+
+    def _copy_prefixes(self) -> None:
+        pairs = self.pool.copies()
+        if not pairs:
+            return
+        source_n, target_n = (np.zeros(self._cfg.num_slots, np.int32) for _ in range(2))
+        for n, (source, target) in enumerate(pairs):
+            source_n[n], target_n[n] = source.number, target.number
+            self.pool.copied(target)
+        self._cache = self._programs.copy(self._cache, source_n, target_n, np.int32(len(pairs)))
+
+    def _prefill(self) -> None:
+        """One chunk of as many contexts as a call holds."""
+        ready = [
+            job
+            for job in self._to_prefill()
+            if job.reading is not None and all(map(self._table.is_encoded, job.reading))
+        ][: self._cfg.prefill_rows[-1]]
+        if not ready:
+            return
+        started_s = time.perf_counter()
+        arrays, counts = prefill_arrays(
+            ready,
+            self._cfg,
+            image_token_id=self._model_cfg.image_token_id,
+            rows_of=self._table.rows_of,
+        )
+        for job, count in zip(ready, counts, strict=True):
+            job.slot.computed += count
+            if not job.slot.pending:
+                self._give_images_back(job)
+        reach = max(job.slot.computed for job in ready)
+        self._cache = self._programs.prefill(
+            self._cache,
+            self.policy.weights,
+            self._table_md,
+            *arrays,
+            places=self._cfg.places(reach),
+        )
+        self.totals["prefill_tokens"] += sum(counts)
+        self._count_seconds("prefill", started_s, self._cache)
+
+    def _decode(self) -> list[Outcome]:
+        """Some tokens for every request whose context is in the cache."""
+        cfg = self._cfg
+        live = [job for job in self.running if not job.slot.pending][: cfg.batch_sizes[-1]]
+        if not live:
+            return []
+        started_s = time.perf_counter()
+        rows, row_of = decode_rows(live, cfg)
+        # With contexts to prefill, one token and back to them: neither waits long for the other.
+        steps = 1 if any(job.slot.pending for job in self.running) else cfg.decode_steps
+        self._cache, decoded = self._programs.decode(
+            self._cache,
+            self.policy.weights,
+            rows,
+            np.int32(steps),
+            np.bool_(bool(self.waiting)),  # of a deque it would be an array
+            places=cfg.places(min(cfg.slot_places, int(rows.length_b.max()) + steps)),
+        )
+        decoded = jax.device_get(decoded)
+        self._count_seconds("decode", started_s, self._cache)
+        self.totals["decode_steps"] += int(decoded.count_b.max())
+        self.totals["decode_rows"] += len(rows.slot_b) * int(decoded.count_b.max())
+        self.totals["tokens_sampled"] += int(decoded.count_b.sum())
+        outcomes = [self._advance(job, row, decoded) for job, row in zip(live, row_of, strict=True)]
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _advance(self, job: Job, row: int, decoded: Decoded) -> Outcome | None:
+        """Adds what a call sampled to a job; what came of it where it has ended."""
+        job.add(decoded, row, self.policy.version)
+        if not np.isfinite(job.logprobs).all():
+            self._leave(job, 0)
+            return job, PolicyError(
+                f"policy version {self.policy.version} gives logprobs that are not finite: its "
+                "weights hold NaN or infinity, or overflow; publish another version"
+            )
+        if job.request.stop_strings:
+            job.cut_at_stop_string(self._decode_text)
+        if not job.ended:
+            return None
+        self._leave(job, len(job.contents_c) + len(job.token_ids) - 1)
+        self.totals["requests"] += 1
+        return job, job.result()
+
+    def _leave(self, job: Job, computed: int) -> None:
+        self.running.remove(job)
+        self.pool.finish(job.slot, job.all_contents(), computed)
+
+    def _count_seconds(self, kind: str, started_s: float, buffer: object) -> None:
+        jax.block_until_ready(buffer)
+        self.seconds[kind] += time.perf_counter() - started_s
+
+    def compile_all(self) -> None:
+        """Everything that any request could need."""
+        with self._on_mesh():
+            self._cache, self._table_md = call_everything(
+                self._programs,
+                self._cfg,
+                self._model_cfg.vision,
+                self.policy.weights,
+                self._cache,
+                self._table_md,
+            )
+        jax.block_until_ready((self._cache, self._table_md))  # or the first request waits for it
