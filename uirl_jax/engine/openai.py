@@ -89,9 +89,10 @@ class OpenAIEngine:
         self._next_policy = _Policy(lora, policy_version)
         self._asked: _Policy | None = None  # the last that the server was asked to load
         self._loading: asyncio.Task[str] | None = None  # it; gives the name to sample from
+        self._load_tasks: set[asyncio.Task[str]] = set()  # it, and older ones that go on
         self._loads = 0
         self._name = f"uirl-{uuid.uuid4().hex[:8]}"  # engines share servers and directories
-        self._adapters: collections.deque[str] = collections.deque()  # loaded, the oldest first
+        self._adapters: collections.deque[str] = collections.deque()  # the oldest first
         self._in_use: collections.Counter[str] = collections.Counter()  # requests by model name
         self._totals: collections.Counter[str] = collections.Counter()
         self._seconds: collections.Counter[str] = collections.Counter()
@@ -259,10 +260,10 @@ class OpenAIEngine:
         if stack is None:
             return
         async with stack:
-            if self._loading is not None:
-                self._loading.cancel()
-                await asyncio.gather(self._loading, return_exceptions=True)
-                self._loading = self._asked = None
+            for task in self._load_tasks:
+                task.cancel()
+            await asyncio.gather(*self._load_tasks, return_exceptions=True)
+            self._loading = self._asked = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
                     await self._unload(keep=0)
@@ -370,6 +371,8 @@ class OpenAIEngine:
             # A task of its own: a caller that is cancelled must not leave it half loaded.
             self._asked = policy
             self._loading = asyncio.create_task(self._load(policy), name="load-policy")
+            self._load_tasks.add(self._loading)
+            self._loading.add_done_callback(self._load_tasks.discard)
         return policy, await asyncio.shield(self._loading)
 
     async def _load(self, policy: _Policy) -> str:
@@ -381,6 +384,7 @@ class OpenAIEngine:
                 return self._cfg.openai.model
             self._loads += 1
             name = f"{self._name}-{self._loads}-v{policy.version}"
+            self._adapters.append(name)  # from here on there is something to clear away
             await asyncio.to_thread(self._write_adapter, policy, self._directory(name))
             cfg = self._cfg.openai
             there = PurePosixPath(cfg.adapters_dir_there or Path(cfg.adapters_dir).resolve())
@@ -393,7 +397,6 @@ class OpenAIEngine:
                     "--max-lora-rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and the directory "
                     f"{there}"
                 ) from error
-            self._adapters.append(name)
             self._seconds["load"] += time.perf_counter() - started_s
             await self._unload(keep=KEPT_ADAPTERS)
             return name
