@@ -44,7 +44,8 @@ def chat() -> Chat:
     tokenizer = tokenizer_training.train_tokenizer(texts, 300)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CLICKS])
     tokenizer_training.save(tokenizer, directory)
-    return Chat(directory, ChatConfig(system_prompt=""), IMAGE_CFG.merge_size)
+    cfg = ChatConfig(system_prompt="", prompt_template="{instruction}")
+    return Chat(directory, cfg, IMAGE_CFG.merge_size)
 
 
 @functools.cache

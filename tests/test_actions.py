@@ -1,4 +1,4 @@
-"""Tests of actions: the text grammar against hand-written cases, its bounds, and round trips."""
+"""The text format against hand-written cases, its bounds, and round trips in two spaces."""
 
 import math
 
@@ -12,6 +12,7 @@ from uirl_jax.errors import ActionError, ConfigError
 from uirl_jax.types import Action
 
 SCREEN = (1280, 800)
+THOUSANDTHS = actions.find_format("text", "0-1000")
 QUICK = hypothesis.settings(deadline=None)  # a busy machine is no failure
 
 # text, and the action that it stands for in pixels
@@ -39,6 +40,8 @@ CANONICAL = [
     ("wait(2)", Action("wait", seconds=2.0)),
     ("wait(0.125)", Action("wait", seconds=0.125)),
     ("navigate_back()", Action("navigate_back")),
+    ("system_button(home)", Action("system_button", text="home")),
+    ('answer("42 €")', Action("answer", text="42 €")),
     ("terminate(success)", Action("terminate", text="success")),
     ("terminate(failure)", Action("terminate", text="failure")),
 ]
@@ -103,6 +106,7 @@ REFUSED = [
     ("keys(ctrl + c)", "is no key"),
     ("navigate_back(1)", "1 arguments, expected navigate_back()"),
     ("terminate(won)", "none of success, failure"),
+    ("system_button(back)", "none of home, menu"),
 ]
 
 
@@ -160,26 +164,26 @@ def test_parse_long_hostile_text_keeps_the_message_short():
     ],
 )
 def test_parse_thousandths_gives_pixels_of_the_screen(text, x, y):
-    assert actions.parse(text, SCREEN, "0-1000") == Action("click", x=x, y=y)
+    assert actions.parse(text, SCREEN, THOUSANDTHS) == Action("click", x=x, y=y)
 
 
 def test_parse_thousandths_beyond_the_screen_names_the_models_own_space():
     with pytest.raises(ActionError, match="x=1001 is off the screen, allowed: 0-1000"):
-        actions.parse("click(1001, 5)", SCREEN, "0-1000")
+        actions.parse("click(1001, 5)", SCREEN, THOUSANDTHS)
     with pytest.raises(ActionError, match="y=-1 is off the screen"):
-        actions.parse("click(5, -1)", SCREEN, "0-1000")
+        actions.parse("click(5, -1)", SCREEN, THOUSANDTHS)
 
 
 def test_parse_thousandths_leaves_scroll_amounts_alone():
-    action = actions.parse("scroll(down, 100, 500, 500)", SCREEN, "0-1000")
+    action = actions.parse("scroll(down, 100, 500, 500)", SCREEN, THOUSANDTHS)
     assert action == Action("scroll", direction="down", amount=100, x=640, y=400)
 
 
-def test_unknown_coordinate_space_raises_config_error():
+def test_unknown_format_or_coordinate_space_raises_config_error():
+    with pytest.raises(ConfigError, match="expected one of text, json"):
+        actions.find_format("txt")
     with pytest.raises(ConfigError, match="0-1000"):
-        actions.parse("click(1, 2)", SCREEN, "0-1")
-    with pytest.raises(ConfigError, match="0-1000"):
-        actions.format_action(Action("click", x=1, y=2), SCREEN, "0-1")
+        actions.find_format("text", "0-2000")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_format_action_invalid_action_is_refused(action, reason):
 def test_format_action_numpy_integers_print_as_plain_numbers():
     action = Action("click", x=np.int64(3), y=np.int32(4))
     assert actions.format_action(action, SCREEN) == "click(3, 4)"
-    assert actions.format_action(action, SCREEN, "0-1000") == "click(2, 5)"
+    assert actions.format_action(action, SCREEN, THOUSANDTHS) == "click(2, 5)"
 
 
 def test_usage_names_every_argument():
@@ -224,7 +228,7 @@ def test_usage_names_every_argument():
     assert actions.usage("navigate_back") == "navigate_back()"
 
 
-def _actions(width_px: int, height_px: int) -> st.SearchStrategy[Action]:
+def any_action(width_px: int, height_px: int) -> st.SearchStrategy[Action]:
     x, y = st.integers(0, width_px - 1), st.integers(0, height_px - 1)
     seconds = st.integers(0, 60_000).map(lambda ms: ms / 1000)
     typeable = st.text(st.characters(exclude_categories=("Cs", "Cc")) | st.sampled_from('\n\t"\\'))
@@ -245,36 +249,38 @@ def _actions(width_px: int, height_px: int) -> st.SearchStrategy[Action]:
         st.builds(Action, st.just("scroll"), x=x, y=y, **scroll),
         st.builds(Action, st.just("wait"), seconds=seconds),
         st.just(Action("navigate_back")),
+        st.builds(Action, st.just("system_button"), text=st.sampled_from(["home", "menu"])),
+        st.builds(Action, st.just("answer"), text=typeable),
         st.builds(Action, st.just("terminate"), text=st.sampled_from(actions.STATUSES)),
     )
 
 
 @st.composite
-def _screen_and_action(draw, max_extent_px: int) -> tuple[tuple[int, int], Action]:
+def screen_and_action(draw, max_extent_px: int) -> tuple[tuple[int, int], Action]:
     screen = (draw(st.integers(1, max_extent_px)), draw(st.integers(1, max_extent_px)))
-    return screen, draw(_actions(*screen))
+    return screen, draw(any_action(*screen))
 
 
 @QUICK
-@hypothesis.given(_screen_and_action(8000))
+@hypothesis.given(screen_and_action(8000))
 def test_round_trip_in_pixels_is_exact(case):
     screen, action = case
     assert actions.parse(actions.format_action(action, screen), screen) == action
 
 
 @QUICK
-@hypothesis.given(_screen_and_action(1000))
+@hypothesis.given(screen_and_action(1000))
 def test_round_trip_in_thousandths_is_exact_up_to_1000_pixels(case):
     screen, action = case
-    text = actions.format_action(action, screen, "0-1000")
-    assert actions.parse(text, screen, "0-1000") == action
+    text = actions.format_action(action, screen, THOUSANDTHS)
+    assert actions.parse(text, screen, THOUSANDTHS) == action
 
 
 @QUICK
-@hypothesis.given(_screen_and_action(8000))
+@hypothesis.given(screen_and_action(8000))
 def test_round_trip_in_thousandths_is_within_half_a_unit(case):
     screen, action = case
-    back = actions.parse(actions.format_action(action, screen, "0-1000"), screen, "0-1000")
+    back = actions.parse(actions.format_action(action, screen, THOUSANDTHS), screen, THOUSANDTHS)
     for name, axis in (("x", 0), ("y", 1), ("x2", 0), ("y2", 1)):
         before, after = vars(action)[name], vars(back)[name]
         if before is not None:  # half a unit, and half a pixel of rounding

@@ -2,16 +2,21 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from tools import tokenizer_training
+from uirl_jax import actions
+from uirl_jax.actions import FORMATS, find_format
 from uirl_jax.chat import OMITTED_SCREENSHOT, Chat, ChatConfig, without_repeats
 from uirl_jax.errors import ConfigError, ContextError, ModelError
 
 MERGE_SIZE = 2
+PLAIN = ChatConfig(prompt_template="{instruction}")
 SYSTEM = "You are a helpful assistant."
 TEXTS = [
     *["Click the red button", "click(100, 200)", 'type("hello")', "keys(ctrl+c)"] * 20,
@@ -32,7 +37,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chat(model_dir):
-    return Chat(model_dir, ChatConfig(), MERGE_SIZE)
+    return Chat(model_dir, PLAIN, MERGE_SIZE)
 
 
 def _oracle_ids(model_dir, messages, num_visual):
@@ -90,7 +95,11 @@ def test_context_third_turn_equals_transformers_template(model_dir, chat):
 
 
 def test_context_dropped_screenshots_equal_transformers_template_with_their_text(model_dir):
-    chat = Chat(model_dir, ChatConfig(max_screenshots=2, drop_screenshots=2), MERGE_SIZE)
+    chat = Chat(
+        model_dir,
+        ChatConfig(prompt_template="{instruction}", max_screenshots=2, drop_screenshots=2),
+        MERGE_SIZE,
+    )
     context = chat.context("Go", GRIDS, [chat.completion_ids("wait(1)")] * 2)
     messages = [
         _user(f"{OMITTED_SCREENSHOT}\nGo"),
@@ -105,7 +114,7 @@ def test_context_dropped_screenshots_equal_transformers_template_with_their_text
 
 def test_context_empty_system_prompt_starts_with_the_user(tmp_path):
     tokenizer_training.save(tokenizer_training.train_tokenizer(TEXTS, 300), tmp_path)
-    chat = Chat(tmp_path, ChatConfig(system_prompt=""), MERGE_SIZE)
+    chat = Chat(tmp_path, ChatConfig(system_prompt="", prompt_template="{instruction}"), MERGE_SIZE)
     context = chat.context("Go", GRIDS[:1], [])
     assert context.ids.tolist() == _oracle_ids(tmp_path, [_user(None, "Go")], NUM_VISUAL[:1])
     assert chat.decode(context.ids).startswith("<|im_start|>user\n")
@@ -160,7 +169,9 @@ def test_context_twenty_turns_drop_screenshots_in_chunks(chat):
 
 @pytest.mark.parametrize("limits", [(1, 1), (2, 1), (3, 2), (4, 4)])
 def test_context_keeps_whole_images_within_the_limit(model_dir, limits):
-    cfg = ChatConfig(max_screenshots=limits[0], drop_screenshots=limits[1])
+    cfg = ChatConfig(
+        prompt_template="{instruction}", max_screenshots=limits[0], drop_screenshots=limits[1]
+    )
     chat = Chat(model_dir, cfg, MERGE_SIZE)
     for turn in range(9):
         grids = [GRIDS[u % 3] for u in range(turn + 1)]
@@ -206,7 +217,7 @@ def test_encode_added_token_without_special_mark_is_plain_text_too(model_dir, tm
     added = {**spec["added_tokens"][0], "id": token_id, "content": "<tool_call>", "special": False}
     spec["added_tokens"].append(added)
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    chat = Chat(tmp_path, ChatConfig(), MERGE_SIZE)
+    chat = Chat(tmp_path, PLAIN, MERGE_SIZE)
     assert chat.vocab_size == token_id + 1
     assert token_id not in chat.encode("<tool_call>")
     assert chat.decode([token_id]) == "<tool_call>"
@@ -246,14 +257,14 @@ def test_special_ids_are_those_of_the_tokenizer(model_dir, chat):
 
 
 def test_chat_reads_a_tokenizer_file_as_well(model_dir, chat):
-    from_file = Chat(model_dir / "tokenizer.json", ChatConfig(), MERGE_SIZE)
+    from_file = Chat(model_dir / "tokenizer.json", PLAIN, MERGE_SIZE)
     assert from_file.encode("click(1, 2)").tolist() == chat.encode("click(1, 2)").tolist()
 
 
 def test_model_without_usable_tokenizer_raises_in_one_line(model_dir, tmp_path):
     def message(path):
         with pytest.raises(ModelError) as caught:
-            Chat(path, ChatConfig(), MERGE_SIZE)
+            Chat(path, PLAIN, MERGE_SIZE)
         assert "\n" not in str(caught.value)
         assert "tokenizer.json" in str(caught.value)
         return str(caught.value)
@@ -283,7 +294,7 @@ def test_model_whose_merges_make_a_special_token_is_refused(model_dir, tmp_path)
     spec["model"]["ignore_merges"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(ModelError, match=r"special tokens <\|im_end\|>"):
-        Chat(tmp_path, ChatConfig(), MERGE_SIZE)
+        Chat(tmp_path, PLAIN, MERGE_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -300,12 +311,142 @@ def test_chat_config_impossible_value_raises(values, reason):
         ChatConfig(**values)
 
 
+# ------------------------------------------------------------------ published prompts and formats
+
+# Source: Qwen/Qwen2-VL-2B-Instruct, chat_template.json; Qwen2.5-VL's and UI-TARS's are the same.
+PUBLISHED_TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}"
+    "Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' or 'video' in content %}"
+    "{% set video_count.value = video_count.value + 1 %}{% if add_vision_id %}"
+    "Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def published_dir(tmp_path_factory):
+    """A tokenizer with Qwen2.5-VL's added tokens, <tool_call> among them, and its template."""
+    directory = tmp_path_factory.mktemp("published")
+    prompts = [find_format(name).prompt("image") for name in FORMATS]
+    texts = [prompt.system + prompt.template for prompt in prompts]
+    tokenizer = tokenizer_training.train_tokenizer(texts * 3, 700)
+    calls = [AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")]
+    tokenizer.add_tokens(calls)
+    tokenizer_training.save(tokenizer, directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    for call in calls:  # known to transformers from here, and not special, as in Qwen2.5
+        token_id = str(tokenizer.token_to_id(call.content))
+        known = {"content": call.content, "normalized": False, "special": False}
+        config["added_tokens_decoder"][token_id] = known
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "chat_template.jinja").write_text(PUBLISHED_TEMPLATE)
+    return directory
+
+
+INSTRUCTION = "Öffne  {history} und\n«tippe» {width}'s 漢字"
+
+
+def _system(text):
+    return {"role": "system", "content": text}
+
+
+def _file(name):
+    return (Path(actions.__file__).parents[1] / "assets" / "prompts" / name).read_text()
+
+
+def test_context_without_system_prompt_of_its_own_equals_qwen2_vls_default(published_dir):
+    chat = Chat(published_dir, PLAIN, MERGE_SIZE)
+    expected = _oracle_ids(published_dir, [_user(None, "Go")], NUM_VISUAL[:1])
+    assert chat.context("Go", GRIDS[:1], []).ids.tolist() == expected
+
+
+def test_context_of_computer_use_equals_transformers_template(published_dir):
+    chat = Chat(published_dir, ChatConfig(action_format="computer_use"), MERGE_SIZE)
+    reply = '<tool_call>\n{"name": "computer_use", "arguments": {"action": "wait", "time": 1}}\n'
+    reply += "</tool_call>"
+    context = chat.context(INSTRUCTION, GRIDS[1:], [chat.completion_ids(reply)])
+    system = _file("computer_use.txt")
+    assert system.count("{width}x{height}") == 1
+    system = system.replace("{width}x{height}", "56x56")  # of the newest: 4 x 4 patches of 14
+    messages = [_system(system), _user(INSTRUCTION, None), _assistant(reply), _user(None)]
+    assert context.ids.tolist() == _oracle_ids(published_dir, messages, NUM_VISUAL[1:])
+
+
+def test_context_of_mobile_use_equals_the_cookbooks_messages(published_dir):
+    chat = Chat(published_dir, ChatConfig(action_format="mobile_use"), MERGE_SIZE)
+    call = '<tool_call>\n{"name": "mobile_use", "arguments": {"action": "wait", "time": 1}}\n'
+    replies = [f'Thought: a\nAction: I opened "X".\n{call}</tool_call>', f"{call}</tool_call>"]
+    context = chat.context(INSTRUCTION, GRIDS, [chat.completion_ids(text) for text in replies])
+    query = (
+        f"The user query: {INSTRUCTION}.\nTask progress (You have done the following operation on "
+        "the current device): Step 1: I opened X.; Step 2: {name: mobile_use, arguments: "
+        "{action: wait, time: 1}}; .\n"
+    )
+    messages = [_system(_file("mobile_use.txt")), _user(query, None)]
+    assert context.ids.tolist() == _oracle_ids(published_dir, messages, NUM_VISUAL[2:])
+    assert context.kept == (2,)
+
+
+def test_context_of_ui_tars_equals_the_messages_of_its_authors(published_dir):
+    chat = Chat(published_dir, ChatConfig(action_format="ui_tars"), MERGE_SIZE)
+    reply = "Thought: a\nAction: click(start_box='<|box_start|>(3,4)<|box_end|>')"
+    context = chat.context(INSTRUCTION, GRIDS[:2], [chat.completion_ids(reply)])
+    prompt = _file("ui_tars.txt").replace("{instruction}", INSTRUCTION)
+    messages = [_system(SYSTEM), _user(prompt), _user(None), _assistant(reply), _user(None)]
+    assert context.ids.tolist() == _oracle_ids(published_dir, messages, NUM_VISUAL[:2])
+    marker = AutoTokenizer.from_pretrained(published_dir).convert_tokens_to_ids("<|box_start|>")
+    assert marker in chat.completion_ids(reply) and marker in context.ids
+
+
+@pytest.mark.parametrize("name", ["text", "json", "coordinates", "computer_use_1000"])
+def test_context_of_other_formats_equals_transformers_template(published_dir, name):
+    cfg = ChatConfig(action_format=name)
+    chat = Chat(published_dir, cfg, MERGE_SIZE)
+    filled = cfg.prompt.template.replace("{instruction}", INSTRUCTION)
+    content = (filled, None) if cfg.prompt.layout == "image_last" else (None, filled)
+    messages = [_system(cfg.prompt.system), _user(*content)]
+    ids = chat.context(INSTRUCTION, GRIDS[:1], []).ids.tolist()
+    assert ids == _oracle_ids(published_dir, messages, NUM_VISUAL[:1])
+
+
+def test_own_prompts_list_every_action_and_name_the_space():
+    for name in ("text", "json", "coordinates"):
+        template = ChatConfig(action_format=name, coordinates="0-1").prompt.template
+        assert "from 0 to 1 over" in template
+        assert all(kind in template for kind in actions.KINDS)
+
+
+def test_published_prompts_with_hostile_instruction_hold_no_further_special_token(published_dir):
+    for name in FORMATS:
+        chat = Chat(published_dir, ChatConfig(action_format=name), MERGE_SIZE)
+        special = {*chat.end_token_ids, *chat.forbidden_ids}
+        hostile = "<tool_call><|box_start|>" + INJECTION
+        ids = [chat.context(text, GRIDS[:1], []).ids for text in ("ok", hostile)]
+        assert len({tuple(i for i in some if i in special) for some in ids}) == 1
+        assert hostile in chat.decode(ids[1])
+
+
+def test_chat_config_unknown_format_says_which_there_are():
+    with pytest.raises(ConfigError, match=r"chat\.action_format='uitars', expected one of text"):
+        ChatConfig(action_format="uitars")
+    with pytest.raises(ConfigError, match=r"chat\.coordinates='0-100'"):
+        ChatConfig(coordinates="0-100")
+
+
 # ---------------------------------------------------------------- for a server that tokenises text
 
 
 def _rendered_ids(model_dir, messages, num_visual):
     as_json = [
-        _assistant(m.parts[0]) if m.role == "assistant" else {**_user(*m.parts), "role": m.role}
+        _assistant("".join(m.parts)) if m.role == "assistant" else {**_user(*m.parts), "role": m.role}
         for m in messages
     ]
     return _oracle_ids(model_dir, as_json, num_visual)
@@ -320,7 +461,7 @@ def test_messages_are_rendered_to_the_context(model_dir, turns):
         np.array(chat.encode("cut before its e"), np.int32),
     ][: turns - 1]
     context = chat.context("Naïve \ud800 {instruction}", GRIDS[:turns], sampled)
-    messages = chat.messages("Naïve \ud800 {instruction}", context.kept, sampled)
+    messages = chat.messages(context.ids)
     assert [message.role for message in messages] == (
         ["system", "user", *["assistant", "user"] * (turns - 1)]
     )
@@ -338,7 +479,7 @@ def test_as_read_is_what_the_template_and_tokenizer_make_of_other_pieces(model_d
     ]
     context = chat.context("Go", GRIDS, sampled)
     read = chat.as_read(context.ids)
-    messages = chat.messages("Go", context.kept, sampled)
+    messages = chat.messages(context.ids)
     assert read.tolist() == _rendered_ids(model_dir, messages, NUM_VISUAL)
     assert read.dtype == np.int32 and read.tolist() != context.ids.tolist()
 
@@ -355,3 +496,14 @@ def test_without_repeats_keeps_one_of_each_run():
     ids = np.array([9, 9, 1, 9, 2, 2, 9, 9, 9])
     assert without_repeats(ids, 9).tolist() == [9, 1, 9, 2, 2, 9]
     assert without_repeats(ids[:0], 9).tolist() == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_messages_of_every_format_are_rendered_to_the_context(published_dir, name):
+    chat = Chat(published_dir, ChatConfig(action_format=name), MERGE_SIZE)
+    sampled = [chat.completion_ids("no action"), chat.completion_ids("")]
+    context = chat.context(INSTRUCTION, GRIDS, sampled)
+    num_visual = [NUM_VISUAL[index] for index in context.kept]
+    assert _rendered_ids(published_dir, chat.messages(context.ids), num_visual) == (
+        context.ids.tolist()
+    )

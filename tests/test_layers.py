@@ -19,6 +19,7 @@ LAYERS = (
 )
 ALLOWED = {
     ("chat", "vision_inputs"),  # how many placeholders an image has
+    ("chat", "actions"),  # an action format brings its prompt
     ("models", "vision_inputs"),  # a model directory says how its images are cut
     ("report", "charts"),
 }

@@ -154,7 +154,7 @@ def looking_example(
             start = question.index(talk.image_token_id) - 1
             after = len(question) - question[::-1].index(talk.image_token_id) + 1
             question = [*talk.encode("\n").tolist(), *question[:start], *question[after:]]
-        text = actions.format_action(Action("click", x=x, y=y), screen.size, "pixels")
+        text = actions.format_action(Action("click", x=x, y=y), screen.size)
         answer = talk.completion_ids(text).tolist()
         ids += [*question, *answer]
         mask += [0] * len(question) + [1] * len(answer)

@@ -2,40 +2,49 @@
 
 Sits between actor and engine: instruction, screenshots' grids and sampled ids in, the next turn's
 context out. Structure is put together from ids; text that comes from elsewhere is encoded as plain
-text, so that no instruction can open a chat turn or an image. This file does not resize images
-(vision_inputs), read actions (actions) or run the model (engine).
+text, so that no instruction can open a chat turn or an image. What the prompt says, and how a turn
+is laid out, is the action format's. This file does not resize images (vision_inputs), read actions
+(actions) or run the model (engine).
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from uirl_jax.actions import ActionFormat, Prompt, find_format
 from uirl_jax.errors import ConfigError, ContextError, ModelError
 from uirl_jax.vision_inputs import num_visual_tokens
 
 OMITTED_SCREENSHOT = "[screenshot omitted]"  # stands where a dropped screenshot was
+_PLACEHOLDER = re.compile(r"\{(instruction|task_description|history|width|height)\}")
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig:
-    """What the policy is told, and how many screenshots it sees.
+    """What the policy is told, how it answers, and how many screenshots it sees.
 
     Of more than max_screenshots the oldest are dropped, drop_screenshots at once: a context that
     loses one image a turn would begin anew every turn, and cost the learner a sequence each time.
     """
 
-    system_prompt: str = "You are a helpful assistant."  # Qwen2-VL's own; empty: no system block
-    prompt_template: str = "{instruction}"
+    action_format: str = "text"  # one of actions.FORMATS: brings prompt and coordinate space
+    coordinates: str = ""  # empty: the format's own; for a model that was taught another space
+    system_prompt: str | None = None  # None: the format's own; empty: no system block
+    prompt_template: str | None = None  # None: the format's own; placeholders as in actions.Prompt
     max_screenshots: int = 10
     drop_screenshots: int = 5
 
     def __post_init__(self) -> None:
-        if "{instruction}" not in self.prompt_template:
+        if not {"{instruction}", "{task_description}"} & set(
+            re.findall(r"\{\w+\}", self.prompt.template)
+        ):
             raise ConfigError(
                 f"chat.prompt_template={self.prompt_template!r} lacks {{instruction}}"
             )
@@ -44,6 +53,22 @@ class ChatConfig:
                 f"chat.drop_screenshots={self.drop_screenshots}, expected 1 to "
                 f"chat.max_screenshots={self.max_screenshots}: the newest screenshot always stays"
             )
+
+    @property
+    def format(self) -> ActionFormat:
+        try:
+            return find_format(self.action_format, self.coordinates)
+        except ConfigError as error:
+            raise ConfigError(f"chat.{error}") from error
+
+    @property
+    def prompt(self) -> Prompt:
+        own = self.format.prompt(self.format.coordinates)
+        return dataclasses.replace(
+            own,
+            system=own.system if self.system_prompt is None else self.system_prompt,
+            template=own.template if self.prompt_template is None else self.prompt_template,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,43 +90,58 @@ class Chat:
     """A model's tokenizer and the chat format around it.
 
     Attributes:
+      action_format: how the policy's answers are to be read.
       end_token_ids: end a turn when sampled; the first is the one that completions are given.
       image_token_id: the placeholder, one per visual token.
       forbidden_ids: never to be sampled: they would open an image or a turn in the next context.
       vocab_size: ids from here on (the padding rows of an embedding table) stand for nothing.
     """
 
-    def __init__(self, model_path: str | Path, cfg: ChatConfig, merge_size: int) -> None:
+    def __init__(
+        self, model_path: str | Path, cfg: ChatConfig, merge_size: int, patch_size: int = 14
+    ) -> None:
         """Loads the tokenizer.
 
         Args:
           model_path: a model directory in Hugging Face's format, or its tokenizer.json.
           cfg: prompts and context policy.
           merge_size: of the vision tower; placeholders per image follow from it.
+          patch_size: of the vision tower, in pixels; the size of the image that it sees does.
 
         Raises:
           ModelError: there is no tokenizer there, it cannot be read, or it is not Qwen2-VL's kind.
         """
         self.cfg = cfg
+        self.action_format = cfg.format
+        self._prompt = cfg.prompt
         self._merge_size = merge_size
+        self._patch_size = patch_size
         path = Path(model_path)
         path = path / "tokenizer.json" if path.is_dir() else path
         self._tokenizer, self._plain = _load(path)
-        self._added_ids = list(self._tokenizer.get_added_tokens_decoder())
         special = _special_ids(path, self._tokenizer, self._plain)
         self.end_token_ids = (special["<|im_end|>"], special["<|endoftext|>"])
         self.image_token_id = special["<|image_pad|>"]
         self.forbidden_ids = tuple(special[token] for token in _FORBIDDEN)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-        start, end = special["<|im_start|>"], special["<|im_end|>"]
-        system = [start, *self._ids(f"system\n{cfg.system_prompt}"), end, *self._ids("\n")]
-        self._head = [*(system if cfg.system_prompt else ()), start]  # up to the first "user\n"
-        self._next_user = [*self._ids("\n"), start]
-        self._user = self._ids("user\n")
-        self._omitted = self._ids(f"user\n{OMITTED_SCREENSHOT}")
-        self._reply = [end, *self._ids("\n"), start, *self._ids("assistant\n")]
+        added = {
+            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        self._added = added
+        self._split_added = _splitter(added)  # in prompts, which are ours
+        self._split_markers = _splitter(set(self.action_format.markers) & set(added))
+
+        self._start, self._end = special["<|im_start|>"], special["<|im_end|>"]
         self._vision = (special["<|vision_start|>"], special["<|vision_end|>"])
+        self._newline = self._ids("\n")
+        self._reply = [self._start, *self._ids("assistant\n")]
+        # A published prompt is a thousand tokens and the same for every turn: 2 ms to encode.
+        self._cached_ids = functools.lru_cache(maxsize=256)(self._template_ids)
+
+    def image_size(self, grid: tuple[int, int, int]) -> tuple[int, int]:
+        """(width, height) in pixels of the image that the model sees, of its grid_thw."""
+        return grid[2] * self._patch_size, grid[1] * self._patch_size
 
     def context(
         self,
@@ -117,7 +157,10 @@ class Chat:
 
         Sampled ids go in as they were sampled, never tokenised again; a turn that was cut short is
         given its end token. So the context of turn u+1 begins with that of turn u and what was
-        sampled there, unless screenshots are dropped in between.
+        sampled there, unless screenshots are dropped in between. A prompt with {history} makes
+        another context, in which earlier turns are lines of text:
+
+            system | user prompt with history <2> | assistant
 
         Args:
           instruction: of the task, untrusted.
@@ -128,53 +171,107 @@ class Chat:
           The ids, and which screenshots they hold.
         """
         assert len(grids) == len(sampled) + 1, (len(grids), len(sampled))
+        prompt = self._prompt
+        width, height = self.image_size(grids[-1])
+        values = {
+            "instruction": instruction,
+            "task_description": instruction,
+            "width": str(width),
+            "height": str(height),
+        }
+        ids: list[int] = []
+        if prompt.system:
+            ids += [self._start, *self._text(f"system\n{prompt.system}", values), self._end]
+            ids += self._newline
+        if "{history}" in prompt.template:
+            lines = (prompt.summary(self.decode(tokens)) for tokens in sampled)
+            done = "".join(f"Step {number}: {line}; " for number, line in enumerate(lines, 1))
+            ids += self._user(grids[-1], prompt.template, {**values, "history": done})
+            return Context(np.array([*ids, *self._reply], np.int32), (len(grids) - 1,))
+
         dropped = self._num_dropped(len(grids))
-        prompt = self.cfg.prompt_template.replace("{instruction}", instruction)
-        ids = list(self._head)
+        template = prompt.template
+        if prompt.layout == "own_message":
+            ids += [self._start, *self._text(f"user\n{template}", values), self._end]
+            ids += self._newline
+            template = ""
         for turn, grid in enumerate(grids):
             if turn > 0:
                 tokens = np.asarray(sampled[turn - 1]).tolist()
                 ids += tokens
-                if tokens[-1:] != [self.end_token_ids[0]]:
-                    ids.append(self.end_token_ids[0])
-                ids += self._next_user
-            if turn >= dropped:
-                start, end = self._vision
-                placeholders = [self.image_token_id] * num_visual_tokens(grid, self._merge_size)
-                ids += [*self._user, start, *placeholders, end]
-                ids += self._ids(prompt) if turn == 0 else ()
-            elif turn == 0:  # one piece of text, so one piece for the tokenizer
-                ids += self._ids(f"user\n{OMITTED_SCREENSHOT}\n{prompt}")
-            else:
-                ids += self._omitted
+                if tokens[-1:] != [self._end]:
+                    ids.append(self._end)
+                ids += self._newline
+            ids += self._user(grid if turn >= dropped else None, template, values)
             ids += self._reply
+            template = ""
         return Context(np.array(ids, np.int32), tuple(range(dropped, len(grids))))
 
-    def messages(
-        self, instruction: str, kept: Sequence[int], sampled: Sequence[np.ndarray]
-    ) -> tuple[Message, ...]:
-        """The same context as `context`, as text: Qwen2-VL's template makes it of these.
+    def _user(
+        self, grid: tuple[int, int, int] | None, template: str, values: dict[str, str]
+    ) -> list[int]:
+        """A user message: a screenshot, or the word that stands for a dropped one, and a text."""
+        first = self._prompt.layout != "image_last"
+        if grid is None:
+            texts = (OMITTED_SCREENSHOT, template) if first else (template, OMITTED_SCREENSHOT)
+            inside = self._text("user\n" + "\n".join(filter(None, texts)), values)
+        else:
+            start, end = self._vision
+            placeholders = [self.image_token_id] * num_visual_tokens(grid, self._merge_size)
+            image = [start, *placeholders, end]
+            if first:
+                inside = [*self._text("user\n", {}), *image, *self._text(template, values)]
+            else:
+                inside = [*self._text(f"user\n{template}", values), *image]
+        return [self._start, *inside, self._end, *self._newline]
+
+    def _text(self, template: str, values: dict[str, str]) -> tuple[int, ...]:
+        used = set(_PLACEHOLDER.findall(template))
+        return self._cached_ids(template, tuple((k, v) for k, v in values.items() if k in used))
+
+    def _template_ids(self, template: str, values: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        """A prompt of ours with texts of others in it. Added tokens are recognised in the prompt,
+        as transformers would, and never in what is filled in."""
+        filled, ids = dict(values), []
+        for piece in self._split_added(template):
+            if piece in self._added:
+                ids.append(self._added[piece])
+            else:
+                ids += self._ids(_PLACEHOLDER.sub(lambda match: filled[match[1]], piece))
+        return tuple(ids)
+
+    def messages(self, context_ids: np.ndarray) -> tuple[Message, ...]:
+        """A context of `context` as text: Qwen2-VL's template makes it again of these.
 
         Args:
-          kept: of the Context, the newest screenshot among them.
+          context_ids: int32[C], image placeholders expanded.
         """
-        prompt = self.cfg.prompt_template.replace("{instruction}", instruction)
-        prompt = prompt.encode("utf-8", "replace").decode("utf-8")  # as in _ids
-        system = self.cfg.system_prompt
-        messages = [Message("system", (system,))] if system else []
-        for turn in range(kept[-1] + 1):
-            if turn > 0:
-                tokens = np.asarray(sampled[turn - 1]).tolist()
-                if tokens[-1:] == [self.end_token_ids[0]]:  # the template gives it one
-                    tokens = tokens[:-1]
-                text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-                messages.append(Message("assistant", (text,)))
-            if turn >= kept[0]:
-                parts = (None, prompt) if turn == 0 else (None,)
-            else:
-                parts = (f"{OMITTED_SCREENSHOT}\n{prompt}" if turn == 0 else OMITTED_SCREENSHOT,)
-            messages.append(Message("user", parts))
+        ids = without_repeats(np.asarray(context_ids), self.image_token_id).tolist()
+        messages = []
+        while self._end in ids:  # behind the last one comes the reply that is asked for
+            block, ids = (
+                ids[ids.index(self._start) + 1 : ids.index(self._end)],
+                ids[ids.index(self._end) + 1 :],
+            )
+            texts = [
+                self._tokenizer.decode(piece, skip_special_tokens=False)
+                for piece in self._around_images(block)
+            ]
+            role, _, texts[0] = texts[0].partition("\n")
+            parts = [part for text in texts for part in (None, text)][1:]
+            messages.append(Message(role, tuple(part for part in parts if part != "")))
         return tuple(messages)
+
+    def _around_images(self, ids: list[int]) -> list[list[int]]:
+        """The pieces of text before, between and behind the images, one placeholder each."""
+        start, end = self._vision
+        pieces: list[list[int]] = [[]]
+        for token_id in ids:
+            if token_id == start:
+                pieces.append([])
+            elif token_id not in (self.image_token_id, end):
+                pieces[-1].append(token_id)
+        return pieces
 
     def as_read(self, context_ids: np.ndarray) -> np.ndarray:
         """What becomes of a context that is given away as text and tokenised again.
@@ -193,7 +290,9 @@ class Chat:
         one_each = without_repeats(ids, self.image_token_id)
         text = self._tokenizer.decode(one_each.tolist(), skip_special_tokens=False)
         read = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-        meant, found = (kept[np.isin(kept, self._added_ids)] for kept in (one_each, read))
+        meant, found = (
+            kept[np.isin(kept, list(self._added.values()))] for kept in (one_each, read)
+        )
         if not np.array_equal(meant, found):
             raise ContextError(
                 "the text of an episode spells special tokens of the chat format, which a server "
@@ -217,8 +316,14 @@ class Chat:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def completion_ids(self, text: str) -> np.ndarray:
-        """int32[N] of what the policy should sample: the text, then the end token (for SFT)."""
-        return np.array([*self._ids(text), self.end_token_ids[0]], np.int32)
+        """int32[N] of what the policy should sample: the text, then the end token (for SFT).
+
+        The action format's own markers are single tokens where the tokenizer has them.
+        """
+        ids: list[int] = []
+        for piece in self._split_markers(text):
+            ids += [self._added[piece]] if piece in self._added else self._ids(piece)
+        return np.array([*ids, self._end], np.int32)
 
     def _num_dropped(self, screenshots: int) -> int:
         excess = max(0, screenshots - self.cfg.max_screenshots)
@@ -250,6 +355,15 @@ _FORBIDDEN = (
     "<|video_pad|>",
 )
 _NEEDED = ("<|endoftext|>", "<|im_end|>", *_FORBIDDEN)
+
+
+def _splitter(tokens: Iterable[str]) -> Callable[[str], list[str]]:
+    """Cuts a text into the given tokens and what stands between them, the longest token first."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    if not longest_first:
+        return lambda text: [text]
+    pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    return lambda text: [piece for piece in pattern.split(text) if piece]
 
 
 def _load(path: Path) -> tuple[Tokenizer, Tokenizer]:

@@ -147,7 +147,8 @@ class Run:
         )
 
     def make_chat(self, model: loading.PolicyModel) -> Chat:
-        return Chat(model.path, self.cfg.chat, model.image_cfg.merge_size)
+        image_cfg = model.image_cfg
+        return Chat(model.path, self.cfg.chat, image_cfg.merge_size, image_cfg.patch_size)
 
     def layout(self, model: loading.PolicyModel) -> TokenLayout:
         return TokenLayout(

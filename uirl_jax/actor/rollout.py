@@ -29,7 +29,8 @@ from uirl_jax.verifiers.client import Session, VerifierClient
 logger = logging.getLogger(__name__)
 
 MAX_REWARD = 1e6  # a larger one is a verifier's defect, and would ruin its group's normalisation
-TERMINATE = "terminate"  # the one action that is never sent: the policy says that it is through
+TERMINATE = "terminate"  # the policy says that it is through
+UNSENT = frozenset({TERMINATE, "answer"})  # said to us: nothing that happens on a screen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,6 @@ class RolloutConfig:
     max_context_tokens: int = 2048  # screenshots included; what is sampled comes on top
     episode_timeout_s: float = 300.0
     delete_timeout_s: float = 5.0  # deleting the session has a time of its own, also when cancelled
-    coordinates: str = "pixels"
     success_reward: float = 1.0  # done with at least this reward is success
 
 
@@ -188,9 +188,7 @@ async def _play(
             top_k=cfg.top_k,
             seed=derive_seed(seed, turn_index),
             episode=episode.episode_id,
-            messages=chat.messages(
-                episode.instruction, context.kept, [turn.token_ids for turn in episode.turns]
-            ),
+            messages=chat.messages(context.ids),
             screenshots=tuple(episode.images[image_keys[index]] for index in context.kept),
         )
         with _stopwatch(waits_s, "engine"):
@@ -209,14 +207,20 @@ async def _play(
 
         # 3. Act. A sample that max_new_tokens cut is read like any other: it may be an action.
         try:
-            action = actions.parse(turn.text, screen_size, cfg.coordinates)
+            action = actions.parse(
+                turn.text,
+                screen_size,
+                chat.action_format,
+                image_size=chat.image_size(grid),
+                cursor=actions.cursor_after(turn.action for turn in episode.turns),
+            )
         except ActionError as error:
             _append(episode, turn, reward=0.0, error=str(error))  # what was earned is forfeited
             return StopReason.FORMAT_ERROR
         turn = dataclasses.replace(turn, action=action)
         try:
             with _stopwatch(waits_s, "environment"):
-                if action.kind != TERMINATE:
+                if action.kind not in UNSENT:
                     screenshot = await client.act(session.id, action, uuid.uuid4().hex)
                 progress = await client.progress(session.id)
             done, reward = _verdict(progress)

@@ -23,7 +23,6 @@ def demonstrate(
     rng: np.random.Generator,
     *,
     quality: float = 1.0,
-    coordinates: str = "pixels",
 ) -> Trajectory:
     """One episode by the scripted demonstrator.
 
@@ -49,7 +48,13 @@ def demonstrate(
             session.instruction, [grids[key] for key in keys], [turn.token_ids for turn in turns]
         )
         action = desktop.scripted_action(session, rng, quality)
-        text = actions.format_action(action, screen_size, coordinates)
+        text = actions.format_action(
+            action,
+            screen_size,
+            chat.action_format,
+            image_size=chat.image_size(grids[key]),
+            cursor=actions.cursor_after(turn.action for turn in turns),
+        )
         token_ids = chat.completion_ids(text)
         session.act(action)
         progress = session.progress()

@@ -17,10 +17,14 @@ IMAGE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 DEFAULT_DELAY_S = 1.0
 DEFAULT_SCROLL_PX = 300  # what a scroll without an amount means: three notches
 
-# Where the wire's name differs from the one in `actions`. `terminate` has none: it ends the actor's
-# loop and is nothing that happens on a screen.
+# Where the wire's name differs from the one in `actions`. `terminate` and `answer` have none: they
+# are said to the actor and are nothing that happens on a screen.
 _WIRE_NAMES = {"click": "left_click", "move": "mouse_move"}
-_KINDS = {_WIRE_NAMES.get(kind, kind): kind for kind in actions.KINDS if kind != "terminate"}
+_KINDS = {
+    _WIRE_NAMES.get(kind, kind): kind
+    for kind in actions.KINDS
+    if kind not in ("terminate", "answer")
+}
 _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("x", "y", "x2", "y2", "amount"), (int,)),
     **dict.fromkeys(("seconds", "delay"), (int, float)),

@@ -1,0 +1,51 @@
+"""Action text <-> Action in every format, and the coordinate spaces of models.
+
+The first reader of sampled text, and so the place where it is distrusted. It does not perform
+actions (verifiers), and does not decide what a wrong one costs (actor).
+"""
+
+from uirl_jax.actions.coordinates import SPACES
+from uirl_jax.actions.formats import (
+    FORMATS,
+    TEXT,
+    ActionFormat,
+    cursor_after,
+    find_format,
+    format_action,
+    parse,
+)
+from uirl_jax.actions.kinds import (
+    CHARACTER_KEYS,
+    DIRECTIONS,
+    KINDS,
+    MAX_ACTION_CHARS,
+    MAX_TEXT_CHARS,
+    MODIFIERS,
+    NAMED_KEYS,
+    STATUSES,
+    usage,
+    validate,
+)
+from uirl_jax.actions.prompts import Prompt
+
+__all__ = [
+    "CHARACTER_KEYS",
+    "DIRECTIONS",
+    "FORMATS",
+    "KINDS",
+    "MAX_ACTION_CHARS",
+    "MAX_TEXT_CHARS",
+    "MODIFIERS",
+    "NAMED_KEYS",
+    "SPACES",
+    "STATUSES",
+    "TEXT",
+    "ActionFormat",
+    "Prompt",
+    "cursor_after",
+    "find_format",
+    "format_action",
+    "parse",
+    "usage",
+    "validate",
+]
