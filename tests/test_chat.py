@@ -446,7 +446,9 @@ def test_chat_config_unknown_format_says_which_there_are():
 
 def _rendered_ids(model_dir, messages, num_visual):
     as_json = [
-        _assistant("".join(m.parts)) if m.role == "assistant" else {**_user(*m.parts), "role": m.role}
+        _assistant("".join(m.parts))
+        if m.role == "assistant"
+        else {**_user(*m.parts), "role": m.role}
         for m in messages
     ]
     return _oracle_ids(model_dir, as_json, num_visual)

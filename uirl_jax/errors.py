@@ -48,6 +48,14 @@ class VerifierError(UirlError):
     """A verifier that cannot be reached or answers with something it must not (an `env_error`)."""
 
 
+class RequestRefusedError(VerifierError):
+    """A request that the verifier has not carried out, and said so or was not reached."""
+
+
+class ActUncertainError(VerifierError):
+    """An act that may have been applied: it is not sent again; the next screenshot tells."""
+
+
 class EngineError(UirlError):
     """A sampling server that cannot be reached or answers with something it must not."""
 

@@ -173,8 +173,13 @@ class Players:
         self.run, self.model = run, model
         self.talk = run.make_chat(model)
         self.engine = make_engine(run.cfg, model, self.talk)
-        delay_s = run.cfg.verifier.action_delay_s
-        self.fleet = Fleet(run.base_urls, lambda url: VerifierClient(url, delay_s=delay_s))
+        verifier = run.cfg.verifier
+        self.fleet = Fleet(
+            run.base_urls,
+            lambda url: VerifierClient(
+                url, dialect=verifier.dialect, delay_s=verifier.action_delay_s
+            ),
+        )
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Players":

@@ -19,6 +19,7 @@ from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
 from uirl_jax.models.qwen2_vl import Remat
 from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class VerifierConfig:
 
     urls: tuple[str, ...] = ()  # none: the bundled server, through verifier.port in the workdir
     port: int = 0  # of the bundled server; 0 takes a free one
+    dialect: DialectName = "g1+"  # python -m uirl_jax.verifiers.doctor URL finds out which
     action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
 
 
@@ -104,6 +106,17 @@ class RunConfig:
         faults = []
         if not self.tasks:
             faults.append("tasks is empty, expected at least one")
+        dialect = DIALECTS[self.verifier.dialect]
+        if not self.verifier.urls and not dialect.judges:
+            faults.append(
+                f"verifier.dialect={dialect.name!r}: the bundled server speaks g1+; give "
+                "verifier.urls of servers that speak another"
+            )
+        if self.verifier.action_delay_s > dialect.max_delay_s:
+            faults.append(
+                f"verifier.action_delay_s={self.verifier.action_delay_s:g}: at most "
+                f"{dialect.max_delay_s:g} in the dialect {dialect.name}"
+            )
         new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
         if new_tokens > most_new:
             faults.append(

@@ -21,15 +21,22 @@ from uirl_jax import actions, vision_inputs
 from uirl_jax.chat import Chat
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.requests import SampleRequest
-from uirl_jax.errors import ActionError, ContextError, ImageError, VerifierError
+from uirl_jax.errors import (
+    ActionError,
+    ActUncertainError,
+    ContextError,
+    ImageError,
+    VerifierError,
+)
 from uirl_jax.metrics import key_values
-from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
+from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers.client import Session, VerifierClient
 
 logger = logging.getLogger(__name__)
 
 MAX_REWARD = 1e6  # a larger one is a verifier's defect, and would ruin its group's normalisation
 TERMINATE = "terminate"  # the policy says that it is through
+MAX_TAINTED_TURNS = 2  # acts that may or may not have been applied; a third ends the episode
 UNSENT = frozenset({TERMINATE, "answer"})  # said to us: nothing that happens on a screen
 
 
@@ -214,14 +221,18 @@ async def _play(
                 image_size=chat.image_size(grid),
                 cursor=actions.cursor_after(turn.action for turn in episode.turns),
             )
+            if action.kind not in UNSENT:
+                client.check_action(action)
         except ActionError as error:
-            _append(episode, turn, reward=0.0, error=str(error))  # what was earned is forfeited
+            forfeited = min(0.0, episode.reward)  # what was earned; what it cost stays
+            _append(episode, turn, reward=forfeited, error=str(error))
             return StopReason.FORMAT_ERROR
         turn = dataclasses.replace(turn, action=action)
         try:
             with _stopwatch(waits_s, "environment"):
+                taint = ""
                 if action.kind not in UNSENT:
-                    screenshot = await client.act(session.id, action, uuid.uuid4().hex)
+                    screenshot, taint = await _act(client, session, action, episode)
                 progress = await client.progress(session.id)
             done, reward = _verdict(progress)
         except VerifierError as error:
@@ -230,13 +241,30 @@ async def _play(
 
         # 4. Reap. A claim of success by the policy changes nothing in what the verifier counts.
         episode.progress = progress
-        _append(episode, dataclasses.replace(turn, progress=progress), reward=reward)
+        turn = dataclasses.replace(turn, progress=progress)
+        _append(episode, turn, reward=reward, error=taint)
         episode.success = done and reward >= cfg.success_reward
+        if not client.dialect.judges:  # judged by the task's own rule, in which success may cost
+            episode.success = progress["success"] is True
         if done:
             return StopReason.COMPLETED if episode.success else StopReason.FAILED
         if action.kind == TERMINATE:
             return StopReason.FAILED
     return StopReason.MAX_TURNS
+
+
+async def _act(
+    client: VerifierClient, session: Session, action: Action, episode: _Episode
+) -> tuple[bytes, str]:
+    """The screen after an action, and what taints the turn: where nobody knows whether the action
+    was applied, the episode goes on from what is seen."""
+    try:
+        return await client.act(session.id, action, uuid.uuid4().hex), ""
+    except ActUncertainError as error:
+        if sum(turn.error != "" for turn in episode.turns) >= MAX_TAINTED_TURNS:
+            raise
+        _warn("turn_env_error", session=session.id, reason=error)
+        return await client.screenshot(session.id), f"env_error: {error}"
 
 
 def _append(episode: _Episode, turn: Turn, *, reward: float, error: str = "") -> None:

@@ -1,0 +1,152 @@
+"""Instruction and reward of tasks whose server has neither: simple_data_entry in g1, g2 and g3.
+
+The server counts, this file says what the counts are worth. The rule is declared with the task, in
+its variant, and so stands in every record beside the raw progress: a run can be scored again under
+another one. What a policy claims about itself pays nothing.
+
+    TaskConfig(name="simple_data_entry", variant="rows=2-101,count=1,wrong=0.25,duplicate=0.25")
+
+    rows       from which rows of the sheet those to be submitted are drawn, by the task's seed
+    count      how many of them
+    partial    1: each right row is worth its share; 0: nothing before all are submitted
+    wrong      cost of each wrong submission, or right one of a row that was not asked for
+    duplicate  cost of each submission of a row that was submitted before
+    turn       cost of each action
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from uirl_jax.errors import VerifierError
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.dialects import CORRECT, ROWS, WRONG
+
+DATA_ENTRY = "simple_data_entry"
+FIRST_ROW = 2  # of the sheet, below its head; the server counts it as 0
+LAST_ROW = 101
+_MAX_SUBMISSIONS = 100_000
+_ROWS = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
+_COST = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,6})?")
+
+# Source: TobiasNorlund/ui-rl, examples/simple_data_entry/simple_data_entry.py: what their models
+# were trained on.
+_INSTRUCTION = (
+    "Your task is to submit data from a spreadsheet (seen on the left) into a form (seen on the "
+    "right). Specifically, the following rows (as numbered in the left margin) from the "
+    "spreadsheet are to be submitted: {rows}.\n"
+    "Note: You may need to scroll to make the row visible in the sheet.\n"
+    "The form has to be submitted separately for each row. When the form has been submitted, "
+    "return to the form to submit the next row. \n"
+    "Submit a row by selecting each cell individually, copy its content by sending keys "
+    '"ctrl+c", select the target form text input and paste using "ctrl+v".\n'
+    "Finally, submit the form and continue with the next row. Only finish when all rows have been "
+    "successfully submitted"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataEntryRule:
+    """One instance of the task."""
+
+    rows: tuple[int, ...]  # of the sheet
+    partial: bool = False
+    wrong: float = 0.0
+    duplicate: float = 0.0
+    turn: float = 0.0
+
+    @property
+    def instruction(self) -> str:
+        return _INSTRUCTION.replace("{rows}", ", ".join(map(str, self.rows)))
+
+    def judge(self, progress: Mapping[str, object], turns: int) -> dict[str, object]:
+        """What the counts of a server are worth after some turns.
+
+        Success is that exactly the rows asked for were submitted, each once, and nothing wrong. A
+        server of g2a says how many were right and not which: there a duplicate, or a right row
+        that was not asked for, counts as one of those asked for.
+
+        Returns:
+          done: all rows asked for were submitted; success; and the reward so far.
+
+        Raises:
+          VerifierError: the progress is not what such a server counts.
+        """
+        wrong = _count(progress, WRONG)
+        duplicates = 0
+        if ROWS in progress:
+            submitted = _rows(progress)
+            asked = {row - FIRST_ROW for row in self.rows}
+            right = len(asked.intersection(submitted))
+            duplicates = len(submitted) - len(set(submitted))
+            wrong += len(set(submitted) - asked)
+        else:
+            correct = _count(progress, CORRECT)
+            right = min(correct, len(self.rows))
+            duplicates = correct - right
+        done = right == len(self.rows)
+        worth = right / len(self.rows) if self.partial or done else 0.0
+        cost = self.wrong * wrong + self.duplicate * duplicates + self.turn * turns
+        return {
+            "done": done,
+            "reward": worth - cost,
+            "success": done and not wrong and not duplicates,
+        }
+
+
+def find_rule(task: TaskSpec) -> DataEntryRule:
+    """The rule of a task instance.
+
+    Raises:
+      VerifierError: there is none for such a task, or its variant is not as above.
+    """
+    if task.name != DATA_ENTRY:
+        raise VerifierError(
+            f"task {task.name!r}: in this dialect nobody says what it asks for and what it pays; "
+            f"there is a rule for {DATA_ENTRY}, and a g1+ server has its own"
+        )
+    given = {"rows": f"{FIRST_ROW}-{LAST_ROW}", "count": "1", "partial": "0"}
+    given |= {"wrong": "0", "duplicate": "0", "turn": "0"}
+    for part in filter(None, (part.strip() for part in task.variant.split(","))):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        pattern = _ROWS if key == "rows" else _COST
+        if key not in given or not pattern.fullmatch(value):
+            raise VerifierError(
+                f"variant {task.variant!r} of {task.name}: {part!r} is none of "
+                f"{', '.join(given)} with a number (rows: two, as in 2-101)"
+            )
+        given[key] = value
+    low, high = _ROWS.fullmatch(given["rows"]).groups()
+    pool = range(int(low), int(high or low) + 1)
+    count = float(given["count"])
+    if not pool or pool[0] < FIRST_ROW or not 1 <= count <= len(pool) or count != int(count):
+        raise VerifierError(
+            f"variant {task.variant!r} of {task.name}: {given['count']} of rows {given['rows']}, "
+            f"expected at least one of the rows from {FIRST_ROW} on"
+        )
+    picked = np.random.default_rng(task.seed).choice(len(pool), int(count), replace=False)
+    return DataEntryRule(
+        tuple(sorted(pool[int(index)] for index in picked)),
+        partial=float(given["partial"]) != 0.0,
+        **{name: float(given[name]) for name in ("wrong", "duplicate", "turn")},
+    )
+
+
+def _count(progress: Mapping[str, object], key: str) -> int:
+    value = progress.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SUBMISSIONS:
+        raise VerifierError(f"progress has {key}={str(value)[:40]!r}: expected a count")
+    return value
+
+
+def _rows(progress: Mapping[str, object]) -> list[int]:
+    value = progress[ROWS]
+    if (
+        not isinstance(value, list)
+        or len(value) > _MAX_SUBMISSIONS
+        or any(isinstance(row, bool) or not isinstance(row, int) for row in value)
+    ):
+        raise VerifierError(f"progress has {ROWS}={str(value)[:40]!r}: expected row numbers")
+    return value

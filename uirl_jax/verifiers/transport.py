@@ -1,0 +1,246 @@
+"""HTTP to one verifier, with no belief in what comes back: one call in, checked bytes out.
+
+Under the client, which knows what the calls mean. Whatever goes wrong (no answer, a late, an
+endless, a compressed or a redirected one, HTML) is a VerifierError that says what, where and what
+to do, within its time and in bounded memory. Retries live here and nowhere else. Text that is typed
+travels in some dialects' URLs: no message quotes a query.
+"""
+
+import asyncio
+import dataclasses
+import random
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from uirl_jax import untrusted_json
+from uirl_jax.errors import RequestRefusedError, VerifierError
+from uirl_jax.untrusted_http import check_base_url, read_body, retry_after_s
+
+JSON_TYPE = "application/json"
+_RETRIED_STATUS = frozenset({429, 500, 502, 503, 504})
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientLimits:
+    """What an answer may cost."""
+
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 10.0  # of silence; attempt_timeout_s is what ends a slow drip
+    attempt_timeout_s: float = 15.0  # one attempt as a whole, besides the delay that it asks for
+    create_timeout_s: float = 120.0  # real desktops take tens of seconds to start
+    attempts: int = 3
+    backoff_s: float = 0.2  # before the second attempt; doubled for each further one, with jitter
+    max_retry_after_s: float = 5.0  # more than that of patience is not to be had
+    max_image_bytes: int = 16 * 1024 * 1024
+    max_image_pixels: int = 16_000_000
+    max_json_bytes: int = 1024 * 1024
+    max_instruction_chars: int = 4096
+    max_connections: int = 256
+
+
+class _TryAgain(Exception):
+    """An attempt that failed in a way that may pass."""
+
+    def __init__(self, reason: str, *, refused: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.refused = refused  # no connection: the server has not seen the request
+        self.wait_s = wait_s
+
+
+class Transport:
+    """The connections to one server. An async context manager.
+
+    Args:
+      base_url: http or https, host, port, perhaps a path. All requests go there and nowhere else.
+      keep_alive_s: an idle connection is dropped after so long, before the server drops it: a
+        request on a connection that is being closed is lost, and an act must not be sent again.
+      token: sent as a bearer token.
+
+    Raises:
+      VerifierError: base_url is none. `send` and `json` raise nothing else, but for cancellation.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        limits: ClientLimits,
+        *,
+        keep_alive_s: float = 4.0,
+        token: str | None = None,
+    ) -> None:
+        self.base = check_base_url(base_url, "verifier address", VerifierError)
+        self.limits = limits
+        self._keep_alive_s = keep_alive_s
+        self._headers = {"Accept-Encoding": "identity"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=self.limits.max_connections, keepalive_timeout=self._keep_alive_s
+            ),
+            auto_decompress=False,  # 1 MB of gzip became 1 GiB with the default
+            trust_env=False,  # no proxy and no netrc from the environment
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def json(
+        self, method: str, path: tuple[str, ...], **request: object
+    ) -> dict[str, object]:
+        """The JSON object that a call answers with; arguments as in `send`."""
+        data = await self.send(
+            method,
+            path,
+            content_types=frozenset({JSON_TYPE}),
+            max_bytes=self.limits.max_json_bytes,
+            **request,
+        )
+        try:
+            return untrusted_json.parse(data)
+        except ValueError as error:
+            url = self.base.joinpath(*path)
+            raise VerifierError(f"{method} {url}: the answer {error}") from error
+
+    async def send(
+        self,
+        method: str,
+        path: tuple[str, ...],
+        *,
+        again_if: str,
+        extra_s: float = 0.0,
+        **request: object,
+    ) -> bytes:
+        """One call with its retries.
+
+        Args:
+          path: parts below base_url; ("",) is its root.
+          again_if: "never", "refused" (no connection), or "failed" (anything that may pass).
+          extra_s: time that the call itself asks for, on top of an attempt's.
+          request: content_types, max_bytes, query, body, gone_is_fine.
+
+        Raises:
+          RequestRefusedError: the server has not done what was asked: no connection, or a 4xx.
+          VerifierError: anything else; whether it did is not known.
+        """
+        limits = self.limits
+        where = f"{method} {self.base.joinpath(*path)}"
+        timeout = aiohttp.ClientTimeout(
+            total=limits.attempt_timeout_s + extra_s,
+            connect=limits.connect_timeout_s,
+            sock_connect=limits.connect_timeout_s,
+            sock_read=limits.read_timeout_s + extra_s,
+        )
+        for attempt in range(1, limits.attempts + 1):
+            try:
+                return await self._attempt(method, path, where, timeout=timeout, **request)
+            except _TryAgain as failure:
+                allowed = again_if == "failed" or (again_if == "refused" and failure.refused)
+                if not allowed or attempt == limits.attempts:
+                    tries = "" if attempt == 1 else f" ({attempt} attempts)"
+                    kind = RequestRefusedError if failure.refused else VerifierError
+                    raise kind(
+                        f"{where}: {failure}{tries}; is the verifier running there?"
+                    ) from failure
+                backoff_s = limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                await asyncio.sleep(max(backoff_s, min(failure.wait_s, limits.max_retry_after_s)))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _attempt(
+        self,
+        method: str,
+        path: tuple[str, ...],
+        where: str,
+        *,
+        timeout: aiohttp.ClientTimeout,
+        content_types: frozenset[str],
+        max_bytes: int,
+        query: dict[str, str] | None = None,
+        body: dict[str, object] | None = None,
+        gone_is_fine: bool = False,
+    ) -> bytes:
+        if self._http is None:
+            raise VerifierError(f"{where}: the client is not open (use `async with`)")
+        url = self.base.joinpath(*path).with_query(query)  # encodes the "+" of ctrl+c
+        try:
+            async with self._http.request(
+                method,
+                url,
+                json=body,
+                timeout=timeout,
+                allow_redirects=False,
+                middlewares=(_send_once(),),
+            ) as response:
+                if gone_is_fine and response.status == 404:
+                    return b""
+                if response.status in _RETRIED_STATUS:
+                    raise _TryAgain(f"HTTP {response.status}", wait_s=retry_after_s(response))
+                if response.status != 200:
+                    refused = 400 <= response.status < 500
+                    kind = RequestRefusedError if refused else VerifierError
+                    raise kind(f"{where}: HTTP {response.status}{await _detail(response)}")
+                encoding = response.headers.get("Content-Encoding", "identity").lower()
+                if encoding != "identity":
+                    shown = untrusted_json.printable(encoding)
+                    raise VerifierError(f"{where}: a body in {shown!r}, which was not asked for")
+                if response.content_type not in content_types:
+                    raise VerifierError(
+                        f"{where}: an answer of type "
+                        f"{untrusted_json.printable(response.content_type)!r}, "
+                        f"expected {' or '.join(sorted(content_types))}"
+                    )
+                return await read_body(response, max_bytes, where, VerifierError)
+        except aiohttp.ClientConnectorError as error:
+            raise _TryAgain("cannot connect", refused=True) from error
+        except TimeoutError as error:
+            raise _TryAgain(f"no complete answer within {timeout.total:g} s") from error
+        except aiohttp.ClientResponseError as error:  # its text has the whole URL in it
+            reason = untrusted_json.printable(f"{type(error).__name__}: {error.message}", 160)
+            raise _TryAgain(reason) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # ValueError: aiohttp lets some malformed headers and URLs through as one.
+            reason = untrusted_json.printable(f"{type(error).__name__}: {error}", 160)
+            raise _TryAgain(reason) from error
+
+
+def _send_once() -> aiohttp.ClientMiddlewareType:
+    """Keeps aiohttp (3.14) from repeating a lost GET by itself: a GET act would click twice."""
+    sent = False
+
+    async def middleware(
+        request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        nonlocal sent
+        if sent:
+            raise aiohttp.ServerDisconnectedError
+        sent = True
+        return await handler(request)
+
+    return middleware
+
+
+async def _detail(response: aiohttp.ClientResponse) -> str:
+    """The server's own reason for a refusal, as far as it gives a short and clean one."""
+    if response.content_type != JSON_TYPE or "Content-Encoding" in response.headers:
+        return ""
+    body = await response.content.read(4096)
+    try:
+        detail = untrusted_json.parse(body).get("detail")
+    except ValueError:
+        return ""
+    return f" ({untrusted_json.printable(detail, 200)})" if isinstance(detail, str) else ""
