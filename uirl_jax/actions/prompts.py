@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from uirl_jax.actions.kinds import BUTTONS, DIRECTIONS, STATUSES
+
 _DIRECTORY = Path(__file__).parents[1] / "assets" / "prompts"
 
 QWEN_SYSTEM = "You are a helpful assistant."  # in Qwen2-VL's own chat template
@@ -54,6 +56,7 @@ def action_list(usages: Iterable[str], coordinates: str) -> Prompt:
     template = (
         "You operate a computer. Answer each screenshot with one of these actions and nothing "
         f"else:\n{lines}\nCoordinates are {_SPACES[coordinates]}, from the top left corner. "
-        "Task: {instruction}"
+        f"Keys are like enter or ctrl+c. direction: {', '.join(DIRECTIONS)}. amount: pixels. "
+        f"button: {', '.join(BUTTONS)}. status: {', '.join(STATUSES)}.\nTask: {{instruction}}"
     )
     return Prompt(QWEN_SYSTEM, template)

@@ -54,26 +54,33 @@ class Player:
         """Waits for a place and a verifier, then plays one episode to whatever end it takes."""
         async with self._places:
             verifier = await self.fleet.next()
-            if on_start is not None:
-                on_start()
             started_s = time.monotonic()
             waits_s: dict[str, float] = {}
-            trajectory = await run_episode(
-                task,
-                client=verifier.client,
-                engine=self.engine,
-                chat=self.chat,
-                image_cfg=self.image_cfg,
-                cfg=self.cfg,
-                seed=seed,
-                group_id=group,
-                run_id=self.run_id,
-                actor_id=self.actor_id,
-                waits_s=waits_s,
-            )
+            try:
+                if on_start is not None:
+                    on_start()
+                trajectory = await run_episode(
+                    task,
+                    client=verifier.client,
+                    engine=self.engine,
+                    chat=self.chat,
+                    image_cfg=self.image_cfg,
+                    cfg=self.cfg,
+                    seed=seed,
+                    group_id=group,
+                    run_id=self.run_id,
+                    actor_id=self.actor_id,
+                    waits_s=waits_s,
+                )
+            except BaseException:
+                self.fleet.left(verifier)
+                raise
+            turns = len(trajectory.turns)
             if trajectory.stop_reason is not StopReason.ENV_ERROR:
-                self.fleet.worked(verifier)
-            elif not trajectory.turns:
+                self.fleet.worked(verifier, waits_s.get("environment", 0.0) / max(1, turns))
+            elif turns:
+                self.fleet.broke(verifier)
+            else:
                 self.fleet.failed(verifier)
         self.statistics.add(trajectory, waits_s)
         fleet_down = not trajectory.turns and not self.fleet.worked_since(started_s)

@@ -12,6 +12,7 @@ ActUncertainError says so.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import re
@@ -137,9 +138,10 @@ class VerifierClient:
             data = await self._fetch_screen(session_id)
             size = await self._decode(data, f"the first screenshot at {self._base}")
         except BaseException:
+            self._used = None  # nothing has happened in a container yet
             if self.dialect.has_sessions:  # nobody else knows of it
-                self._open[session_id] = _Open(Session(session_id, "", 1, 1), rule)
-                await asyncio.shield(self.delete(session_id))
+                with contextlib.suppress(VerifierError):
+                    await asyncio.shield(self.delete(session_id))
             raise
         session = Session(session_id, rule.instruction, *size)
         self._open[session_id] = _Open(session, rule)
