@@ -102,6 +102,7 @@ READ = [
     ),
     ("ui_tars", "Action: hotkey(key='ctrl c')", Action("keys", keys="ctrl+c")),
     ("ui_tars", "Action: hotkey(key='ctrl+Return')", Action("keys", keys="ctrl+enter")),
+    ("ui_tars", r"Action: hotkey(key='ctrl \'')", Action("keys", keys="ctrl+'")),
     ("ui_tars", r"Action: type(content='a\'b\"c\\n\n')", Action("type", text="a'b\"c\\n\n")),
     ("ui_tars", "Action: type(content='it's 漢')", Action("type", text="it's 漢")),
     (
@@ -171,6 +172,8 @@ REFUSED = [
     ("ui_tars", "Action: __import__('os').system('x')", "unknown action"),
     ("ui_tars", "Action: open_app(app_name='x')", "unknown action"),
     ("ui_tars", "Action: type()", "lacks content"),
+    ("ui_tars", "Action: hotkey()", "lacks key"),
+    ("ui_tars", "Action: hotkey(content='a')", "no key='...'"),
     (
         "ui_tars",
         f"Action: click(start_box='{box(1, 1)}')\n\nclick(start_box='{box(2, 2)}')",

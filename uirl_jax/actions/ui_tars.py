@@ -30,7 +30,7 @@ _ACTION_LINE = re.compile(r"^Action:", re.MULTILINE)
 _CALL = re.compile(r"([a-z_]{1,32})\((.*)\)", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*([a-z_]{1,32})\s*=\s*(?:'([^']*)'|\"([^\"]*)\")\s*(,|$)")
 # One argument alone may hold unescaped quotes of its own kind: type(content='it's').
-_CONTENT = re.compile(r"\s*content\s*=\s*(?:'(.*)'|\"(.*)\")\s*", re.DOTALL)
+_CONTENT = re.compile(r"\s*(content|key|hotkey)\s*=\s*(?:'(.*)'|\"(.*)\")\s*", re.DOTALL)
 _NUMBER = r"(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)"
 _COMMA = r"\s*,\s*"
 _POINT = re.compile(rf"\(\s*{_NUMBER}{_COMMA}{_NUMBER}\s*\)|<point>{_NUMBER}\s+{_NUMBER}</point>")
@@ -48,12 +48,15 @@ def read(text: str) -> Action:
     kind = _WORDS.get(word)
     if kind is None:
         raise ActionError(f"unknown action {word!r}, known ones: {', '.join(_WORDS)}")
-    if word in ("type", "finished") and inside.strip():
+    if word in ("type", "finished", "hotkey") and inside.strip():
         content = _CONTENT.fullmatch(inside)
-        if content is None:
-            raise ActionError(f"{word}: {quote(inside)} is no content='...'")
-        typed = _unescape(next(group for group in content.groups() if group is not None))
-        return Action("type", text=typed) if word == "type" else Action(kind, text="success")
+        if content is None or (content[1] == "content") != (word != "hotkey"):
+            name = "key" if word == "hotkey" else "content"
+            raise ActionError(f"{word}: {quote(inside)} is no {name}='...'")
+        typed = _unescape(content[2] if content[2] is not None else content[3])
+        if word == "hotkey":
+            return Action(kind, keys=join_keys(re.split(r"[\s+]+", typed.strip())))
+        return Action(kind, text=typed if word == "type" else "success")
     return _action(kind, word, _arguments(word, inside))
 
 
@@ -70,11 +73,8 @@ def _action(kind: str, word: str, given: dict[str, str]) -> Action:
         return Action(kind, text="home")
     if kind == "navigate_back":
         return Action(kind)
-    if kind == "keys":
-        keys = re.split(r"[\s+]+", _given(word, given, "key", "hotkey").strip())
-        return Action(kind, keys=join_keys(keys))
-    if kind == "type":
-        raise ActionError("type() lacks content='...'")
+    if kind in ("type", "keys"):
+        raise ActionError(f"{word}() lacks {'content' if kind == 'type' else 'key'}='...'")
     if kind == "scroll":
         direction = _given(word, given, "direction").strip().lower()
         point = _point(word, given, "start_box", "point") if len(given) > 1 else (None, None)
@@ -109,7 +109,7 @@ def _written(action: Action) -> str:
     if action.kind == "type":
         return f"type(content='{_escape(action.text)}')"
     if action.kind == "keys":
-        return f"hotkey(key='{action.keys.replace('+', ' ')}')"
+        return f"hotkey(key='{_escape(action.keys.replace('+', ' '))}')"
     box = f"start_box='{_box(action.x, action.y)}'"
     if action.kind == "drag":
         return f"drag({box}, end_box='{_box(action.x2, action.y2)}')"
