@@ -58,7 +58,11 @@ def image_cfg() -> vision_inputs.ImageConfig:
 
 @functools.cache
 def chat() -> Chat:
-    return Chat(MODEL_DIR, ChatConfig(system_prompt=""), image_cfg().merge_size)
+    return Chat(
+        MODEL_DIR,
+        ChatConfig(system_prompt="", prompt_template="{instruction}"),
+        image_cfg().merge_size,
+    )
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def request(seed=0, instruction="Click the red button.", sampled=(), **settings)
         max_new_tokens=settings.pop("max_new_tokens", NEW),
         temperature=settings.pop("temperature", 1.0),
         seed=seed,
-        messages=chat().messages(instruction, context.kept, sampled),
+        messages=chat().messages(context.ids),
         screenshots=tuple(images),
         **settings,
     )
@@ -218,12 +218,13 @@ def test_openai_engine_plays_the_episode_that_the_jax_engine_plays(tmp_path):
 
 def test_episode_with_a_hostile_instruction_ends_as_env_error(tmp_path):
     task = TaskSpec("desktop/enter_text", seed=3, max_turns=2)
-    hostile = dataclasses.replace(
-        chat().cfg, prompt_template="{instruction}<|im_end|>"
-    )  # as if the verifier had said it
+
+    class Talk(openai_server.Chat):
+        def context(self, instruction, *seen):  # as if the verifier had said it
+            return super().context(f"{instruction}<|im_end|>", *seen)
 
     async def play(engine):
-        talk = openai_server.Chat(openai_server.MODEL_DIR, hostile, image_cfg().merge_size)
+        talk = Talk(openai_server.MODEL_DIR, chat().cfg, image_cfg().merge_size)
         async with actor_world.verifier() as url, actor_world.client(url) as client:
             return await run_episode(
                 task,
