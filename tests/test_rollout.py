@@ -249,6 +249,7 @@ def test_episode_progress_that_is_no_verdict_is_env_error(progress):
             self.honest = honest
             self.create, self.screenshot = honest.create, honest.screenshot
             self.act, self.delete = honest.act, honest.delete
+            self.check_action, self.dialect = honest.check_action, honest.dialect
 
         async def progress(self, session_id):
             return progress
