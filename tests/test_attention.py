@@ -101,6 +101,29 @@ def test_masked_attention_in_chunks_has_the_gradients_of_the_whole(monkeypatch):
     assert_close(got, expected, 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "splash"])
+@pytest.mark.parametrize(("tokens", "places"), [(1, 9), (12, 40), (130, 300)])
+def test_cached_attention_equals_whole_rows(implementation, tokens, places):
+    """Rows that begin, go on, and fill their slot; what the slot holds beyond them is garbage."""
+    rng = np.random.default_rng(tokens)
+    start_b = np.array([0, 3, places - tokens])
+    q_bsnh = rng.normal(size=(3, places, 4, 16)).astype(np.float32)
+    k_bskh, v_bskh = rng.normal(size=(2, 3, places, 2, 16)).astype(np.float32)
+    rows, new_bt = np.arange(3)[:, None], start_b[:, None] + np.arange(tokens)
+    causal_tt = np.tril(np.ones((places, places), bool))[None].repeat(3, axis=0)
+    expected_btnh = naive_attention(q_bsnh, k_bskh, v_bskh, causal_tt)[rows, new_bt]
+    got_btnh = attention.cached_attention(
+        q_bsnh[rows, new_bt],
+        k_bskh[rows, new_bt],
+        v_bskh[rows, new_bt],
+        k_bskh.swapaxes(1, 2),
+        v_bskh.swapaxes(1, 2),
+        start_b,
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(got_btnh, expected_btnh, atol=1e-5)
+
+
 def test_segment_mask_of_two_segments_and_padding_is_the_table():
     causal = np.array(
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]], bool

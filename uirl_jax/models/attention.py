@@ -1,8 +1,9 @@
-"""Softmax attention with grouped heads: whole rows, and queries under a given mask.
+"""Softmax attention with grouped heads: whole rows, new tokens behind a cache, any mask.
 
-`attention` is what learner and vision tower run: rows of packed segments, computed by the kernel of
-the platform that is compiled for. `masked_attention` is plain XLA: the engine's step on its cache,
-and the oracle of the kernels. Queries and keys arrive rotated; nothing here knows of positions.
+`attention` is what learner and vision tower run, rows of packed segments; `cached_attention` is the
+engine's. Both are computed by the kernel of the platform that is compiled for. `masked_attention`
+is plain XLA, their fallback and their oracle. Queries and keys arrive rotated; nothing here knows
+of positions.
 """
 
 import functools
@@ -73,6 +74,49 @@ def attention(
             raise ModelError(f"attention by cudnn: {reason}; ask for implementation='auto'")
         kernel = functools.partial(_cudnn, causal=causal)
     return _on_every_device(kernel, q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt)
+
+
+def cached_attention(
+    q_btnh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    k_bksh: jax.Array,
+    v_bksh: jax.Array,
+    start_b: jax.Array,
+    *,
+    implementation: Literal["auto", "splash", "xla"] = "auto",
+) -> jax.Array:
+    """Attention of new tokens to the cache before them and to each other, causally.
+
+    Row b's tokens stand at the places start_b[b] ... start_b[b] + T - 1. auto is splash on a TPU
+    for as many tokens as fill a tile (a prefill): XLA would write all T x S scores to HBM, by its
+    own count six times what the chip needs for the products (docs/performance.md). One token a row
+    (decode) reads the cache once in any case.
+
+    Args:
+      k_btkh, v_btkh: of the new tokens.
+      k_bksh, v_bksh: of the cache's places, [B,K,S,H], the new tokens' written where S reaches.
+      start_b: int32[B], places that are written before; S or more in rows of padding.
+    Returns: [B,T,N,H] in q's dtype; scores and softmax in float32. Nothing of use in padding.
+    """
+    tokens, places = q_btnh.shape[1], k_bksh.shape[2]
+    if implementation == "auto":
+        fits = tokens >= _TPU_LANES and _for_platform(q_btnh, None) == "splash"
+        implementation = "splash" if fits else "xla"
+    if implementation == "xla":
+        place_bt = start_b[:, None] + jnp.arange(tokens)
+        return masked_attention(q_btnh, k_bksh, v_bksh, jnp.arange(places) <= place_bt[..., None])
+    # Keys in two parts, so that the mask is the same for every start: the cache, of which segments
+    # hide what is not written, and behind it the new tokens, causal.
+    k_bskh, v_bskh = (
+        jnp.concatenate([cached.swapaxes(1, 2), new], axis=1)
+        for cached, new in ((k_bksh, k_btkh), (v_bksh, v_btkh))
+    )
+    q_ids_bt = jnp.ones((len(start_b), tokens), jnp.int32)
+    before_bs = (jnp.arange(places) < start_b[:, None]).astype(jnp.int32)
+    kernel = functools.partial(_splash_rows, first=places, interpret=_platform() != "tpu")
+    kv_ids_bs = jnp.concatenate([before_bs, q_ids_bt], axis=1)
+    return _on_every_device(kernel, q_btnh, k_bskh, v_bskh, q_ids_bt, kv_ids_bs)
 
 
 def segment_mask(
@@ -177,7 +221,7 @@ def _on_every_device(
     q_spec, k_spec, v_spec = (
         spec(x, "batch", None, "wide", None) for x in (q_btnh, k_btkh, v_btkh)
     )
-    ids_spec = spec(segment_ids_bt, "batch", None)
+    ids_spec = spec(segment_ids_bt, "batch", None)  # of the others too: the batch alone is cut
     # Pallas does not say along which axes a kernel's result varies, so that cannot be checked.
     return jax.shard_map(
         kernel,
@@ -200,7 +244,24 @@ def _splash(
     causal: bool,
     interpret: bool,
 ) -> jax.Array:
-    """attention() by JAX's flash attention for TPUs: memory linear in T, forward and backward.
+    """attention() by JAX's flash attention for TPUs."""
+    first = 0 if causal else None
+    ids_bt = segment_ids_bt
+    return _splash_rows(q_btnh, k_btkh, v_btkh, ids_bt, ids_bt, first=first, interpret=interpret)
+
+
+def _splash_rows(
+    q_btnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    q_ids_bt: jax.Array,
+    kv_ids_bs: jax.Array,
+    *,
+    first: int | None,
+    interpret: bool,
+) -> jax.Array:
+    """Queries look at keys of their own id, query t at key first + t and those before it; None: at
+    all. Memory linear in T and S, forward and backward.
 
     Source: jax.experimental.pallas.ops.tpu.splash_attention.
     """
@@ -208,36 +269,48 @@ def _splash(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     tokens, heads, head_dim = q_btnh.shape[1:]
-    # Equal blocks waste the least padding: 1,100 tokens are 3 blocks of 384.
-    blocks = -(-tokens // _SPLASH_BLOCK)
-    block = -(-tokens // (blocks * _TPU_LANES)) * _TPU_LANES
-    padding = blocks * block - tokens
 
-    def kernel_layout(x_btnh: jax.Array) -> jax.Array:
+    def padding_and_block(tokens: int) -> tuple[int, int]:
+        # Equal blocks waste the least padding: 1,100 tokens are 3 blocks of 384.
+        blocks = -(-tokens // _SPLASH_BLOCK)
+        block = -(-tokens // (blocks * _TPU_LANES)) * _TPU_LANES
+        return blocks * block - tokens, block
+
+    (q_padding, q_block), (kv_padding, kv_block) = (
+        padding_and_block(x.shape[1]) for x in (q_btnh, k_bskh)
+    )
+
+    def kernel_layout(x_btnh: jax.Array, padding: int) -> jax.Array:
         return jnp.pad(x_btnh, ((0, 0), (0, padding), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
 
     # A segment of its own: padding that was there before must not look at padding from here.
-    segment_ids_bt = jnp.pad(segment_ids_bt, ((0, 0), (0, padding)), constant_values=-1)
-    mask = (splash.CausalMask if causal else splash.FullMask)((tokens + padding,) * 2)
+    ids = splash.SegmentIds(
+        *(
+            jnp.pad(ids_bt, ((0, 0), (0, padding)), constant_values=-1)
+            for ids_bt, padding in ((q_ids_bt, q_padding), (kv_ids_bs, kv_padding))
+        )
+    )
+    shape = (tokens + q_padding, k_bskh.shape[1] + kv_padding)
+    mask = splash.FullMask(shape) if first is None else splash.CausalMask(shape, offset=first)
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
+            block_q=q_block,
+            block_kv=kv_block,
+            block_q_dkv=q_block,
+            block_kv_dkv=kv_block,
+            block_q_dq=q_block,
+            block_kv_dq=kv_block,
         ),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
     out_bnth = jax.vmap(kernel)(
-        kernel_layout(q_btnh * head_dim**-0.5),  # the kernel does not scale
-        kernel_layout(k_btkh),
-        kernel_layout(v_btkh),
-        splash.SegmentIds(segment_ids_bt, segment_ids_bt),
+        kernel_layout(q_btnh * head_dim**-0.5, q_padding),  # the kernel does not scale
+        kernel_layout(k_bskh, kv_padding),
+        kernel_layout(v_bskh, kv_padding),
+        ids,
     )
     return out_bnth.transpose(0, 2, 1, 3)[:, :tokens]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from uirl_jax.models import kv_cache, layers
-from uirl_jax.models.attention import attention, masked_attention
+from uirl_jax.models.attention import attention, cached_attention
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, Projection, split_key
 from uirl_jax.models.qwen2_vl_config import VISION_ROPE_THETA, Qwen2VLConfig, VisionConfig
@@ -542,7 +542,6 @@ def extend(
     x_btd = _embed(model, token_ids_bt, visual_md, vision_index_bt)
     rotary = _rotary(model.cfg, positions_3bt)
     place_bt = start_b[:, None] + jnp.arange(tokens)
-    mask_bts = jnp.arange(places) <= place_bt[..., None]
     slot_b1 = (jnp.arange(batch) if slot_b is None else slot_b)[:, None]
 
     def body(
@@ -554,7 +553,7 @@ def extend(
         q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
         cache = kv_cache.write(cache, (layer, slot_b1, place_bt), k_btkh, v_btkh)
         k_bksh, v_bksh = kv_cache.read(cache, layer, slot_b, places, q_btnh.dtype)
-        attended_btnh = masked_attention(q_btnh, k_bksh, v_bksh, mask_bts)
+        attended_btnh = cached_attention(q_btnh, k_btkh, v_btkh, k_bksh, v_bksh, start_b)
         x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
         return (x_btd, cache, layer + 1), None
 
