@@ -40,10 +40,17 @@ install_libtpu() {
   }
 }
 
-# install_chromium: Debian's own, for the tests marked `browser`.
-install_chromium() {
-  command -v chromium >/dev/null && return 0
-  (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium) >/dev/null || {
-    echo "could not install chromium with apt-get; tests marked browser will be skipped" >&2
+# install_browser DIR: Debian's own Chromium with its fonts, and what drives it, for the tests marked
+# `browser`. Without them these tests are skipped.
+install_browser() {
+  local dir=$1
+  [ -x /usr/lib/chromium/chromium-headless-shell ] ||
+    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+      apt-get install -y -qq chromium-headless-shell fonts-liberation fonts-dejavu-core) >/dev/null || {
+    echo "could not install chromium-headless-shell with apt-get; tests marked browser will be skipped" >&2
+  }
+  "$dir/bin/python" -c 'import playwright, miniwob' 2>/dev/null ||
+    "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[browser]' || {
+    echo "could not install the extra browser; tests marked browser will be skipped" >&2
   }
 }

@@ -12,7 +12,7 @@ export JAX_PLATFORMS=cpu
 marks="not slow and not gpu and not tpu_aot and not browser"
 if [ "${CI:-}" = "true" ]; then
   marks="not slow and not gpu"
-  install_chromium
+  install_browser .venv
   install_libtpu .venv
 fi
 

@@ -20,6 +20,7 @@ from PIL import Image
 
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import session_types
 from uirl_jax.verifiers import sessions as sessions_module
 from uirl_jax.verifiers.desktop import open_session, scripted_action
 from uirl_jax.verifiers.server import serve
@@ -417,7 +418,7 @@ def test_defect_in_a_handler_is_500_without_a_traceback(monkeypatch, caplog):
     def broken(image, image_format):
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(sessions_module, "encode_image", broken)
+    monkeypatch.setattr(session_types, "encode_image", broken)
 
     async def run():
         async with _served() as http:

@@ -7,7 +7,6 @@ are in `tasks`, HTTP in `server`.
 """
 
 import dataclasses
-import difflib
 import hashlib
 
 import numpy as np
@@ -15,7 +14,7 @@ from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import tasks
+from uirl_jax.verifiers import tasks, variants
 from uirl_jax.verifiers.drawing import Box
 from uirl_jax.verifiers.window import Window
 
@@ -57,25 +56,8 @@ def parse_variant(name: str, variant: str) -> tasks.Options:
       VerifierError: unknown task, key or value; the nearest known one is named.
     """
     if name not in VARIANTS:
-        raise VerifierError(f"unknown task {name!r}{_nearest(name, VARIANTS)}")
-    known = VARIANTS[name]
-    values: dict[str, str | int] = {}
-    for part in filter(None, (part.strip() for part in variant.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals:
-            raise VerifierError(f"variant {variant!r} of {name}: {part!r} is not key=value")
-        if key not in known:
-            raise VerifierError(
-                f"variant {variant!r} of {name}: unknown key {key!r}{_nearest(key, known)}"
-            )
-        if key in values:
-            raise VerifierError(f"variant {variant!r} of {name}: {key!r} is given twice")
-        if value not in known[key]:
-            raise VerifierError(
-                f"variant {variant!r} of {name}: {key} is {value!r}, not one of "
-                + ", ".join(known[key])
-            )
-        values[key] = int(value) if value.isdecimal() else value
+        raise VerifierError(f"unknown task {name!r}{variants.nearest(name, VARIANTS)}")
+    values = variants.read(name, variant, VARIANTS[name])
     options = tasks.Options(**values)
     if options.buttons > options.colors:
         raise VerifierError(
@@ -83,11 +65,6 @@ def parse_variant(name: str, variant: str) -> tasks.Options:
             "but no two have the same"
         )
     return options
-
-
-def _nearest(word: str, known: dict[str, object]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else f", known are {', '.join(known)}"
 
 
 class Session:

@@ -1,4 +1,4 @@
-"""The bundled verifier: the hermetic desktop over HTTP (dialect G1+), a process of its own.
+"""The bundled verifier: desktops and browsers over HTTP (dialect G1+), a process of its own.
 
     python -m uirl_jax.verifiers.server --port 0 --port-file PATH --exit-with-parent
 
@@ -116,6 +116,7 @@ async def serve(
     finally:
         sweeper.cancel()
         await runner.cleanup()
+        await sessions.close()
 
 
 def _is_loopback(host: str) -> bool:
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent_pid = os.getppid()  # first of all: a parent that dies from here on is noticed
     parser = argparse.ArgumentParser(
         prog="python -m uirl_jax.verifiers.server",
-        description="Serves the hermetic desktop over HTTP.",
+        description="Serves the hermetic desktop and browser sessions over HTTP.",
         allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1")
@@ -188,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="end when the parent process does; with its PID, also if it is gone already",
     )
     parser.add_argument("--max-sessions", type=int, default=ServerLimits.max_sessions)
+    parser.add_argument("--max-browsers", type=int, default=ServerLimits.max_browsers)
+    parser.add_argument("--warm-browsers", type=int, default=ServerLimits.warm_browsers)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s verifier %(message)s")
     try:
@@ -204,7 +207,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             parent_pid=args.exit_with_parent,
             token=token,
             allowed_hosts=args.allow_host,
-            limits=ServerLimits(max_sessions=args.max_sessions),
+            limits=ServerLimits(
+                max_sessions=args.max_sessions,
+                max_browsers=args.max_browsers,
+                warm_browsers=args.warm_browsers,
+            ),
         )
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)

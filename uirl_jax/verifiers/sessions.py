@@ -1,8 +1,8 @@
 """The open sessions of the bundled verifier and the handlers of the calls on them.
 
-Between HTTP (`server`, which has already decided who may speak) and the desktop. A handler's
-ValueError is told to the caller as a 422. Not here: what a task is (`desktop`), the fields of an
-action (`wire`).
+Between HTTP (`server`, which has already decided who may speak) and what shows a screen. A
+handler's ValueError is told to the caller as a 422. Not here: which tasks there are
+(`session_types`), the fields of an action (`wire`).
 
 Calls (parameters in the query; `act` also as a JSON body by POST: typed text stays out of URLs):
     GET    /                          name and version
@@ -14,25 +14,26 @@ Calls (parameters in the query; `act` also as a JSON body by POST: typed text st
     GET    /session/{id}/screenshot   format=png -> image
     GET    /session/{id}/progress     counts of the task, done, reward
     DELETE /session/{id}              {"deleted": id}
-Errors are {"detail": reason} with 401, 403, 404, 413, 422, 429 or 500.
+Errors are {"detail": reason} with 401, 403, 404, 413, 422, 429, 500 or 503.
 """
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
-import io
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
-from PIL import Image
 
 from uirl_jax import untrusted_json
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop, wire
+from uirl_jax.verifiers import wire
+from uirl_jax.verifiers.browser import BrowserError, PoolFullError
+from uirl_jax.verifiers.session_types import RunningTask, SessionTypes
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class ServerLimits:
     """What a caller can make grow."""
 
     max_sessions: int = 256  # open at once; each is some kilobytes and its last few answers
+    max_browsers: int = 16  # of them, and waiting for one; each is 60 MB and processes of its own
+    warm_browsers: int = 2  # kept waiting, from the first session on that needs one
     max_body_bytes: int = 64 * 1024
     max_delay_s: float = 10.0  # of one action
     idle_time_s: float = 1800.0  # longer than any compilation that the actor waits for
@@ -53,7 +56,7 @@ class ServerLimits:
 @dataclasses.dataclass
 class _OpenSession:
     session_id: str
-    desktop: desktop.Session
+    task: RunningTask
     touched_s: float  # monotonic
     start_time_unix_s: float = dataclasses.field(default_factory=time.time)
     action_count: int = 0
@@ -66,7 +69,7 @@ class _OpenSession:
         return {
             "id": self.session_id,
             "start_time": self.start_time_unix_s,
-            "display": None,  # G1 names its X display here; this desktop has none
+            "display": None,  # G1 names its X display here; nothing here has one
             "action_count": self.action_count,
             "stop_time": stop_time_unix_s,
         }
@@ -77,6 +80,10 @@ class Sessions:
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
+        self._types = SessionTypes(
+            warm_browsers=limits.warm_browsers, max_browsers=limits.max_browsers
+        )
+        self._num_opening = 0
         self._open: dict[str, _OpenSession] = {}
         self._ended: collections.OrderedDict[str, dict[str, object]] = collections.OrderedDict()
 
@@ -109,28 +116,29 @@ class Sessions:
             seed = wire.whole_number("seed", query["seed"])
         if not 1 <= count <= self._limits.max_sessions:
             raise ValueError(f"n is {count}, allowed: 1-{self._limits.max_sessions}")
-        if len(self._open) + count > self._limits.max_sessions:
+        num_open = len(self._open) + self._num_opening
+        if num_open + count > self._limits.max_sessions:
             raise refusal(
                 web.HTTPTooManyRequests,
-                f"{len(self._open)} of at most {self._limits.max_sessions} sessions are open: "
+                f"{num_open} of at most {self._limits.max_sessions} sessions are open: "
                 "delete those that are done",
             )
         task = TaskSpec(query.get("type", ""), seed, query.get("variant", ""))
+        self._num_opening += count
         try:
-            # One seed for all n: they are n attempts at one task instance.
-            desktops = [desktop.open_session(task) for _ in range(count)]
-        except VerifierError as error:
-            raise ValueError(untrusted_json.printable(str(error), 300)) from error
+            opened = await self._open_all(task, count)
+        finally:
+            self._num_opening -= count
         sessions = []
-        for opened in desktops:
+        for running in opened:
             session_id = secrets.token_hex(8)
-            self._open[session_id] = _OpenSession(session_id, opened, time.monotonic())
+            self._open[session_id] = _OpenSession(session_id, running, time.monotonic())
             sessions.append(
                 {
                     "id": session_id,
-                    "instruction": opened.instruction,
-                    "screen_width": opened.width_px,
-                    "screen_height": opened.height_px,
+                    "instruction": running.instruction,
+                    "screen_width": running.width_px,
+                    "screen_height": running.height_px,
                 }
             )
         logger.info(
@@ -139,6 +147,25 @@ class Sessions:
         return web.json_response(
             {"session_ids": [session["id"] for session in sessions], "sessions": sessions}
         )
+
+    async def _open_all(self, task: TaskSpec, count: int) -> list[RunningTask]:
+        """All of them or none. One seed for all: they are attempts at one task instance."""
+        opening = (self._types.open(task) for _ in range(count))
+        results = await asyncio.gather(*opening, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if not errors:
+            return results
+        for result in results:
+            if not isinstance(result, BaseException):
+                await result.close()
+        reason = untrusted_json.printable(str(errors[0]), 300)
+        if isinstance(errors[0], PoolFullError):
+            raise refusal(web.HTTPTooManyRequests, reason)
+        if isinstance(errors[0], BrowserError):
+            raise refusal(web.HTTPServiceUnavailable, reason)
+        if isinstance(errors[0], VerifierError):
+            raise ValueError(reason) from errors[0]
+        raise errors[0]
 
     async def info(self, request: web.Request) -> web.Response:
         session_id = request.match_info["id"]
@@ -152,18 +179,20 @@ class Sessions:
             fields = untrusted_json.parse(await request.read())
         else:
             fields = wire.read_query(_query(request))
-        screen_size = (session.desktop.width_px, session.desktop.height_px)
-        call = wire.read_call(fields, screen_size, self._limits.max_delay_s)
-        async with session.lock:
+        screen_size = (session.task.width_px, session.task.height_px)
+        call = wire.read_call(
+            fields, screen_size, self._limits.max_delay_s, default_delay_s=session.task.delay_s
+        )
+        async with self._in_turn(session):
             # Looked up under the lock: a repeated request waits for the first one's answer.
             if call.request_id in session.answers:
                 body, content_type = session.answers[call.request_id]
                 return web.Response(body=body, content_type=content_type)
             if call.action is not None:
-                session.desktop.act(call.action)
+                await session.task.act(call.action)
                 session.action_count += 1
                 await asyncio.sleep(call.delay_s)
-            answer = _image_response(session, call.image_format)
+            answer = await _image_response(session, call.image_format)
             if call.request_id:
                 session.answers[call.request_id] = (answer.body, answer.content_type)
                 if len(session.answers) > _ANSWERS_KEPT:
@@ -177,17 +206,17 @@ class Sessions:
         query = _query(request, ("format",))
         image_format = wire.read_image_format(query.get("format", "png"))
         session = self._find(request)
-        async with session.lock:
-            return _image_response(session, image_format)
+        async with self._in_turn(session):
+            return await _image_response(session, image_format)
 
     async def progress(self, request: web.Request) -> web.Response:
         session = self._find(request)
-        async with session.lock:
-            return web.json_response(session.desktop.progress())
+        async with self._in_turn(session):
+            return web.json_response(await session.task.progress())
 
     async def delete(self, request: web.Request) -> web.Response:
         session = self._find(request)
-        self._end(session)
+        await self._end(session)
         return web.json_response({"deleted": session.session_id})
 
     async def sweep(self) -> None:
@@ -198,14 +227,33 @@ class Sessions:
             for session in list(self._open.values()):
                 if session.touched_s < oldest_s and not session.lock.locked():
                     logger.warning("event=idle_end session=%s", session.session_id)
-                    self._end(session)
+                    await self._end(session)
 
-    def _end(self, session: _OpenSession) -> None:
+    async def close(self) -> None:
+        """Ends every session, and every browser."""
+        for session in list(self._open.values()):
+            await self._end(session)
+        await self._types.close()
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self, session: _OpenSession) -> AsyncIterator[None]:
+        """One call at a time. A session whose browser is lost ends with the call that finds out."""
+        async with session.lock:
+            try:
+                yield
+            except BrowserError as error:
+                logger.warning("event=lost session=%s reason=%s", session.session_id, error)
+                await self._end(session)
+                reason = untrusted_json.printable(str(error), 300)
+                raise refusal(web.HTTPInternalServerError, reason) from error
+
+    async def _end(self, session: _OpenSession) -> None:
         if self._open.pop(session.session_id, None) is None:
             return
         self._ended[session.session_id] = session.info(stop_time_unix_s=time.time())
         if len(self._ended) > _ENDED_KEPT:
             self._ended.popitem(last=False)
+        await session.task.close()
 
     def _find(self, request: web.Request) -> _OpenSession:
         session = self._open.get(request.match_info["id"])
@@ -215,24 +263,8 @@ class Sessions:
         return session
 
 
-def encode_image(image: Image.Image, image_format: str) -> bytes:
-    """A screenshot as bytes, one of wire.IMAGE_FORMATS.
-
-    Quick rather than small. PNG takes 1 ms for 224x168 and 3 ms for 448x336, short enough to stay
-    on the event loop: a hop to a thread and back is no shorter.
-    """
-    buffer = io.BytesIO()
-    if image_format == "png":
-        image.save(buffer, "PNG", compress_level=1)
-    elif image_format == "jpeg":
-        image.save(buffer, "JPEG", quality=90)
-    else:
-        image.save(buffer, "WEBP", quality=90, method=0)
-    return buffer.getvalue()
-
-
-def _image_response(session: _OpenSession, image_format: str) -> web.Response:
-    body = encode_image(session.desktop.screenshot(), image_format)
+async def _image_response(session: _OpenSession, image_format: str) -> web.Response:
+    body = await session.task.screenshot(image_format)
     return web.Response(body=body, content_type=wire.IMAGE_FORMATS[image_format])
 
 

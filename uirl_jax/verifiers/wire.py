@@ -78,15 +78,19 @@ def read_query(query: Mapping[str, str]) -> dict[str, object]:
 
 
 def read_call(
-    fields: Mapping[str, object], screen_size: tuple[int, int], max_delay_s: float
+    fields: Mapping[str, object],
+    screen_size: tuple[int, int],
+    max_delay_s: float,
+    default_delay_s: float = DEFAULT_DELAY_S,
 ) -> ActCall:
     """Checks the fields of an `act`, whichever way they came.
 
     Args:
       fields: from a JSON body or `read_query`; null means that the field was not given.
       screen_size: (width, height) in pixels; coordinates outside are refused.
-      max_delay_s: the longest delay that is accepted. A `wait` is cut to it: this desktop does not
-        change by itself, so that a longer one shows nothing else.
+      max_delay_s: the longest delay that is accepted. A `wait` is cut to it: what is shown here
+        hardly ever changes by itself, so that a longer one shows nothing else.
+      default_delay_s: of a call that names none.
 
     Raises:
       ValueError: with a printable reason.
@@ -103,7 +107,7 @@ def read_call(
     if request_id and not SESSION_ID.fullmatch(request_id):
         raise ValueError("request_id is not 1-64 letters, digits, _ or -")
     image_format = read_image_format(given.pop("format", "png"))
-    delay_s = float(given.pop("delay", DEFAULT_DELAY_S))
+    delay_s = float(given.pop("delay", default_delay_s))
     if not 0.0 <= delay_s <= max_delay_s:
         raise ValueError(f"delay is {delay_s:g} s, allowed: 0-{max_delay_s:g}")
     action_type = given.pop("action_type", "")

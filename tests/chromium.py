@@ -1,0 +1,57 @@
+"""What tests with a real browser share: the mark, and one pool and event loop for a module."""
+
+import asyncio
+import contextlib
+import importlib.util
+
+import pytest
+
+from uirl_jax.verifiers.browser import BrowserError
+
+HTML = "text/html; charset=utf-8"
+
+
+def why_there_is_none() -> str:
+    """Why no browser can be had on this machine; "" where one can."""
+    if importlib.util.find_spec("playwright") is None:
+        return "needs the extra `browser`: pip install 'playwright>=1.50,<2'"
+    from uirl_jax.verifiers.browser.pool import find_chromium
+
+    try:
+        find_chromium()
+    except BrowserError as error:
+        return str(error)
+    return ""
+
+
+_REASON = why_there_is_none()
+needs_chromium = [
+    pytest.mark.browser,
+    pytest.mark.skipif(bool(_REASON), reason=_REASON or "there is one"),
+]
+
+
+@contextlib.contextmanager
+def pool_and_runner(**options):
+    """(pool, runner) that live as long as the block: starting them takes a second."""
+    from uirl_jax.verifiers.browser.pool import BrowserPool
+
+    with asyncio.Runner() as runner:
+        pool = BrowserPool(**options)
+        runner.run(pool.__aenter__())
+        try:
+            yield pool, runner
+        finally:
+            runner.run(pool.__aexit__())
+
+
+def one_page(html: str):
+    """Files of a page that is alone."""
+    return lambda url: (html.encode(), HTML) if url == "https://test.invalid/" else None
+
+
+async def open_page(pool, html: str, screen_px=(320, 200), **options):
+    """A tab that shows a page; the caller releases it."""
+    tab = await pool.acquire()
+    await tab.load("https://test.invalid/", one_page(html), screen_px=screen_px, **options)
+    return tab

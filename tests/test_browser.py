@@ -1,0 +1,398 @@
+"""The pool of real browsers and its tabs: isolation, settling, crashes, what is left running."""
+
+import asyncio
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.chromium import needs_chromium, open_page, pool_and_runner
+from uirl_jax.types import Action
+from uirl_jax.verifiers.browser import BrowserError, PoolFullError
+from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.sessions import ServerLimits
+
+pytestmark = needs_chromium
+
+REPO = Path(__file__).parents[1]
+TWO_FIELDS = """<!DOCTYPE html><style>body{margin:0}
+input{position:absolute;left:0;width:150px;height:30px}</style>
+<input id=a style="top:0"><input id=b style="top:50px">"""
+CLICK_A, CLICK_B = Action("click", x=20, y=15), Action("click", x=20, y=65)
+
+
+@pytest.fixture(scope="module")
+def world():
+    with pool_and_runner(warm=1, max_browsers=8) as (pool, runner):
+        yield pool, runner
+
+
+def press(keys):
+    return Action("keys", keys=keys)
+
+
+def pixels(png):
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+
+def test_clipboards_of_eight_sessions_at_once_are_their_own(world):
+    pool, runner = world
+    wrong = []
+
+    async def copy_and_paste(tab, number, barrier):
+        for turn in range(3):
+            text = f"session {number} turn {turn}"
+            for action in (CLICK_A, press("ctrl+a"), Action("type", text=text), press("ctrl+a")):
+                await tab.act(action)
+            await barrier.wait()
+            await tab.act(press("ctrl+c"))
+            await (
+                barrier.wait()
+            )  # all have copied before any pastes: a shared clipboard has one text
+            for action in (CLICK_B, press("ctrl+a"), press("ctrl+v")):
+                await tab.act(action)
+            pasted = await tab.evaluate("b.value")
+            if pasted != text:
+                wrong.append((pasted, text))
+
+    async def run():
+        tabs = [await open_page(pool, TWO_FIELDS) for _ in range(8)]
+        barrier = asyncio.Barrier(8)
+        await asyncio.gather(*(copy_and_paste(t, i, barrier) for i, t in enumerate(tabs)))
+        for tab in tabs:
+            await pool.release(tab)
+
+    runner.run(run())
+    assert wrong == []
+
+
+def test_next_session_of_a_process_finds_nothing_of_the_last(world):
+    pool, runner = world
+    leave = "localStorage.x = 1; document.cookie = 'y=1'; history.pushState(0, '', '#z')"
+
+    async def run():
+        tab = await open_page(pool, TWO_FIELDS)
+        for action in (CLICK_A, Action("type", text="secret"), press("ctrl+a"), press("ctrl+c")):
+            await tab.act(action)
+        await tab.evaluate(leave)
+        await pool.release(tab)
+        while tab not in pool._waiting:
+            await asyncio.sleep(0.01)
+        again = await open_page(pool, TWO_FIELDS)
+        assert again is tab  # the same process, whose clipboard it was
+        await again.act(CLICK_B)
+        await again.act(press("ctrl+v"))
+        await again.act(Action("navigate_back"))
+        left = await again.evaluate(
+            "[a.value, b.value, localStorage.x, document.cookie, location.hash]"
+        )
+        await pool.release(again)
+        return left
+
+    assert runner.run(run()) == ["", "", None, "", ""]
+
+
+def test_every_mouse_action_reaches_the_page(world):
+    pool, runner = world
+    page = """<!DOCTYPE html><body style="margin:0;height:2000px"><script>
+      const seen = [];
+      for (const kind of ["click", "dblclick", "contextmenu", "mousedown", "mouseup", "wheel"])
+        addEventListener(kind, e => seen.push([kind, e.clientX, e.clientY, e.detail]));
+      const take = () => seen.splice(0);</script>"""
+
+    async def run():
+        tab = await open_page(pool, page, screen_px=(640, 400), scale=2)
+
+        async def after(action):
+            await tab.act(action)
+            return await tab.evaluate("take()")
+
+        at = {"x": 100, "y": 60}  # of the screen; half of it in the page's own pixels
+        assert await after(Action("click", **at)) == [
+            ["mousedown", 50, 30, 1], ["mouseup", 50, 30, 1], ["click", 50, 30, 1]
+        ]  # fmt: skip
+        kinds = [event[0] for event in await after(Action("triple_click", **at))]
+        assert kinds.count("click") == 3 and kinds.count("dblclick") == 1
+        assert "contextmenu" in [event[0] for event in await after(Action("right_click", **at))]
+        drag = await after(Action("drag", **at, x2=300, y2=200))
+        assert drag[0][:3] == ["mousedown", 50, 30] and drag[1][:3] == ["mouseup", 150, 100]
+        started = time.monotonic()
+        held = await after(Action("long_press", **at, seconds=0.3))
+        assert held[0][0] == "mousedown" and time.monotonic() - started > 0.3
+        wheel = await after(Action("scroll", direction="down", amount=200, **at))
+        assert wheel[0][:3] == ["wheel", 50, 30]
+        assert await tab.evaluate("scrollY") == 100
+        await pool.release(tab)
+
+    runner.run(run())
+
+
+def test_typed_text_arrives_key_by_key_and_long_text_whole(world):
+    pool, runner = world
+    long_text = "ab \u00e9\u4f60 " * 100
+
+    async def run():
+        tab = await open_page(pool, TWO_FIELDS)
+        await tab.evaluate("a.keys = 0; a.onkeydown = () => a.keys++; 0")
+        await tab.act(CLICK_A)
+        await tab.act(Action("type", text="Hi!\t" + long_text))
+        got = await tab.evaluate("[a.value, a.keys, b.value]")
+        await pool.release(tab)
+        return got
+
+    assert runner.run(run()) == ["Hi!", 4, long_text]
+
+
+def test_act_returns_when_the_page_has_settled_and_in_bounded_time_if_never(world):
+    pool, runner = world
+    page = """<!DOCTYPE html><body style="background:white"><script>
+      onclick = () => { let left = 20; const frame = () => {
+        document.body.style.background = left-- ? `rgb(0,0,${left * 10})` : "rgb(1,2,3)";
+        if (left >= 0 || endless) requestAnimationFrame(frame); }; frame(); };
+      let endless = false;</script>"""
+
+    async def run():
+        tab = await open_page(pool, page)
+        await tab.act(Action("click", x=5, y=5))
+        settled = pixels(await tab.screenshot("png"))[100, 100].tolist()
+        await tab.evaluate("endless = true")
+        started = time.monotonic()
+        await tab.act(Action("click", x=5, y=5))
+        bounded_s = time.monotonic() - started
+        await pool.release(tab)
+        return settled, bounded_s
+
+    settled, bounded_s = runner.run(run())
+    assert settled == [1, 2, 3]
+    assert bounded_s < 3.0
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "fetch(`http://${host}/`, {mode: 'no-cors'}).then(() => 1, () => 0)",
+        "new Promise(r => { const w = new WebSocket(`ws://${host}/`); w.onopen = () => r(1);"
+        " w.onerror = () => r(0); })",
+        "new Promise(async r => { const p = new RTCPeerConnection({iceServers: "
+        "[{urls: `stun:${host}`}, {urls: `turn:${host}?transport=tcp`, username: 'a',"
+        " credential: 'b'}]}); p.createDataChannel('x'); await p.setLocalDescription("
+        "await p.createOffer()); p.onicegatheringstatechange = () => "
+        "p.iceGatheringState === 'complete' && r(0); })",
+    ],
+)
+def test_pages_reach_no_network(world, attempt):
+    pool, runner = world
+    callers = []
+
+    class Datagrams(asyncio.DatagramProtocol):
+        def datagram_received(self, data, address):
+            callers.append("udp")
+
+    def connected(reader, writer):
+        callers.append("tcp")
+        writer.close()
+
+    async def run():
+        listener = await asyncio.start_server(connected, "127.0.0.1", 0)
+        address = listener.sockets[0].getsockname()
+        transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+            Datagrams, local_addr=address
+        )
+        tab = await open_page(pool, "<!DOCTYPE html>")
+        got = await tab.evaluate(f"(host => {attempt})('127.0.0.1:{address[1]}')")
+        await pool.release(tab)
+        transport.close()
+        listener.close()
+        return got
+
+    assert runner.run(run()) == 0
+    assert callers == []
+
+
+def test_links_elsewhere_and_new_windows_leave_the_page_as_it_is(world):
+    pool, runner = world
+    page = """<!DOCTYPE html><style>a{position:absolute;left:0}</style>
+      <a href="https://example.com/" style="top:0">away</a>
+      <a href="https://test.invalid/" target="_blank" style="top:50px">window</a>
+      <script>const opened = document.title = "here"</script>"""
+
+    async def run():
+        tab = await open_page(pool, page)
+        before = await tab.screenshot("png")
+        for y in (8, 58):
+            await tab.act(Action("click", x=10, y=y))
+        await tab.act(Action("move", x=300, y=190))
+        title = await tab.evaluate("document.title")
+        after = await tab.screenshot("png")
+        await pool.release(tab)
+        return title, before == after or not np.any(pixels(after)[100:] != 255)
+
+    assert runner.run(run()) == ("here", True)
+
+
+async def _crash_page(tab, pids):
+    with contextlib.suppress(BrowserError):
+        async with tab._answering():
+            await tab._cdp.send("Page.crash")
+
+
+async def _kill_browsers(tab, pids):
+    for pid in pids:
+        if b"headless-shell" in _command(pid) or b"chromium" in _command(pid).split(b"\0")[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+async def _kill_driver(tab, pids):
+    for pid in pids:
+        if _command(pid).split(b"\0")[0].endswith(b"node"):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("disaster", [_crash_page, _kill_browsers, _kill_driver])
+def test_crash_ends_its_session_and_the_next_one_has_another_browser(disaster):
+    before = set(_descendants(os.getpid()))
+    with pool_and_runner(warm=1) as (pool, runner):
+
+        async def run():
+            tab = await open_page(pool, TWO_FIELDS)
+            await disaster(tab, set(_descendants(os.getpid())) - before)
+            with pytest.raises(BrowserError, match="lost"):
+                await tab.act(CLICK_A)
+                await tab.act(CLICK_A)
+            await pool.release(tab)
+            again = await open_page(pool, TWO_FIELDS)
+            await again.act(CLICK_A)
+            await again.act(Action("type", text="alive"))
+            assert await again.evaluate("a.value") == "alive"
+            await pool.release(again)
+
+        runner.run(run())
+
+
+def test_page_that_hangs_is_lost_after_a_bound(world, monkeypatch):
+    from uirl_jax.verifiers.browser import tab as tab_module
+
+    pool, runner = world
+    monkeypatch.setattr(tab_module, "ANSWER_S", 0.5)
+
+    async def run():
+        tab = await open_page(pool, "<!DOCTYPE html><script>onclick = () => { for (;;); }</script>")
+        with pytest.raises(BrowserError, match=r"no answer within 0\.5 s"):
+            await tab.act(Action("click", x=5, y=5))
+        await pool.release(tab)
+
+    runner.run(run())
+
+
+def test_sessions_beyond_the_limit_are_refused(world):
+    pool, runner = world
+
+    async def run():
+        tabs = await asyncio.gather(*(pool.acquire() for _ in range(8)))
+        with pytest.raises(PoolFullError, match="8 browser sessions"):
+            await pool.acquire()
+        for tab in tabs:
+            await pool.release(tab)
+
+    runner.run(run())
+
+
+def test_server_ends_a_session_whose_browser_is_lost_and_tells_why():
+    before = set(_descendants(os.getpid()))
+
+    async def run():
+        limits = ServerLimits(warm_browsers=1, max_browsers=1)
+        async with (
+            serve(limits=limits) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        ):
+            query = {"type": "simple_data_entry", "seed": 1}
+            async with http.post("/session", params=query) as response:
+                path = f"/session/{(await response.json())['session_ids'][0]}"
+            async with http.post("/session", params=query) as response:
+                assert response.status == 429
+            await _kill_browsers(None, set(_descendants(os.getpid())) - before)
+            async with http.post(
+                f"{path}/act", json={"action_type": "left_click", "x": 1, "y": 1}
+            ) as r:
+                assert r.status == 500 and "lost" in (await r.json())["detail"]
+            async with http.get(f"{path}/screenshot") as response:
+                assert response.status == 404
+            async with http.post("/session", params=query) as response:
+                assert response.status == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_server(tmp_path, signum):
+    port_file = tmp_path / "port"
+    command = [sys.executable, "-m", "uirl_jax.verifiers.server", "--port-file", str(port_file)]
+    server = subprocess.Popen(
+        [*command, "--warm-browsers", "1"], cwd=REPO, stderr=subprocess.DEVNULL
+    )
+    with server:
+        _wait_for(port_file.exists)
+
+        async def create():
+            url = f"http://127.0.0.1:{int(port_file.read_text())}/session?type=simple_data_entry"
+            async with aiohttp.ClientSession() as http, http.post(url) as response:
+                assert response.status == 200, await response.text()
+
+        asyncio.run(create())
+        pids = _descendants(server.pid)
+        assert any(b"headless-shell" in _command(pid) for pid in pids)
+        server.send_signal(signum)
+        server.wait(20)
+    _wait_for(lambda: not any(_runs(pid) for pid in pids))
+
+
+def _wait_for(condition, timeout_s=20.0):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.02)
+
+
+def _stat(pid):
+    """(state, parent) of a process, or None."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1])
+
+
+def _runs(pid):
+    stat = _stat(pid)
+    return stat is not None and stat[0] != "Z"
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _descendants(pid):
+    children = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and (stat := _stat(path.name)) is not None:
+            children.setdefault(stat[1], []).append(int(path.name))
+    found, todo = [], [pid]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            found.append(child)
+            todo.append(child)
+    return found

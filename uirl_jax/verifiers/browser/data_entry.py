@@ -1,0 +1,219 @@
+"""`simple_data_entry`: rows of a sheet are copied into a form, in a real browser.
+
+The page is assets/pages/simple_data_entry.html; here are its data, its judge and a scripted
+demonstrator. A submission that equals a row of the sheet is counted as that row (its index from 0,
+every time), any other as incorrect, as the servers of the field count.
+
+The reward, by the rule declared here and nowhere else: of the rows that the instruction names,
+max(0, right - bad) / rows, a running value. Bad is what was submitted beyond one right submission
+of each of them: incorrect ones, repeated ones, and rows that were not asked for. Three wrong
+submissions and a right one pay nothing. Done when every row is in, or as much is bad as was asked
+for.
+"""
+
+import dataclasses
+import hashlib
+import importlib.resources
+import json
+
+import numpy as np
+
+from uirl_jax.types import Action, TaskSpec
+from uirl_jax.verifiers import variants
+from uirl_jax.verifiers.browser.pool import BrowserPool
+from uirl_jax.verifiers.browser.tab import Tab
+from uirl_jax.verifiers.tasks import click_middle
+
+NAME = "simple_data_entry"
+NUM_ROWS = 100
+SCREENS_PX = {"full": (1280, 800), "small": (448, 336)}
+VARIANTS = {
+    "rows": tuple("12345678"),  # how many the instruction names
+    "within": ("8", "25", "50", "100"),  # they are among the first so many rows of the sheet
+    "size": tuple(SCREENS_PX),  # small: a smaller screen with two columns and larger type on it
+}
+_URL = "https://verifier.invalid/"
+_SCROLL_PX = 300
+
+_FIRST = (
+    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ines", "Jon", "Kaya", "Leo"),
+    *("Mona", "Nils", "Olga", "Paul", "Quinn", "Rosa", "Sven", "Tara", "Uma", "Vera", "Wim", "Zoe"),
+)
+_LAST = (
+    *("Abel", "Berg", "Costa", "Dahl", "Evans", "Falk", "Gupta", "Hall", "Ito", "Jansen", "Kim"),
+    *("Lopez", "Meyer", "Novak", "Okoye", "Patel", "Rossi", "Silva", "Tanaka", "Weber"),
+)
+_CITIES = (
+    *("Oslo", "Rome", "Lima", "Bern", "Kyiv", "Riga", "Nice", "Cork", "Baku", "Doha", "Graz"),
+    *("Turin", "Porto", "Ghent", "Delhi", "Osaka", "Quito", "Accra"),
+)
+_ITEMS = ("Chair", "Desk", "Lamp", "Shelf", "Monitor", "Keyboard", "Printer", "Cable", "Scanner")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A parsed variant."""
+
+    rows: int = 1
+    within: int = NUM_ROWS
+    size: str = "full"
+
+
+def parse_variant(variant: str) -> Options:
+    """Reads "rows=3,within=25,size=small". Raises VerifierError as `variants.read` does."""
+    return Options(**variants.read(NAME, variant, VARIANTS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sheet:
+    """The data of an instance; everything follows from the seed and the variant."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    wanted: tuple[int, ...]  # indices of the rows to submit, ascending
+
+    @property
+    def instruction(self) -> str:
+        numbers = [str(index + 2) for index in self.wanted]  # the sheet's row 1 holds the names
+        if len(numbers) == 1:
+            return f"Copy row {numbers[0]} of the sheet into the form and submit it."
+        listed = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
+        return f"Copy rows {listed} of the sheet into the form and submit each of them once."
+
+
+def make_sheet(task: TaskSpec) -> Sheet:
+    """Raises VerifierError for an unknown variant."""
+    options = parse_variant(task.variant)
+    text = f"{NAME}|{dataclasses.astuple(options)}|{task.seed}"
+    rng = np.random.default_rng(
+        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    )
+    names = rng.permutation(len(_FIRST) * len(_LAST))[:NUM_ROWS]  # all different, so rows are too
+    rows = []
+    for name in names:
+        cents = int(rng.integers(100, 500_000))
+        rows.append(
+            (
+                f"{_FIRST[name % len(_FIRST)]} {_LAST[name // len(_FIRST)]}",
+                _CITIES[int(rng.integers(len(_CITIES)))],
+                _ITEMS[int(rng.integers(len(_ITEMS)))],
+                f"{cents // 100:,}.{cents % 100:02}",
+            )
+        )
+    num_columns = 2 if options.size == "small" else 4
+    wanted = sorted(int(index) for index in rng.permutation(options.within)[: options.rows])
+    return Sheet(
+        ("Name", "City", "Item", "Amount")[:num_columns],
+        tuple(row[:num_columns] for row in rows),
+        tuple(wanted),
+    )
+
+
+class DataEntry:
+    """A running session (session_types.RunningTask)."""
+
+    def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
+        self._pool = pool
+        self._tab = tab
+        self._size = parse_variant(task.variant).size
+        self.sheet = make_sheet(task)
+        self.instruction = self.sheet.instruction
+        self.width_px, self.height_px = SCREENS_PX[self._size]
+        self.delay_s = 0.0  # `act` returns when the page has settled
+
+    @classmethod
+    async def open(cls, pool: BrowserPool, task: TaskSpec) -> "DataEntry":
+        tab = await pool.acquire()
+        try:
+            session = cls(pool, tab, task)
+            screen_px = (session.width_px, session.height_px)
+            await tab.load(_URL, session._files, screen_px=screen_px)
+        except BaseException:
+            await pool.release(tab)
+            raise
+        return session
+
+    async def act(self, action: Action) -> None:
+        await self._tab.act(action)
+
+    async def screenshot(self, image_format: str) -> bytes:
+        return await self._tab.screenshot(image_format)
+
+    async def progress(self) -> dict[str, object]:
+        """As PROTOCOL's G2b, and done and reward."""
+        return judge(self.sheet, await self._tab.evaluate("submissions"))
+
+    async def close(self) -> None:
+        await self._pool.release(self._tab)
+
+    def _files(self, url: str) -> tuple[bytes, str] | None:
+        if url != _URL:
+            return None
+        page = importlib.resources.files("uirl_jax") / "assets/pages/simple_data_entry.html"
+        data = {"size": self._size, "columns": self.sheet.columns, "rows": self.sheet.rows}
+        html = page.read_text(encoding="utf-8").replace('"TASK"', json.dumps(data))
+        return html.encode(), "text/html; charset=utf-8"
+
+    async def scripted_action(self, rng: np.random.Generator, quality: float = 1.0) -> Action:
+        """The next action of a demonstrator, which copies cell by cell.
+
+        Args:
+          rng: decides when a mistake is made.
+          quality: with probability 1 - quality Submit is pressed before the row is complete.
+        """
+        wrong = bool(rng.random() >= quality)
+        progress = await self.progress()
+        submitted = progress["submitted_row_indices"]
+        row = next(index for index in self.sheet.wanted if index not in submitted)
+        view = await self._tab.evaluate(f"look({row})")
+        if view["another"] is not None:
+            return _click(view["another"])
+        for column, (field, value) in enumerate(
+            zip(view["fields"], self.sheet.rows[row], strict=True)
+        ):
+            if field["value"] == value:
+                continue
+            if wrong:
+                break
+            if view["copied"] != value:
+                if view["sheetFocused"] and view["selected"] == [row + 1, column]:
+                    return Action("keys", keys="ctrl+c")
+                return _reach(view["cells"][column], view["sheet"])
+            if not field["focused"]:
+                return _click(field["box"])
+            if field["value"] and not field["allSelected"]:
+                return Action("keys", keys="ctrl+a")
+            return Action("keys", keys="ctrl+v")
+        return _click(view["submit"])
+
+
+def judge(sheet: Sheet, submissions: list[list[str]]) -> dict[str, object]:
+    """Counts, done and reward of what was submitted so far; see the top of this file."""
+    index_of = {row: index for index, row in enumerate(sheet.rows)}
+    entered = [tuple(text.strip() for text in texts) for texts in submissions]
+    indices = [index_of[row] for row in entered if row in index_of]
+    right = len(set(indices) & set(sheet.wanted))
+    num_bad = len(entered) - right
+    return {
+        "submitted_row_indices": indices,
+        "num_incorrect_submissions": len(entered) - len(indices),
+        "done": right == len(sheet.wanted) or num_bad >= len(sheet.wanted),
+        "reward": max(0, right - num_bad) / len(sheet.wanted),
+    }
+
+
+def _click(box: list[float]) -> Action:
+    """A click in the middle of a box."""
+    x0, y0, x1, y1 = (round(side) for side in box)
+    return click_middle((x0, y0, x1, y1))
+
+
+def _reach(cell: list[float], area: list[float]) -> Action:
+    """A click on a cell of the sheet; before that, as much scrolling as shows it."""
+    middle_x, middle_y = round((area[0] + area[2]) / 2), round((area[1] + area[3]) / 2)
+    if area[1] <= cell[1] and cell[3] <= area[3]:
+        return _click(cell)
+    down = cell[3] > area[3]
+    amount = max(_SCROLL_PX, round(abs((cell[1] + cell[3]) / 2 - middle_y) / 100) * 100)
+    direction = "down" if down else "up"
+    return Action("scroll", x=middle_x, y=middle_y, direction=direction, amount=amount)

@@ -1,0 +1,266 @@
+"""Chromium processes, some of them warm: an episode starts in one that is waiting already.
+
+A session takes a tab and gives it back; what it leaves behind is closed, and an empty page is made
+ready in the same process before anybody waits for it. A process that crashed, hangs or has served
+long enough is replaced. Playwright's driver starts the processes and is connected to each by a
+pipe: when this process ends, in whatever way, the driver's pipe closes and everything below it
+ends.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+
+from playwright.async_api import Playwright, async_playwright
+
+from uirl_jax.verifiers.browser import BrowserError, PoolFullError
+from uirl_jax.verifiers.browser.tab import Tab
+
+logger = logging.getLogger(__name__)
+
+# The programs themselves: what Debian has in /usr/bin are shell scripts that start them as a child,
+# and ending the script would leave the browser behind.
+EXECUTABLES = ("/usr/lib/chromium/chromium-headless-shell", "/usr/lib/chromium/chromium")
+SESSIONS_PER_PROCESS = 100  # then it is replaced: a leak of its own cannot grow without end
+_START_S = 30.0
+_END_S = 5.0
+_IDLE_S = 60.0  # after which a tab that waits beyond the number asked for is ended
+
+_ARGUMENTS = (
+    # Two processes and not six, at the same speed: half the memory and half the time to start.
+    *("--in-process-gpu", "--no-zygote", "--enable-features=NetworkServiceInProcess2"),
+    "--disable-smooth-scrolling",
+    "--font-render-hinting=none",
+    # No way out of the machine, nor to it: every request is answered before it gets here (Tab), and
+    # what has no request (WebSocket, WebRTC) finds no name, a proxy that is none, and no UDP.
+    *("--proxy-server=http://127.0.0.1:0", "--proxy-bypass-list=<-loopback>"),
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+)
+
+
+def find_chromium() -> Path:
+    """The program to start: $UIRL_CHROMIUM, or where Debian and Ubuntu put it.
+
+    Raises:
+      BrowserError: there is none.
+    """
+    for path in (os.environ.get("UIRL_CHROMIUM"), *EXECUTABLES):
+        if path and os.access(path, os.X_OK):
+            return Path(path)
+    raise BrowserError(
+        "no Chromium to run browser sessions in: apt-get install chromium-headless-shell, or set "
+        f"UIRL_CHROMIUM to the program (looked for {', '.join(EXECUTABLES)})"
+    )
+
+
+class BrowserPool:
+    """Warm tabs. An async context manager; leaving it ends every process that it started."""
+
+    def __init__(self, *, warm: int = 2, max_browsers: int = 16) -> None:
+        """
+        Args:
+          warm: tabs that always wait for a session. More do for a while after more were in use.
+          max_browsers: sessions at once, and tabs at once.
+        """
+        self._warm = min(warm, max_browsers)
+        self._max_browsers = max_browsers
+        self._driver: Playwright | None = None
+        self._driver_lock = asyncio.Lock()
+        self._tabs: set[Tab] = set()  # all of them
+        self._waiting: list[Tab] = []  # the last one in goes out first, so that the rest can end
+        self._in_use: set[Tab] = set()
+        self._num_acquiring = 0  # of sessions
+        self._num_preparing = 0  # in the background
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "BrowserPool":
+        try:
+            await asyncio.gather(*(self._prepare() for _ in range(self._warm)))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self._in_background(self._end_idle())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(tab) for tab in list(self._tabs)))
+        await self._stop_driver()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def acquire(self) -> Tab:
+        """A tab with an empty page; the caller releases it.
+
+        Raises:
+          PoolFullError: max_browsers are in use.
+          BrowserError: no browser can be started.
+        """
+        if len(self._in_use) + self._num_acquiring >= self._max_browsers:
+            raise PoolFullError(f"{self._max_browsers} browser sessions are open, more are refused")
+        self._num_acquiring += 1
+        try:
+            tab = await self._take() or await self._start()
+        finally:
+            self._num_acquiring -= 1
+        self._in_use.add(tab)
+        tab.num_sessions += 1
+        self._refill()
+        return tab
+
+    async def release(self, tab: Tab) -> None:
+        """Takes a tab back, and readies it for another session in the background."""
+        if tab in self._in_use:
+            self._in_use.discard(tab)
+            self._in_background(self._renew(tab))
+
+    async def _take(self) -> Tab | None:
+        """One that waits, and answers."""
+        while self._waiting:
+            tab = self._waiting.pop()
+            try:
+                await tab.evaluate("1")
+                return tab
+            except BrowserError as error:
+                logger.warning("event=browser_replaced reason=%s", error)
+                self._in_background(self._end(tab))
+        return None
+
+    def _refill(self) -> None:
+        """Starts what is missing of the tabs that wait."""
+        missing = self._warm - len(self._waiting) - self._num_preparing
+        for _ in range(min(missing, self._room())):
+            self._in_background(self._prepare())
+
+    def _room(self) -> int:
+        """How many tabs more there may be."""
+        num_tabs = len(self._waiting) + len(self._in_use)
+        return self._max_browsers - num_tabs - self._num_preparing - self._num_acquiring
+
+    async def _prepare(self) -> None:
+        self._num_preparing += 1
+        try:
+            self._wait(await self._start())
+        finally:
+            self._num_preparing -= 1
+
+    def _wait(self, tab: Tab) -> None:
+        tab.waiting_since_s = time.monotonic()
+        self._waiting.append(tab)
+
+    async def _renew(self, tab: Tab) -> None:
+        """Makes a used tab one that waits; ends it where it is of no more use."""
+        if not tab.broken and tab.num_sessions < SESSIONS_PER_PROCESS and self._room() > 0:
+            self._num_preparing += 1
+            try:
+                async with asyncio.timeout(_START_S):
+                    await tab.renew()
+                self._wait(tab)
+                return
+            except Exception as error:  # whatever it is, there are other processes
+                logger.warning("event=browser_replaced reason=%s", _first_line(error))
+            finally:
+                self._num_preparing -= 1
+        await self._end(tab)
+        self._refill()
+
+    async def _end_idle(self) -> None:
+        """Ends tabs that nobody has come for. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(_IDLE_S / 4)
+            oldest_s = time.monotonic() - _IDLE_S
+            while len(self._waiting) > self._warm and self._waiting[0].waiting_since_s < oldest_s:
+                await self._end(self._waiting.pop(0))
+
+    async def _start(self) -> Tab:
+        """A new process, with its empty page. A driver that died is started again, once."""
+        executable = find_chromium()
+        for attempt in (1, 2):
+            driver = await self._running_driver()
+            browser = None
+            try:
+                async with asyncio.timeout(_START_S):
+                    browser = await driver.chromium.launch(
+                        executable_path=executable,
+                        args=_ARGUMENTS,
+                        ignore_default_args=["--hide-scrollbars"],
+                        handle_sigint=False,  # ours to handle; the pipe's end is what ends it
+                        handle_sigterm=False,
+                        handle_sighup=False,
+                    )
+                    tab = Tab(browser)
+                    await tab.renew()
+                    self._tabs.add(tab)
+                    return tab
+            except BaseException as error:
+                if browser is not None:
+                    with contextlib.suppress(Exception):
+                        await browser.close()
+                if not isinstance(error, Exception):
+                    raise
+                if attempt == 2:
+                    raise BrowserError(
+                        f"{executable} does not start: {_first_line(error)}"
+                    ) from error
+                logger.warning("event=browser_start_failed reason=%s", _first_line(error))
+                await self._stop_driver_if_dead(driver)
+        raise AssertionError("the loop returns or raises")
+
+    async def _running_driver(self) -> Playwright:
+        async with self._driver_lock:
+            if self._driver is None:
+                self._driver = await async_playwright().start()
+            return self._driver
+
+    async def _stop_driver_if_dead(self, driver: Playwright) -> None:
+        """With it all its browsers are gone, though Playwright goes on calling them connected."""
+        try:
+            async with asyncio.timeout(_START_S):
+                await (await driver.request.new_context()).dispose()  # any call that it answers
+            return
+        except Exception:  # a dead driver raises just that
+            logger.warning("event=driver_replaced")
+        if self._driver is driver:
+            for tab in self._tabs:
+                tab.broken = tab.broken or "Playwright's driver died"
+            await self._stop_driver()
+
+    async def _stop_driver(self) -> None:
+        async with self._driver_lock:
+            driver, self._driver = self._driver, None
+            if driver is not None:
+                with contextlib.suppress(Exception):  # it may be dead, and says so in many ways
+                    async with asyncio.timeout(_END_S):
+                        await driver.stop()
+
+    async def _end(self, tab: Tab) -> None:
+        self._tabs.discard(tab)
+        with contextlib.suppress(Exception):  # it may be gone already
+            async with asyncio.timeout(_END_S):
+                await tab.browser.close()
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # nobody waits for it; the next acquire tells its caller
+            logger.warning("event=browser_pool_error reason=%s", _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0][:200]
