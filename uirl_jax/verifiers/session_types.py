@@ -17,6 +17,7 @@ from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import browser, desktop, variants, wire
 
 SIMPLE_DATA_ENTRY = "simple_data_entry"
+MINIWOB = "miniwob/"
 
 
 class RunningTask(Protocol):
@@ -83,23 +84,29 @@ class SessionTypes:
         """
         if task.name in desktop.TASKS:
             return DesktopTask(task)
-        if task.name != SIMPLE_DATA_ENTRY:
-            known = (*desktop.TASKS, SIMPLE_DATA_ENTRY)
+        if task.name != SIMPLE_DATA_ENTRY and not task.name.startswith(MINIWOB):
+            known = (*desktop.TASKS, SIMPLE_DATA_ENTRY, f"{MINIWOB}<task>")
             raise VerifierError(f"unknown task {task.name!r}{variants.nearest(task.name, known)}")
         try:
-            from uirl_jax.verifiers.browser import data_entry, pool
+            from uirl_jax.verifiers.browser import data_entry, miniwob, pool
         except ModuleNotFoundError as error:
             raise browser.BrowserError(
                 f"{task.name} runs in a browser, and {error.name} is not installed: "
                 "pip install 'uirl_jax[browser]'"
             ) from error
-        data_entry.parse_variant(task.variant)  # before a browser is started for nothing
+        # Checked before a browser is started for nothing.
+        if task.name == SIMPLE_DATA_ENTRY:
+            data_entry.parse_variant(task.variant)
+            kind = data_entry.DataEntry
+        else:
+            miniwob.parse_variant(task.name, task.variant)
+            kind = miniwob.MiniWob
         async with self._pool_lock:
             if self._pool is None:
                 self._pool = await self._exit_stack.enter_async_context(
                     pool.BrowserPool(warm=self._warm_browsers, max_browsers=self._max_browsers)
                 )
-        return await data_entry.DataEntry.open(self._pool, task)
+        return await kind.open(self._pool, task)
 
     async def close(self) -> None:
         """Ends every browser."""

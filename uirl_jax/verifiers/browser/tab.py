@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from playwright.async_api import Browser, BrowserContext, CDPSession, Dialog, Page, Request, Route
 from playwright.async_api import Error as PlaywrightError
 
+from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action
 from uirl_jax.verifiers.browser import BrowserError
 
@@ -135,7 +136,11 @@ class Tab:
             await self._settle()
 
     async def evaluate(self, expression: str) -> object:
-        """The value of a JavaScript expression (awaited), as JSON has it. For the judge."""
+        """The value of a JavaScript expression (awaited), as JSON has it. For the judge.
+
+        Raises:
+          VerifierError: it threw; the page is as good as before.
+        """
         async with self._answering():
             return await self._evaluate(expression)
 
@@ -214,6 +219,11 @@ class Tab:
         x, y = self._mouse_px
         await self._cdp.send("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **fields})
 
+    async def settle(self) -> None:
+        """As after an action, where something else changed the page."""
+        async with self._answering():
+            await self._settle()
+
     async def _settle(self) -> None:
         """Until two frames pass without a paint, a request or a running animation."""
         with contextlib.suppress(TimeoutError):
@@ -229,7 +239,7 @@ class Tab:
         answer = await self._cdp.send("Runtime.evaluate", {**fields, "userGesture": True})
         if "exceptionDetails" in answer:
             thrown = answer["exceptionDetails"].get("exception", {})
-            raise PlaywrightError(f"the page threw {thrown.get('description', thrown)}"[:500])
+            raise VerifierError(f"the page threw {thrown.get('description', thrown)}"[:500])
         return answer["result"].get("value")
 
     async def _answer(self, route: Route, request: Request) -> None:
@@ -256,6 +266,8 @@ class Tab:
         try:
             async with asyncio.timeout(ANSWER_S) as self._deadline:
                 yield
+        except VerifierError:
+            raise
         except Exception as error:  # Playwright raises just that when its driver has died
             reason = str(error).partition("\n")[0][:200] or f"no answer within {ANSWER_S:g} s"
             self.broken = self.broken or reason

@@ -1,0 +1,208 @@
+"""MiniWoB++ in a real browser: its tasks started, shown, solved by mouse and keyboard, and paid."""
+
+import asyncio
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.chromium import needs_chromium, pool_and_runner
+from uirl_jax.errors import VerifierError
+from uirl_jax.types import Action, TaskSpec
+
+pytestmark = needs_chromium
+
+# One for each way of acting; all that have a script are played under the mark `slow`.
+PLAYED = (
+    *("click-test-2", "click-button", "click-dialog", "click-checkboxes", "enter-text"),
+    *("login-user", "focus-text-2", "click-tab", "click-shape", "click-menu", "choose-date"),
+    *("choose-list", "copy-paste", "drag-items", "scroll-text-2", "enter-date", "button-delay"),
+    *("email-inbox-reply", "use-slider", "highlight-text", "social-media"),
+)
+# Two messages by one sender, and the utterance names the sender alone.
+AMBIGUOUS = {("email-inbox-forward", 2), ("email-inbox-noscroll", 2), ("email-inbox", 2)}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with pool_and_runner(warm=2) as (pool, runner):
+        yield pool, runner
+
+
+def spec(name, seed=0, variant=""):
+    return TaskSpec(f"miniwob/{name}", seed, variant)
+
+
+async def open_session(pool, task):
+    from uirl_jax.verifiers.browser.miniwob import MiniWob
+
+    return await MiniWob.open(pool, task)
+
+
+async def play(pool, task, max_turns=60):
+    """The last progress of the demonstrator's episode."""
+    session = await open_session(pool, task)
+    try:
+        for _ in range(max_turns):
+            progress = await session.progress()
+            action = None if progress["done"] else await session.scripted_action()
+            if action is None:
+                break
+            assert action.x is None or (
+                0 <= action.x < session.width_px and 0 <= action.y < session.height_px
+            ), f"{action} is off the screen"
+            await session.act(action)
+            await asyncio.sleep(action.seconds or 0.0)
+        return progress
+    finally:
+        await session.close()
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_task_is_solved_by_screen_mouse_and_keyboard(world, name):
+    pool, runner = world
+    progress = runner.run(play(pool, spec(name, seed=1)))
+    assert progress["done"] and progress["reward"] == 1.0, progress
+
+
+@pytest.mark.slow
+def test_every_scripted_task_is_solved(world):
+    from uirl_jax.verifiers.browser import miniwob
+
+    pool, runner = world
+
+    async def run():
+        failed = []
+        for name in miniwob.scripted_tasks():
+            for seed in range(3):
+                progress = await play(pool, TaskSpec(name, seed))
+                solved = progress["done"] and progress["reward"] == 1.0
+                if not solved and (name.removeprefix("miniwob/"), seed) not in AMBIGUOUS:
+                    failed.append((name, seed, progress))
+        return failed
+
+    assert runner.run(run()) == []
+
+
+def test_screen_is_the_task_area_and_scale_enlarges_it(world):
+    pool, runner = world
+
+    async def run():
+        shots = []
+        for variant in ("", "scale=3"):
+            session = await open_session(pool, spec("click-test-2", 4, variant))
+            shots.append(Image.open(io.BytesIO(await session.screenshot("png"))).convert("RGB"))
+            assert shots[-1].size == (session.width_px, session.height_px)
+            await session.close()
+        return shots
+
+    small, large = runner.run(run())
+    assert small.size == (160, 210) and large.size == (480, 630)
+    assert small.getpixel((80, 40)) == (255, 255, 0)  # the yellow bar of the utterance
+    difference = np.asarray(large.resize((160, 210), Image.Resampling.BOX), np.float32) - small
+    assert np.abs(difference).mean() < 8  # the same picture, but for the edges of letters
+
+
+def test_scaled_task_is_solved(world):
+    pool, runner = world
+    assert runner.run(play(pool, spec("click-button", 3, "scale=2")))["reward"] == 1.0
+
+
+def test_equal_seeds_give_equal_pixels_and_other_seeds_do_not(world):
+    pool, runner = world
+
+    async def run(name):
+        shots = []
+        for seed in (7, 7, 8):
+            session = await open_session(pool, spec(name, seed))
+            shots.append((session.instruction, await session.screenshot("png")))
+            await session.close()
+        return shots
+
+    for name in ("click-button", "email-inbox", "drag-shapes"):
+        first, same, other = runner.run(run(name))
+        assert first == same and first != other
+
+
+def test_wrong_action_ends_it_unpaid_and_nothing_happens_after_the_end(world):
+    pool, runner = world
+
+    async def run():
+        session = await open_session(pool, spec("click-test-2", 0))
+        before = await session.progress()
+        middle = "(e => { const r = e.getBoundingClientRect(); return [r.x + 20, r.y + 20]; })"
+        x, y = await session._tab.evaluate(f"{middle}(subbtn2)")
+        await session.act(Action("click", x=round(x), y=round(y)))
+        ended = await session.progress()
+        shot = await session.screenshot("png")
+        x, y = await session._tab.evaluate(f"{middle}(subbtn)")
+        for _ in range(2):
+            await session.act(Action("click", x=round(x), y=round(y)))
+        after = await session.progress()
+        assert shot == await session.screenshot("png")
+        await session.close()
+        return before, ended, after
+
+    before, ended, after = runner.run(run())
+    assert before["done"] is False and before["reward"] is None
+    assert ended["done"] is True and ended["reward"] == -1.0
+    assert after == ended
+
+
+def test_reward_does_not_decay_with_time(world):
+    pool, runner = world
+
+    async def run():
+        session = await open_session(pool, spec("click-test"))
+        await session._tab.evaluate("core.ept0 -= 3600e3")  # as if an hour had passed
+        await session.act(await session.scripted_action())
+        decayed = await session._tab.evaluate("WOB_REWARD_GLOBAL")
+        progress = await session.progress()
+        await session.close()
+        return decayed, progress["reward"]
+
+    decayed, reward = runner.run(run())
+    assert decayed < 1.0 and reward == 1.0
+
+
+def test_instruction_is_the_utterance_also_where_it_has_fields(world):
+    pool, runner = world
+
+    async def run(name):
+        session = await open_session(pool, spec(name, 7))
+        await session.close()
+        return session.instruction
+
+    assert runner.run(run("enter-text")) == 'Enter "Nathalie" into the text field and press Submit.'
+    assert runner.run(run("email-inbox-nl-turk")).strip()
+
+
+def test_files_outside_the_package_are_not_served(world):
+    pool, runner = world
+
+    async def run():
+        session = await open_session(pool, spec("click-test"))
+        urls = ("../../environment.py", "..%2f..%2fenvironment.py", "/etc/passwd", "")
+        found = [session._files(f"https://miniwob.invalid/{url}") for url in urls]
+        known = session._files("https://miniwob.invalid/core/core.css?x=1")
+        await session.close()
+        return found, known
+
+    found, known = runner.run(run())
+    assert found == [None] * 4 and known[1].startswith("text/css")
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "word"),
+    [
+        ("click-buton", "", "did you mean 'miniwob/click-button'"),
+        ("click-button", "scale=9", "scale is '9'"),
+        ("click-button", "size=2", "unknown key 'size'"),
+    ],
+)
+def test_unknown_task_or_variant_is_an_error_with_the_reason(name, variant, word):
+    from uirl_jax.verifiers.browser import miniwob
+
+    with pytest.raises(VerifierError, match=word):
+        miniwob.parse_variant(f"miniwob/{name}", variant)

@@ -1,0 +1,163 @@
+"""`miniwob/<task>`: the tasks of MiniWoB++ (Farama's package `miniwob`), in a real browser.
+
+The package's pages are served as they are; none of its Python code is imported. The screen is the
+task's area, 160x210 pixels, the upper left corner of a viewport that is wide enough for all of
+them; with `scale=2` every pixel of the page is four of the screen. The instruction is the task's
+utterance. An episode is a fresh page with its random numbers seeded, and has no time limit.
+
+The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with the wall clock: -1 to
+1, given at the end. Success is 1 and nothing less: some tasks pay parts. After the end nothing
+changes any more. docs/verifiers.md lists the tasks and what keeps some of them from being played.
+"""
+
+import functools
+import importlib.resources
+import importlib.util
+import json
+import mimetypes
+import re
+from pathlib import Path
+
+from uirl_jax.errors import VerifierError
+from uirl_jax.types import Action, TaskSpec
+from uirl_jax.verifiers import variants
+from uirl_jax.verifiers.browser import BrowserError
+from uirl_jax.verifiers.browser.pool import BrowserPool
+from uirl_jax.verifiers.browser.tab import Tab
+
+PREFIX = "miniwob/"
+AREA_PX = (160, 210)
+VARIANTS = {"scale": ("1", "2", "3", "4")}  # pixels of the screen for one of the page
+_VIEWPORT_PX = (500, 320)
+_URL = "https://miniwob.invalid/"
+
+# Seeded once when core.js has been read, for what a page draws from while it loads, and again here,
+# as the package does. The longest time that setTimeout takes is 24 days.
+_START = """(() => {
+  Math.seedrandom(SEED);
+  core.EPISODE_MAX_TIME = 2147483647;
+  core.countdownTimer = () => {};
+  core.startEpisodeReal();
+  core.startEpisode = () => {};  // the end would cover the page with a button for another episode
+})()"""
+_PROGRESS = """({done: WOB_DONE_GLOBAL, raw_reward: WOB_RAW_REWARD_GLOBAL,
+  reason: WOB_REWARD_REASON})"""
+
+
+def find_pages() -> Path:
+    """Where the package keeps its pages. Raises BrowserError where it is not installed."""
+    spec = importlib.util.find_spec("miniwob")
+    if spec is None or not spec.submodule_search_locations:
+        raise BrowserError(
+            "miniwob/<task> needs the package miniwob: pip install 'uirl_jax[browser]'"
+        )
+    return Path(spec.submodule_search_locations[0]) / "html"
+
+
+@functools.cache
+def task_names() -> tuple[str, ...]:
+    """Every task of the package: "miniwob/click-test", ..."""
+    return tuple(sorted(PREFIX + path.stem for path in (find_pages() / "miniwob").glob("*.html")))
+
+
+def scripted_tasks() -> tuple[str, ...]:
+    """Those that the demonstrator can play: the entries of `experts` in its script."""
+    entries = set(re.findall(r'^    "([a-z0-9-]+)": ', _read_script(), re.MULTILINE))
+    return tuple(name for name in task_names() if name.removeprefix(PREFIX) in entries)
+
+
+@functools.cache
+def _read_script() -> str:
+    path = importlib.resources.files("uirl_jax") / "assets/pages/miniwob_experts.js"
+    return path.read_text(encoding="utf-8")
+
+
+def parse_variant(name: str, variant: str) -> int:
+    """The scale. Raises VerifierError for an unknown task or variant."""
+    if name not in task_names():
+        raise VerifierError(f"unknown task {name!r}{variants.nearest(name, task_names())}")
+    return int(variants.read(name, variant, VARIANTS).get("scale", 1))
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+class MiniWob:
+    """A running session (session_types.RunningTask)."""
+
+    def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
+        self._pool = pool
+        self._tab = tab
+        self._task = task
+        self._pages = find_pages().resolve()
+        self._scale = parse_variant(task.name, task.variant)
+        self._done = False
+        self.instruction = ""
+        self.width_px, self.height_px = (side * self._scale for side in AREA_PX)
+        self.delay_s = 0.0  # `act` returns when the page has settled
+
+    @classmethod
+    async def open(cls, pool: BrowserPool, task: TaskSpec) -> "MiniWob":
+        tab = await pool.acquire()
+        try:
+            session = cls(pool, tab, task)
+            await tab.load(
+                f"{_URL}{task.name}.html",
+                session._files,
+                screen_px=(session.width_px, session.height_px),
+                viewport_px=_VIEWPORT_PX,
+                scale=session._scale,
+            )
+            await tab.evaluate(_START.replace("SEED", json.dumps(str(task.seed))))
+            await tab.settle()
+            said = await tab.evaluate("core.getUtterance()")
+            session.instruction = said if isinstance(said, str) else said["utterance"]
+        except BaseException:
+            await pool.release(tab)
+            raise
+        return session
+
+    async def act(self, action: Action) -> None:
+        if not self._done:
+            await self._tab.act(action)
+
+    async def screenshot(self, image_format: str) -> bytes:
+        return await self._tab.screenshot(image_format)
+
+    async def progress(self) -> dict[str, object]:
+        """done, reward (None before), and raw_reward and reason as the page has them."""
+        counts = await self._tab.evaluate(_PROGRESS)
+        self._done = bool(counts["done"])
+        reward = float(counts["raw_reward"] or 0.0) if self._done else None
+        return {**counts, "done": self._done, "reward": reward}
+
+    async def close(self) -> None:
+        await self._pool.release(self._tab)
+
+    async def scripted_action(self) -> Action | None:
+        """What a demonstrator does next; None where it knows nothing (any more).
+
+        It looks into the page, and acts by mouse and keyboard alone.
+        """
+        name = json.dumps(self._task.name.removeprefix(PREFIX))
+        fields = await self._tab.evaluate(f"{_read_script()}({name})")
+        if fields is None:
+            return None
+        for key in ("x", "y", "x2", "y2"):
+            if key in fields:
+                fields[key] = round(fields[key] * self._scale)
+        return Action(**fields)
+
+    def _files(self, url: str) -> tuple[bytes, str] | None:
+        path = (self._pages / url.partition("?")[0].removeprefix(_URL)).resolve()
+        if not path.is_relative_to(self._pages) or not path.is_file():
+            return None
+        body = _read(path)
+        if path.name == "core.js":
+            body += f"\nMath.seedrandom({json.dumps(str(self._task.seed))});\n".encode()
+        elif path.name == "core.css":
+            body += b"\n* { caret-animation: manual; }\n"  # one that blinks is there by chance
+        kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+        return body, f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
