@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools import bench_algorithms, bench_load
+from tools import bench_algorithms, bench_browser, bench_load
 from uirl_jax import platform_flags
 
 THREADS = 2
@@ -468,6 +468,7 @@ def main() -> None:
     training.add_argument("--json", type=Path, help="write the numbers here too")
     bench_load.add_command(commands)
     bench_algorithms.add_command(commands)
+    bench_browser.add_command(commands)
     measuring = commands.add_parser("overhead", help="of a step beside the model's passes")
     algorithms = bench_algorithms.ALGORITHMS
     measuring.add_argument("--names", nargs="+", choices=algorithms, default=algorithms)
@@ -499,6 +500,9 @@ def main() -> None:
     elif args.command == "algorithms":
         result = bench_algorithms.compare(args)
         print(bench_algorithms.format_table(result))
+    elif args.command == "verifiers":
+        result = bench_browser.measure(args.sessions, args.turns)
+        print(bench_browser.format_table(result))
     elif args.command == "overhead":
         from tools import bench_overhead  # its imports do not belong into the peers' memory
 

@@ -25,7 +25,7 @@ from uirl_jax.rl.rewards import turn_lengths
 from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
 from uirl_jax.types import TaskSpec, TrainBatch
-from uirl_jax.verifiers.demonstrations import demonstrate
+from uirl_jax.verifiers.demonstrations import Demonstrator
 
 TOKENIZER_FILES = (  # and the processor's
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
@@ -79,7 +79,9 @@ def run_cold_start(
                 kinds[index % len(kinds)], seed=seeds.train_seed(seed, index)
             )
             rng = np.random.default_rng([seed, index])
-            trajectories.append(demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality))
+            trajectories.append(
+                demonstrator.demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality)
+            )
         batches = batching.make_batches(
             trajectories,
             image_cfg=model.image_cfg,
@@ -93,7 +95,7 @@ def run_cold_start(
     optimizer = cfg.optimizer.resolved(trains)
     print(optimizer.describe(trainable, trains), flush=True)
     progress = metrics.Progress("cold start", cfg.steps)
-    with metrics.MetricsWriter(workdir / "cold_start") as writer:
+    with metrics.MetricsWriter(workdir / "cold_start") as writer, Demonstrator() as demonstrator:
 
         def on_step(step: int, scalars: dict[str, float]) -> None:
             writer.write(step, scalars)

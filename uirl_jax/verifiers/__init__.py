@@ -1,6 +1,6 @@
-"""The UI verifiers: the hermetic desktop, the server that offers it over HTTP, and the client.
+"""The UI verifiers: the hermetic desktop, real browsers, the server that offers them, the client.
 
-`desktop` (with `tasks`, `window` and `drawing` below it) is the environment itself, `server`
-speaks the bundled dialect G1+ over it, `client` is what the actor talks through. Nothing in here
-knows JAX.
+`desktop` (with `tasks`, `window` and `drawing` below it) and `browser` are the environments,
+`session_types` their common face, `server` speaks the bundled dialect G1+ over it, `client` is what
+the actor talks through. Nothing in here knows JAX.
 """

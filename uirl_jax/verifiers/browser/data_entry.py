@@ -149,10 +149,7 @@ class DataEntry:
     def _files(self, url: str) -> tuple[bytes, str] | None:
         if url != _URL:
             return None
-        page = importlib.resources.files("uirl_jax") / "assets/pages/simple_data_entry.html"
-        data = {"size": self._size, "columns": self.sheet.columns, "rows": self.sheet.rows}
-        html = page.read_text(encoding="utf-8").replace('"TASK"', json.dumps(data))
-        return html.encode(), "text/html; charset=utf-8"
+        return page_html(self.sheet, self._size), "text/html; charset=utf-8"
 
     async def scripted_action(self, rng: np.random.Generator, quality: float = 1.0) -> Action:
         """The next action of a demonstrator, which copies cell by cell.
@@ -185,6 +182,13 @@ class DataEntry:
                 return Action("keys", keys="ctrl+a")
             return Action("keys", keys="ctrl+v")
         return _click(view["submit"])
+
+
+def page_html(sheet: Sheet, size: str) -> bytes:
+    """The page with its data in it."""
+    page = importlib.resources.files("uirl_jax") / "assets/pages/simple_data_entry.html"
+    data = {"size": size, "columns": sheet.columns, "rows": sheet.rows}
+    return page.read_text(encoding="utf-8").replace('"TASK"', json.dumps(data)).encode()
 
 
 def judge(sheet: Sheet, submissions: list[list[str]]) -> dict[str, object]:

@@ -7,7 +7,7 @@ utterance. An episode is a fresh page with its random numbers seeded, and has no
 
 The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with the wall clock: -1 to
 1, given at the end. Success is 1 and nothing less: some tasks pay parts. After the end nothing
-changes any more. docs/verifiers.md lists the tasks and what keeps some of them from being played.
+changes any more. docs/bundled_server.md lists the tasks and what keeps some of them from being played.
 """
 
 import functools
@@ -17,6 +17,8 @@ import json
 import mimetypes
 import re
 from pathlib import Path
+
+import numpy as np
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
@@ -136,10 +138,13 @@ class MiniWob:
     async def close(self) -> None:
         await self._pool.release(self._tab)
 
-    async def scripted_action(self) -> Action | None:
+    async def scripted_action(
+        self, rng: np.random.Generator | None = None, quality: float = 1.0
+    ) -> Action | None:
         """What a demonstrator does next; None where it knows nothing (any more).
 
-        It looks into the page, and acts by mouse and keyboard alone.
+        It looks into the page, and acts by mouse and keyboard alone. It makes no mistakes of its
+        own: `rng` and `quality` are those of other tasks, and change nothing.
         """
         name = json.dumps(self._task.name.removeprefix(PREFIX))
         fields = await self._tab.evaluate(f"{_read_script()}({name})")
