@@ -54,4 +54,5 @@ async def open_page(pool, html: str, screen_px=(320, 200), **options):
     """A tab that shows a page; the caller releases it."""
     tab = await pool.acquire()
     await tab.load("https://test.invalid/", one_page(html), screen_px=screen_px, **options)
+    await tab.settle()
     return tab

@@ -283,12 +283,13 @@ def test_page_that_hangs_is_lost_after_a_bound(world, monkeypatch):
     from uirl_jax.verifiers.browser import tab as tab_module
 
     pool, runner = world
-    monkeypatch.setattr(tab_module, "ANSWER_S", 0.5)
 
     async def run():
         tab = await open_page(pool, "<!DOCTYPE html><script>onclick = () => { for (;;); }</script>")
+        monkeypatch.setattr(tab_module, "ANSWER_S", 0.5)
         with pytest.raises(BrowserError, match=r"no answer within 0\.5 s"):
             await tab.act(Action("click", x=5, y=5))
+        monkeypatch.undo()
         await pool.release(tab)
 
     runner.run(run())

@@ -3,11 +3,12 @@
     python -m tools.bench verifiers --json=verifiers.json
 
 Sessions of `simple_data_entry` (1280x800), all at work at once. A start is from the warm pool to
-the settled page, for each session alone; a turn is a click on a cell of the sheet, which returns
-when the page has settled, and a screenshot as PNG. By hand: the same page and as many of it in
-Chromium as Playwright starts it, one process and a context each; `mouse.click`, two frames
-(`page.evaluate`) and `page.screenshot`. Times are medians over all sessions. Memory is the
-proportional share (PSS) of the browsers' processes a session; Playwright's driver is told apart.
+the settled page, for each session alone (`miniwob`: of miniwob/email-inbox); a turn is a click on a
+cell of the sheet, which returns when the page has settled, and a screenshot as PNG. By hand: the
+same page and as many of it in Chromium as Playwright starts it, one process and a context each;
+`mouse.click`, two frames (`page.evaluate`) and `page.screenshot`. Times are medians over all
+sessions. Memory is the proportional share (PSS) of the browsers' processes a session; Playwright's
+driver is told apart.
 """
 
 import asyncio
@@ -38,7 +39,15 @@ def measure(counts: list[int], num_turns: int) -> dict[str, Any]:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    names = ("start_ms", "click_ms", "screenshot_ms", "turns_per_s", "session_mib", "driver_mib")
+    names = (
+        "start_ms",
+        "miniwob_ms",
+        "click_ms",
+        "screenshot_ms",
+        "turns_per_s",
+        "session_mib",
+        "driver_mib",
+    )
     lines = [f"{'':22}" + "".join(f"{name:>15}" for name in names)]
     for who in ("ours", "playwright"):
         for count, numbers in result[who].items():
@@ -53,6 +62,7 @@ def _place(turn: int) -> tuple[int, int]:
 
 async def _ours(count: int, num_turns: int) -> dict[str, float]:
     from uirl_jax.verifiers.browser.data_entry import DataEntry
+    from uirl_jax.verifiers.browser.miniwob import MiniWob
     from uirl_jax.verifiers.browser.pool import BrowserPool
 
     async with BrowserPool(warm=count, max_browsers=2 * count) as pool:
@@ -70,10 +80,20 @@ async def _ours(count: int, num_turns: int) -> dict[str, float]:
             await _timed(times["screenshot"], session.screenshot("png"))
 
         numbers = await _at_work(sessions, turn, num_turns)
-        memory = _memory_mib()
+        memory = _memory_mib()  # before anything else is started
         num_tabs = count + pool.num_waiting
+        miniwob_ms = []
+        for seed, session in enumerate(sessions):
+            await session.close()
+            while pool.num_waiting < count:
+                await asyncio.sleep(0.05)
+            start_s = time.perf_counter()
+            other = await MiniWob.open(pool, TaskSpec("miniwob/email-inbox", seed))
+            miniwob_ms.append(1e3 * (time.perf_counter() - start_s))
+            await other.close()
     return {
         "start_ms": statistics.median(starts_ms),
+        "miniwob_ms": statistics.median(miniwob_ms),
         **numbers,
         "session_mib": memory["browsers"] / num_tabs,
         "driver_mib": memory["driver"],

@@ -113,7 +113,7 @@ class Tab:
         viewport_px: tuple[int, int] | None = None,
         scale: int = 1,
     ) -> None:
-        """Shows a page.
+        """Loads a page; `settle` waits until it has been drawn.
 
         Args:
           files: answers every request of the page; it must know `url`.
@@ -133,7 +133,6 @@ class Tab:
             await self._page.goto(url)
             await self._cdp.send("Page.resetNavigationHistory")  # nothing to go back to
             self._mouse_px = (screen_px[0] / scale / 2, screen_px[1] / scale / 2)
-            await self._settle()
 
     async def evaluate(self, expression: str) -> object:
         """The value of a JavaScript expression (awaited), as JSON has it. For the judge.
@@ -220,7 +219,7 @@ class Tab:
         await self._cdp.send("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **fields})
 
     async def settle(self) -> None:
-        """As after an action, where something else changed the page."""
+        """Waits as after an action, where something else changed the page."""
         async with self._answering():
             await self._settle()
 
