@@ -46,7 +46,7 @@ class ServerLimits:
     """What a caller can make grow."""
 
     max_sessions: int = 256  # open at once; each is some kilobytes and its last few answers
-    max_browsers: int = 16  # of them, and waiting for one; each is some 60 MB and two processes
+    max_browsers: int = 16  # of them, and waiting for one; 80 to 200 MB each
     warm_browsers: int = 2  # kept waiting, from the first session on that needs one
     max_body_bytes: int = 64 * 1024
     max_delay_s: float = 10.0  # of one action
