@@ -7,7 +7,7 @@ utterance. An episode is a fresh page with its random numbers seeded, and has no
 
 The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with the wall clock: -1 to
 1, given at the end. Success is 1 and nothing less: some tasks pay parts. After the end nothing
-changes any more. docs/bundled_server.md lists the tasks and what keeps some of them from being played.
+changes any more. docs/bundled_server.md lists the tasks and what keeps some from being played.
 """
 
 import functools
