@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
     cfg.engine = ConfigDict()
     cfg.engine.batch_sizes = (16,)
     cfg.engine.context_lengths = (2048, 7168, 14272)
-    cfg.engine.prefill_rows = (1,)
+    cfg.engine.prefill_rows = (8,)  # one a chip; fewer would be computed on every chip
     cfg.engine.prefill_lengths = (512, 1536)  # a 1280x800 screenshot is 1,334 tokens
     cfg.engine.image_rows = (1, 8)  # one screenshot each
     cfg.engine.image_tokens = 48 * 1334
