@@ -39,7 +39,11 @@ OFFICIAL_TEMPLATE_START = (
 
 def new_engine(url, directory, *, max_context=CONTEXT, cfg=ENGINE_CFG, **settings) -> OpenAIEngine:
     section = OpenAIConfig(
-        url=url, model=BASE, adapters_dir=str(directory), **{"backoff_s": 0.001, **settings}
+        url=url,
+        model=BASE,
+        adapters_dir=str(directory),
+        # Patient: its first request compiles the server's engine, on a machine that may be busy.
+        **{"backoff_s": 0.001, "request_timeout_s": 600.0, **settings},
     )
     return OpenAIEngine(
         model().graphdef,
