@@ -16,8 +16,7 @@ def empty(dtype: str) -> kv_cache.KVCache:
 
 
 def written(cache, layer: int, slots: list[int], starts: list[int], k, v):
-    place_bt = np.array(starts)[:, None] + np.arange(k.shape[1])
-    return kv_cache.write(cache, (layer, np.array(slots)[:, None], place_bt), k, v)
+    return kv_cache.write(cache, layer, np.array(slots), np.array(starts), k, v)
 
 
 def random_kv(seed: int, rows: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,6 +37,26 @@ def test_int8_reads_what_was_written_to_half_a_scale(seed, layer, start):
             bound = np.abs(wrote[row]).max(axis=-1, keepdims=True) / 127 / 2
             # and float32's own rounding of a number of that size
             assert (np.abs(got[row, at : at + 3] - wrote[row]) <= bound * (1 + 1e-4)).all()
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.integers(0, 2**31),
+    st.lists(st.integers(0, PLACES + 2), min_size=2, max_size=2),
+    st.permutations(range(SLOTS + 1)),
+    st.integers(1, PLACES + 2),
+)
+def test_write_equals_a_loop_over_places(seed, starts, slots, tokens):
+    """One token or many, beyond the last place and the last slot too."""
+    k_btkh, v_btkh = random_kv(seed, 2, tokens)
+    full = jax.tree.map(lambda x: x + 7, empty("float32"))
+    got = written(full, 1, slots[:2], starts, k_btkh, v_btkh)
+    for before, after, new_btkh in zip(full, got, (k_btkh, v_btkh), strict=False):
+        expected = np.array(before)
+        for row, token in np.ndindex(2, tokens):
+            if slots[row] < SLOTS and starts[row] + token < PLACES:
+                expected[1, slots[row], :, starts[row] + token] = new_btkh[row, token]
+        np.testing.assert_array_equal(after, expected)
 
 
 def test_int8_write_changes_nothing_else():

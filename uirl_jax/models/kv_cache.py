@@ -49,13 +49,31 @@ def init(layers: int, slots: int, places: int, heads: int, dim: int, dtype: jnp.
 
 
 def write(
-    cache: KVCache, at: tuple[jax.Array, jax.Array, jax.Array], k_btkh: jax.Array, v_btkh: jax.Array
+    cache: KVCache,
+    layer: jax.Array | int,
+    slot_b: jax.Array | None,
+    start_b: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
 ) -> KVCache:
-    """The cache with k and v at (layer, slot_b1, place_bt); what lies outside is dropped."""
-    layer, slot_b1, place_bt = at
+    """The cache with row b's k and v from place start_b[b] of its slot on.
 
-    def put(buffer: jax.Array, values: jax.Array) -> jax.Array:
-        return buffer.at[layer, slot_b1, :, place_bt].set(values.astype(buffer.dtype), mode="drop")
+    slot_b: None are all slots, in order. What lies past the last slot or place is dropped.
+    """
+    tokens, heads = k_btkh.shape[1:3]
+    slot_b = jnp.arange(len(start_b)) if slot_b is None else slot_b
+    # Every head by its own index, so that what is written at once is a row of the array as it lies
+    # in memory: for a slice of heads the TPU's compiler turns the whole cache around and back, in
+    # every layer (its text: 138 of 205 GB of a prefill).
+    at = (
+        layer,
+        slot_b[:, None, None],
+        jnp.arange(heads)[:, None],
+        (start_b[:, None] + jnp.arange(tokens))[:, None],
+    )
+
+    def put(buffer: jax.Array, values_btkh: jax.Array) -> jax.Array:
+        return buffer.at[at].set(values_btkh.swapaxes(1, 2).astype(buffer.dtype), mode="drop")
 
     if cache.k_scale_lcks1 is None:
         return KVCache(put(cache.k_lcksh, k_btkh), put(cache.v_lcksh, v_btkh))
@@ -74,9 +92,8 @@ def read(
     """k and v [B,K,S,H] of a layer, the first `places` of the slots; None: of all, in order."""
 
     def looked_at(buffer: jax.Array) -> jax.Array:
-        if slot_b is None:
-            return buffer[layer, :, :, :places]
-        return buffer[layer, slot_b, :, :places]
+        of_layer_cksh = buffer[layer, :, :, :places]  # first, or a gather looks through all layers
+        return of_layer_cksh if slot_b is None else of_layer_cksh[slot_b]
 
     if cache.k_scale_lcks1 is None:
         return looked_at(cache.k_lcksh).astype(dtype), looked_at(cache.v_lcksh).astype(dtype)

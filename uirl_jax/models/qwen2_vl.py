@@ -537,12 +537,9 @@ def extend(
       blocks: the model's text blocks one by one, in place of the stacked ones.
     Returns: x_btd after the final norm, and the cache (donate the old one).
     """
-    batch, tokens = token_ids_bt.shape
     places = places or cache.places
     x_btd = _embed(model, token_ids_bt, visual_md, vision_index_bt)
     rotary = _rotary(model.cfg, positions_3bt)
-    place_bt = start_b[:, None] + jnp.arange(tokens)
-    slot_b1 = (jnp.arange(batch) if slot_b is None else slot_b)[:, None]
 
     def body(
         carry: tuple[jax.Array, KVCache, jax.Array | int], block: TextBlock
@@ -551,7 +548,7 @@ def extend(
         # outputs would copy all of it.
         x_btd, cache, layer = carry
         q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters)
-        cache = kv_cache.write(cache, (layer, slot_b1, place_bt), k_btkh, v_btkh)
+        cache = kv_cache.write(cache, layer, slot_b, start_b, k_btkh, v_btkh)
         k_bksh, v_bksh = kv_cache.read(cache, layer, slot_b, places, q_btnh.dtype)
         attended_btnh = cached_attention(q_btnh, k_btkh, v_btkh, k_bksh, v_bksh, start_b)
         x_btd = block.finish(x_btd, attended_btnh, adapters=adapters)
