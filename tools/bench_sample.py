@@ -157,9 +157,9 @@ def our_episodes(directory: Path, *, cached: bool) -> dict[str, float]:
     most = (TURN_WORDS + 2 + 48 + TURN_SAMPLED) * TURNS
     engine = our_engine(
         directory,
-        batch_sizes=(1, 4, EPISODES),
+        batch_sizes=(1, 2, 4, 8, EPISODES),
         context_lengths=(most // 4, most // 2, most),
-        prefill_rows=(1, 4),
+        prefill_rows=(1, 2, 4),
         prefill_lengths=(80, 320),
         image_rows=(1, 4),
         image_row_patches=192,

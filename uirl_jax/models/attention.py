@@ -89,9 +89,8 @@ def cached_attention(
     """Attention of new tokens to the cache before them and to each other, causally.
 
     Row b's tokens stand at the places start_b[b] ... start_b[b] + T - 1. auto is splash on a TPU
-    for as many tokens as fill a tile (a prefill): XLA would write all T x S scores to HBM, by its
-    own count six times what the chip needs for the products (docs/performance.md). One token a row
-    (decode) reads the cache once in any case.
+    for as many tokens as fill a tile (a prefill): XLA would write all T x S scores to HBM and read
+    them again. One token a row (decode) reads the cache once in any case.
 
     Args:
       k_btkh, v_btkh: of the new tokens.
