@@ -343,7 +343,12 @@ def run_all(
         if not cfg.verifier.urls:
             log = run.workdir / "logs" / "verifier.log"
             stack.enter_context(
-                supervisor.bundled_server(run.port_file, log, port=cfg.verifier.port)
+                supervisor.bundled_server(
+                    run.port_file,
+                    log,
+                    port=cfg.verifier.port,
+                    task_dirs=cfg.verifier.task_dirs,
+                )
             )
         background = stack.enter_context(BackgroundLoop())
         model = run.load_model(mesh, Path(cfg.model.path))
@@ -365,6 +370,7 @@ def run_all(
                 workdir=run.workdir,
                 seed=cfg.seed,
                 batch_cfg=cfg.learner.batch,
+                task_dirs=cfg.verifier.task_dirs,
                 stop=stop,
             )
             model = run.load_model(mesh, path)
@@ -475,7 +481,9 @@ def run_verifier_role(run: Run) -> int:
     """The bundled server, in this process, until it is ended."""
     from uirl_jax.verifiers import server
 
-    return server.main(["--port", str(run.cfg.verifier.port), "--port-file", str(run.port_file)])
+    cfg = run.cfg.verifier
+    task_dirs = [f"--task-dir={folder}" for folder in cfg.task_dirs]
+    return server.main(["--port", str(cfg.port), "--port-file", str(run.port_file), *task_dirs])
 
 
 def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:

@@ -5,6 +5,7 @@ is checked here, before anything starts; reading files and flags is `config`'s b
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
 from uirl_jax.actor.rollout import RolloutConfig
@@ -19,6 +20,7 @@ from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
 from uirl_jax.models.qwen2_vl import Remat
 from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 
 
@@ -54,6 +56,7 @@ class VerifierConfig:
     port: int = 0  # of the bundled server; 0 takes a free one
     dialect: DialectName = "g1+"  # python -m uirl_jax.verifiers.doctor URL finds out which
     action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
+    task_dirs: tuple[str, ...] = ()  # folders of tasks of one's own: own/<name>; docs/own_task.md
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,17 @@ class RunConfig:
                 f"verifier.dialect={dialect.name!r}: the bundled server speaks g1+; give "
                 "verifier.urls of servers that speak another"
             )
+        names = {own_tasks.PREFIX + Path(folder).name for folder in self.verifier.task_dirs}
+        for task in self.tasks:
+            if (
+                task.name.startswith(own_tasks.PREFIX)
+                and task.name not in names
+                and not self.verifier.urls
+            ):
+                faults.append(
+                    f"tasks: {task.name!r} is in none of verifier.task_dirs="
+                    f"{self.verifier.task_dirs}; name its folder there"
+                )
         if self.verifier.action_delay_s > dialect.max_delay_s:
             faults.append(
                 f"verifier.action_delay_s={self.verifier.action_delay_s:g}: at most "

@@ -8,6 +8,7 @@ steps; publishes nothing.
 import dataclasses
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +56,7 @@ def run_cold_start(
     workdir: Path,
     seed: int,
     batch_cfg: batching.BatchConfig,
+    task_dirs: Sequence[str] = (),
     stop: threading.Event | None = None,
 ) -> Path:
     """Trains, and writes the merged model; returns its directory. Done once a workdir.
@@ -64,6 +66,7 @@ def run_cold_start(
     Args:
       kinds: the tasks that are demonstrated, in turn.
       seed: of the instances, which come from the training range.
+      task_dirs: where tasks of one's own are (own/<name>).
     """
     target = workdir / "cold_start" / "model"
     if target.is_dir():  # renamed into place when it was whole
@@ -95,7 +98,10 @@ def run_cold_start(
     optimizer = cfg.optimizer.resolved(trains)
     print(optimizer.describe(trainable, trains), flush=True)
     progress = metrics.Progress("cold start", cfg.steps)
-    with metrics.MetricsWriter(workdir / "cold_start") as writer, Demonstrator() as demonstrator:
+    with (
+        metrics.MetricsWriter(workdir / "cold_start") as writer,
+        Demonstrator(task_dirs) as demonstrator,
+    ):
 
         def on_step(step: int, scalars: dict[str, float]) -> None:
             writer.write(step, scalars)

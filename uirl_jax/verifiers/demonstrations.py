@@ -2,14 +2,15 @@
 
 Played without HTTP: nothing here judges a policy. The records look like an actor's, but that nobody
 sampled them: their logprobs are 0 and their policy version is -1. The hermetic desktop is played
-in this thread (`demonstrate`); browser tasks take an event loop and processes (`Demonstrator`).
+in this thread (`demonstrate`); all others take an event loop, and processes where they run in a
+browser (`Demonstrator`).
 """
 
 import asyncio
 import hashlib
 import io
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -18,7 +19,7 @@ from uirl_jax import actions, vision_inputs
 from uirl_jax.chat import Chat
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers import desktop, own_tasks
 from uirl_jax.verifiers.session_types import RunningTask, SessionTypes
 
 
@@ -128,11 +129,15 @@ class Demonstrator:
     """Demonstrations of every bundled task. A context manager; leaving it ends its browsers.
 
     Blocks its thread, which must not run an event loop.
+
+    Args:
+      task_dirs: folders of tasks of one's own; ConfigError where one is none (own_tasks.load).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, task_dirs: Sequence[str] = ()) -> None:
+        own = own_tasks.load(task_dirs)
         self._runner = asyncio.Runner()
-        self._types = SessionTypes(warm_browsers=1, max_browsers=1)
+        self._types = SessionTypes(warm_browsers=1, max_browsers=1, own=own)
 
     def __enter__(self) -> "Demonstrator":
         return self
@@ -157,9 +162,9 @@ class Demonstrator:
         """
         if task.name in desktop.TASKS:
             return demonstrate(task, chat, image_cfg, rng, quality=quality)
-        return self._runner.run(self._in_browser(task, chat, image_cfg, rng, quality))
+        return self._runner.run(self._play(task, chat, image_cfg, rng, quality))
 
-    async def _in_browser(
+    async def _play(
         self,
         task: TaskSpec,
         chat: Chat,

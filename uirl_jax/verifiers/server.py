@@ -1,11 +1,12 @@
 """The bundled verifier: desktops and browsers over HTTP (dialect G1+), a process of its own.
 
     python -m uirl_jax.verifiers.server --port 0 --port-file PATH --exit-with-parent
+    python -m uirl_jax.verifiers.server --single=simple_data_entry     one session, dialect G2b
 
 The actor's client talks to it as it would to any verifier. It trusts no caller: loopback or a
 token, the Host header checked, browsers refused, a limit on everything that a caller can make grow.
-Here: who may speak, the port, the life of the process. The calls are in `sessions`. No TLS: put a
-proxy in front.
+Here: who may speak, the port, the life of the process. The calls are in `sessions` and
+`field_calls`. No TLS: put a proxy in front.
 """
 
 import argparse
@@ -24,7 +25,12 @@ from pathlib import Path
 from aiohttp import web
 
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
-from uirl_jax.verifiers.sessions import ServerLimits, Sessions, refusal
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.field_calls import SingleSession
+from uirl_jax.verifiers.open_session import ServerLimits, refusal
+from uirl_jax.verifiers.session_types import SessionTypes
+from uirl_jax.verifiers.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +80,8 @@ async def serve(
     token: str | None = None,
     allowed_hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
+    task_dirs: Sequence[str | Path] = (),
+    single: TaskSpec | None = None,
 ) -> AsyncIterator[int]:
     """Serves while the context is open.
 
@@ -82,28 +90,39 @@ async def serve(
       port: 0 takes a free one.
       token: at least MIN_TOKEN_BYTES long; callers send it as `Authorization: Bearer`.
       allowed_hosts: further names that a Host header may carry.
+      task_dirs: folders of tasks of one's own (own_tasks.load).
+      single: the one session that there is, as a container of the field has one (`field_calls`).
 
     Yields:
       The port.
 
     Raises:
-      ConfigError: no token, or a weak one, where one is needed.
-      VerifierError: the address or the port cannot be had.
+      ConfigError: no token, or a weak one, where one is needed; a folder that is no task.
+      VerifierError: the address or the port cannot be had, or the single session.
     """
     limits = limits or ServerLimits()
     if token is None and not _is_loopback(host):
         raise ConfigError(f"verifier: listening on {host} needs a token (--token-file)")
     if token is not None and len(token.encode()) < MIN_TOKEN_BYTES:
         raise ConfigError(f"verifier: a token has at least {MIN_TOKEN_BYTES} bytes")
-    sessions = Sessions(limits)
-    app = web.Application(
-        middlewares=[_guard(host, allowed_hosts, token)], client_max_size=limits.max_body_bytes
+    types = SessionTypes(
+        warm_browsers=limits.warm_browsers if single is None else 0,
+        max_browsers=limits.max_browsers if single is None else 1,
+        own=own_tasks.load(task_dirs),
     )
-    app.add_routes(sessions.routes())
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-    await runner.setup()
-    sweeper = asyncio.create_task(sessions.sweep())
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(types.close)
+        served: Sessions | SingleSession = Sessions(types, limits)
+        if single is not None:
+            served = SingleSession(types, single, limits)
+        await stack.enter_async_context(served)
+        app = web.Application(
+            middlewares=[_guard(host, allowed_hosts, token)], client_max_size=limits.max_body_bytes
+        )
+        app.add_routes(served.routes())
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, host, port)
         try:
             await site.start()
@@ -113,10 +132,6 @@ async def serve(
                 f"verifier: port {port} of {host} {why}; give another one, or 0 for any"
             ) from error
         yield runner.addresses[0][1]
-    finally:
-        sweeper.cancel()
-        await runner.cleanup()
-        await sessions.close()
 
 
 def _is_loopback(host: str) -> bool:
@@ -137,6 +152,8 @@ def run_server(
     token: str | None = None,
     allowed_hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
+    task_dirs: Sequence[str | Path] = (),
+    single: TaskSpec | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT; the arguments beyond `serve`'s are those of the command."""
 
@@ -145,8 +162,15 @@ def run_server(
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, stop.set)
-        served = serve(host, port, token=token, allowed_hosts=allowed_hosts, limits=limits)
-        async with served as actual_port:
+        async with serve(
+            host,
+            port,
+            token=token,
+            allowed_hosts=allowed_hosts,
+            limits=limits,
+            task_dirs=task_dirs,
+            single=single,
+        ) as actual_port:
             logger.info("event=listening host=%s port=%d", host, actual_port)
             if port_file is not None:
                 _write_port(port_file, actual_port)
@@ -191,7 +215,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-sessions", type=int, default=ServerLimits.max_sessions)
     parser.add_argument("--max-browsers", type=int, default=ServerLimits.max_browsers)
     parser.add_argument("--warm-browsers", type=int, default=ServerLimits.warm_browsers)
+    parser.add_argument(
+        "--max-actions-per-s",
+        type=float,
+        default=ServerLimits.max_actions_per_s,
+        help="of one session; more are a 429",
+    )
+    parser.add_argument(
+        "--task-dir",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="a task of your own (docs/own_task.md); its task.py is run; as often as you like",
+    )
+    parser.add_argument(
+        "--single",
+        metavar="TYPE",
+        help="one session, as a container of the field has one (dialect g2b)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of --single")
+    parser.add_argument("--variant", default="", help="of --single")
     args = parser.parse_args(argv)
+    if args.single is None and (args.seed or args.variant):
+        parser.error("--seed and --variant are those of --single=TYPE")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s verifier %(message)s")
     try:
         token = None
@@ -211,7 +257,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_sessions=args.max_sessions,
                 max_browsers=args.max_browsers,
                 warm_browsers=args.warm_browsers,
+                max_actions_per_s=args.max_actions_per_s,
             ),
+            task_dirs=args.task_dir,
+            single=None if args.single is None else TaskSpec(args.single, args.seed, args.variant),
         )
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,13 +8,15 @@ Not here: the tasks themselves.
 import asyncio
 import contextlib
 import io
+from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import browser, desktop, variants, wire
+from uirl_jax.verifiers import browser, desktop, own_tasks, variants, wire
 
 SIMPLE_DATA_ENTRY = "simple_data_entry"
 MINIWOB = "miniwob/"
@@ -64,10 +66,54 @@ class DesktopTask:
         pass
 
 
-class SessionTypes:
-    """Opens tasks by name. Owns the browsers, which start with the first task that needs one."""
+class OwnDrawing:
+    """`own/<name>` without a page: what somebody wrote (own_tasks.DrawnTask)."""
 
-    def __init__(self, *, warm_browsers: int, max_browsers: int) -> None:
+    def __init__(self, own: own_tasks.OwnTask, task: TaskSpec) -> None:
+        self._name = own.name
+        self._task = own.make(task)
+        self.instruction = self._task.instruction
+        self.width_px, self.height_px = self._task.width_px, self._task.height_px
+        self.delay_s = 0.0  # everything is there at once
+
+    async def act(self, action: Action) -> None:
+        if not self._progress()["done"]:
+            self._task.act(action)
+
+    async def screenshot(self, image_format: str) -> bytes:
+        return encode_image(own_tasks.check_screen(self._name, self._task), image_format)
+
+    async def progress(self) -> dict[str, object]:
+        return self._progress()
+
+    async def close(self) -> None:
+        pass
+
+    async def scripted_action(
+        self, rng: np.random.Generator, quality: float = 1.0
+    ) -> Action | None:
+        """The task's own demonstrator; None where it has none."""
+        return self._task.script(rng, bool(rng.random() >= quality))
+
+    def _progress(self) -> dict[str, object]:
+        return own_tasks.check_progress(self._name, self._task.progress())
+
+
+class SessionTypes:
+    """Opens tasks by name. Owns the browsers, which start with the first task that needs one.
+
+    Args:
+      own: tasks that people wrote themselves, by name (own_tasks.load).
+    """
+
+    def __init__(
+        self,
+        *,
+        warm_browsers: int,
+        max_browsers: int,
+        own: Mapping[str, own_tasks.OwnTask] | None = None,
+    ) -> None:
+        self._own = own or {}
         self._warm_browsers = warm_browsers
         self._max_browsers = max_browsers
         self._exit_stack = contextlib.AsyncExitStack()
@@ -84,18 +130,28 @@ class SessionTypes:
         """
         if task.name in desktop.TASKS:
             return DesktopTask(task)
-        if task.name != SIMPLE_DATA_ENTRY and not task.name.startswith(MINIWOB):
-            known = (*desktop.TASKS, SIMPLE_DATA_ENTRY, f"{MINIWOB}<task>")
-            raise VerifierError(f"unknown task {task.name!r}{variants.nearest(task.name, known)}")
+        own = self._own.get(task.name)
+        if own is not None and issubclass(own.kind, own_tasks.DrawnTask):
+            return OwnDrawing(own, task)
+        in_browser = task.name == SIMPLE_DATA_ENTRY or task.name.startswith(MINIWOB)
+        if own is None and not in_browser:
+            known = (*desktop.TASKS, SIMPLE_DATA_ENTRY, f"{MINIWOB}<task>", *self._own)
+            hint = ""
+            if task.name.startswith(own_tasks.PREFIX):
+                hint = "; a server has the tasks of your own that its --task-dir names"
+            near = variants.nearest(task.name, known)
+            raise VerifierError(f"unknown task {task.name!r}{near}{hint}")
         try:
-            from uirl_jax.verifiers.browser import data_entry, miniwob, pool
+            from uirl_jax.verifiers.browser import data_entry, miniwob, own_page, pool
         except ModuleNotFoundError as error:
             raise browser.BrowserError(
                 f"{task.name} runs in a browser, and {error.name} is not installed: "
                 "pip install 'uirl_jax[browser]'"
             ) from error
         # Checked before a browser is started for nothing.
-        if task.name == SIMPLE_DATA_ENTRY:
+        if own is not None:
+            own.make(task)
+        elif task.name == SIMPLE_DATA_ENTRY:
             data_entry.parse_variant(task.variant)
             kind = data_entry.DataEntry
         else:
@@ -106,6 +162,8 @@ class SessionTypes:
                 self._pool = await self._exit_stack.enter_async_context(
                     pool.BrowserPool(warm=self._warm_browsers, max_browsers=self._max_browsers)
                 )
+        if own is not None:
+            return await own_page.OwnPage.open(self._pool, own, task)
         return await kind.open(self._pool, task)
 
     async def close(self) -> None:

@@ -14,78 +14,59 @@ Calls (parameters in the query; `act` also as a JSON body by POST: typed text st
     GET    /session/{id}/screenshot   format=png -> image
     GET    /session/{id}/progress     counts of the task, done, reward
     DELETE /session/{id}              {"deleted": id}
+    any    /proxy/{id}/{endpoint}     the session as a container of the field (`field_calls`)
 Errors are {"detail": reason} with 401, 403, 404, 413, 422, 429, 500 or 503.
 """
 
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from typing import Self
 
 from aiohttp import web
 
 from uirl_jax import untrusted_json
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import wire
+from uirl_jax.verifiers import field_calls, wire
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
+from uirl_jax.verifiers.open_session import (
+    ActionRate,
+    OpenSession,
+    ServerLimits,
+    read_query,
+    refusal,
+)
 from uirl_jax.verifiers.session_types import RunningTask, SessionTypes
 
 logger = logging.getLogger(__name__)
 
 _ENDED_KEPT = 256
-_ANSWERS_KEPT = 4  # per session: a client repeats its latest request, never an older one
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerLimits:
-    """What a caller can make grow."""
-
-    max_sessions: int = 256  # open at once; each is some kilobytes and its last few answers
-    max_browsers: int = 16  # of them, and waiting for one; 80 to 200 MB each
-    warm_browsers: int = 2  # kept waiting, from the first session on that needs one
-    max_body_bytes: int = 64 * 1024
-    max_delay_s: float = 10.0  # of one action
-    idle_time_s: float = 1800.0  # longer than any compilation that the actor waits for
-
-
-@dataclasses.dataclass
-class _OpenSession:
-    session_id: str
-    task: RunningTask
-    touched_s: float  # monotonic
-    start_time_unix_s: float = dataclasses.field(default_factory=time.time)
-    action_count: int = 0
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    answers: collections.OrderedDict[str, tuple[bytes, str]] = dataclasses.field(
-        default_factory=collections.OrderedDict
-    )  # request_id -> body, content type
-
-    def info(self, stop_time_unix_s: float | None = None) -> dict[str, object]:
-        return {
-            "id": self.session_id,
-            "start_time": self.start_time_unix_s,
-            "display": None,  # G1 names its X display here; nothing here has one
-            "action_count": self.action_count,
-            "stop_time": stop_time_unix_s,
-        }
+_PROXY_TIMEOUT_S = 30.0  # the field's proxy's own
 
 
 class Sessions:
-    """Who is open, and one handler a call."""
+    """Who is open, and one handler a call. An async context manager: leaving it ends them all."""
 
-    def __init__(self, limits: ServerLimits) -> None:
+    def __init__(self, types: SessionTypes, limits: ServerLimits) -> None:
+        self._types = types
         self._limits = limits
-        self._types = SessionTypes(
-            warm_browsers=limits.warm_browsers, max_browsers=limits.max_browsers
-        )
         self._num_opening = 0
-        self._open: dict[str, _OpenSession] = {}
+        self._open: dict[str, OpenSession] = {}
         self._ended: collections.OrderedDict[str, dict[str, object]] = collections.OrderedDict()
+
+    async def __aenter__(self) -> Self:
+        self._sweeper = asyncio.create_task(self._sweep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sweeper.cancel()
+        for session in list(self._open.values()):
+            await self._end(session)
 
     def routes(self) -> list[web.RouteDef]:
         session = "/session/{id}"
@@ -99,6 +80,7 @@ class Sessions:
             web.post(f"{session}/act", self.act),
             web.get(f"{session}/screenshot", self.screenshot),
             web.get(f"{session}/progress", self.progress),
+            web.route("*", "/proxy/{id}/{endpoint:.*}", self.proxy),
         ]
 
     async def root(self, request: web.Request) -> web.Response:
@@ -109,7 +91,7 @@ class Sessions:
         return web.json_response({**self._ended, **running})
 
     async def create(self, request: web.Request) -> web.Response:
-        query = _query(request, ("type", "n", "seed", "variant"))
+        query = read_query(request, ("type", "n", "seed", "variant"))
         count = wire.whole_number("n", query.get("n", "1"))
         seed = secrets.randbelow(2**31)
         if "seed" in query:
@@ -132,7 +114,8 @@ class Sessions:
         sessions = []
         for running in opened:
             session_id = secrets.token_hex(8)
-            self._open[session_id] = _OpenSession(session_id, running, time.monotonic())
+            rate = ActionRate(self._limits.max_actions_per_s)
+            self._open[session_id] = OpenSession(session_id, task.name, running, rate)
             sessions.append(
                 {
                     "id": session_id,
@@ -178,36 +161,25 @@ class Sessions:
         if request.method == "POST":
             fields = untrusted_json.parse(await request.read())
         else:
-            fields = wire.read_query(_query(request))
-        screen_size = (session.task.width_px, session.task.height_px)
+            fields = wire.read_query(read_query(request))
         call = wire.read_call(
-            fields, screen_size, self._limits.max_delay_s, default_delay_s=session.task.delay_s
+            fields,
+            session.screen_size,
+            self._limits.max_delay_s,
+            default_delay_s=session.task.delay_s,
         )
         async with self._in_turn(session):
-            # Looked up under the lock: a repeated request waits for the first one's answer.
-            if call.request_id in session.answers:
-                body, content_type = session.answers[call.request_id]
-                return web.Response(body=body, content_type=content_type)
-            if call.action is not None:
-                await session.task.act(call.action)
-                session.action_count += 1
-                await asyncio.sleep(call.delay_s)
-            answer = await _image_response(session, call.image_format)
-            if call.request_id:
-                session.answers[call.request_id] = (answer.body, answer.content_type)
-                if len(session.answers) > _ANSWERS_KEPT:
-                    session.answers.popitem(last=False)
-            session.touched_s = time.monotonic()
+            answer = await session.act(call)
         kind = "screenshot" if call.action is None else call.action.kind
         logger.debug("event=act session=%s kind=%s", session.session_id, kind)  # never its text
         return answer
 
     async def screenshot(self, request: web.Request) -> web.Response:
-        query = _query(request, ("format",))
+        query = read_query(request, ("format",))
         image_format = wire.read_image_format(query.get("format", "png"))
         session = self._find(request)
         async with self._in_turn(session):
-            return await _image_response(session, image_format)
+            return await session.image(image_format)
 
     async def progress(self, request: web.Request) -> web.Response:
         session = self._find(request)
@@ -219,7 +191,22 @@ class Sessions:
         await self._end(session)
         return web.json_response({"deleted": session.session_id})
 
-    async def sweep(self) -> None:
+    async def proxy(self, request: web.Request) -> web.Response:
+        """G3. What the field's proxy finds by a label of the pod is here the session's id."""
+        session = self._open.get(request.match_info["id"])
+        if session is None:
+            return web.Response(text="Pod not found", status=404)
+        session.touched_s = time.monotonic()
+        endpoint = request.match_info["endpoint"]
+        try:
+            async with asyncio.timeout(_PROXY_TIMEOUT_S):
+                return await field_calls.answer(
+                    session, endpoint, request, self._limits.max_delay_s, self._in_turn
+                )
+        except TimeoutError:
+            return web.Response(text=f"no answer within {_PROXY_TIMEOUT_S:g} s", status=500)
+
+    async def _sweep(self) -> None:
         """Ends sessions that nobody has touched for idle_time_s. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(min(5.0, self._limits.idle_time_s / 4))
@@ -229,14 +216,8 @@ class Sessions:
                     logger.warning("event=idle_end session=%s", session.session_id)
                     await self._end(session)
 
-    async def close(self) -> None:
-        """Ends every session, and every browser."""
-        for session in list(self._open.values()):
-            await self._end(session)
-        await self._types.close()
-
     @contextlib.asynccontextmanager
-    async def _in_turn(self, session: _OpenSession) -> AsyncIterator[None]:
+    async def _in_turn(self, session: OpenSession) -> AsyncIterator[None]:
         """One call at a time. A session whose browser is lost ends with the call that finds out."""
         async with session.lock:
             try:
@@ -247,7 +228,7 @@ class Sessions:
                 reason = untrusted_json.printable(str(error), 300)
                 raise refusal(web.HTTPInternalServerError, reason) from error
 
-    async def _end(self, session: _OpenSession) -> None:
+    async def _end(self, session: OpenSession) -> None:
         if self._open.pop(session.session_id, None) is None:
             return
         self._ended[session.session_id] = session.info(stop_time_unix_s=time.time())
@@ -255,31 +236,9 @@ class Sessions:
             self._ended.popitem(last=False)
         await session.task.close()
 
-    def _find(self, request: web.Request) -> _OpenSession:
+    def _find(self, request: web.Request) -> OpenSession:
         session = self._open.get(request.match_info["id"])
         if session is None:
             raise refusal(web.HTTPNotFound, "Session not found")
         session.touched_s = time.monotonic()
         return session
-
-
-async def _image_response(session: _OpenSession, image_format: str) -> web.Response:
-    body = await session.task.screenshot(image_format)
-    return web.Response(body=body, content_type=wire.IMAGE_FORMATS[image_format])
-
-
-def _query(request: web.Request, known: Sequence[str] | None = None) -> dict[str, str]:
-    """The query as a dict; ValueError for a parameter given twice or not known."""
-    query = request.query
-    for name in query:
-        if len(query.getall(name)) > 1:
-            raise ValueError(f"{untrusted_json.printable(name)!r} is given twice")
-        if known is not None and name not in known:
-            shown = untrusted_json.printable(name)
-            raise ValueError(f"unknown parameter {shown!r}, known: {', '.join(known)}")
-    return dict(query)
-
-
-def refusal(kind: type[web.HTTPException], detail: str, **options: object) -> web.HTTPException:
-    body = web.json_response({"detail": detail}).text
-    return kind(text=body, content_type="application/json", **options)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uirl_jax.errors import VerifierError
@@ -27,7 +27,9 @@ def read_urls(port_file: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def bundled_server(port_file: Path, log_file: Path, *, port: int = 0) -> Iterator[None]:
+def bundled_server(
+    port_file: Path, log_file: Path, *, port: int = 0, task_dirs: Sequence[str] = ()
+) -> Iterator[None]:
     """Runs `python -m uirl_jax.verifiers.server` until the block ends, restarting it when it dies.
 
     Raises:
@@ -39,6 +41,7 @@ def bundled_server(port_file: Path, log_file: Path, *, port: int = 0) -> Iterato
         *(sys.executable, "-m", "uirl_jax.verifiers.server"),
         *("--port", str(port), "--port-file", str(port_file)),
         *("--exit-with-parent", str(os.getpid())),
+        *(f"--task-dir={folder}" for folder in task_dirs),
     ]
     ending, up = threading.Event(), threading.Event()
     process: subprocess.Popen[bytes] | None = None

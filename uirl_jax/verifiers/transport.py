@@ -45,7 +45,7 @@ class _TryAgain(Exception):
 
     def __init__(self, reason: str, *, refused: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.refused = refused  # no connection: the server has not seen the request
+        self.refused = refused  # no connection, or told to wait: the server has done nothing
         self.wait_s = wait_s
 
 
@@ -130,7 +130,8 @@ class Transport:
 
         Args:
           path: parts below base_url; ("",) is its root.
-          again_if: "never", "refused" (no connection), or "failed" (anything that may pass).
+          again_if: "never", "refused" (no connection, or told to wait), or "failed" (anything
+            that may pass).
           extra_s: time that the call itself asks for, on top of an attempt's.
           request: content_types, max_bytes, query, body, gone_is_fine.
 
@@ -189,7 +190,10 @@ class Transport:
                 if gone_is_fine and response.status == 404:
                     return b""
                 if response.status in _RETRIED_STATUS:
-                    raise _TryAgain(f"HTTP {response.status}", wait_s=retry_after_s(response))
+                    wait_s = retry_after_s(response)
+                    # Told when to come back: nothing was done, and an act may be sent again.
+                    refused = response.status == 429 and wait_s > 0.0
+                    raise _TryAgain(f"HTTP {response.status}", refused=refused, wait_s=wait_s)
                 if response.status != 200:
                     refused = 400 <= response.status < 500
                     kind = RequestRefusedError if refused else VerifierError

@@ -1,0 +1,242 @@
+"""Tasks that people write themselves: the examples played over HTTP, and what is refused."""
+
+import asyncio
+import io
+import textwrap
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.actor_world import IMAGE_CFG, chat
+from tests.chromium import needs_chromium
+from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.types import Action, StopReason, TaskSpec
+from uirl_jax.verifiers import own_tasks, server
+from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers.demonstrations import Demonstrator
+from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.session_types import OwnDrawing, SessionTypes
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "own_tasks"
+THERMOSTAT, GROCERIES = EXAMPLES / "thermostat", EXAMPLES / "groceries"
+DRAWN = """
+    from PIL import Image
+    from uirl_jax.verifiers import own_tasks
+
+    class Task(own_tasks.DrawnTask):
+        def __init__(self, rng, options):
+            self.instruction, self.width_px, self.height_px = "Wait.", 20, 10
+        def draw(self):
+            return Image.new("RGB", (20, 10))
+        def act(self, action):
+            pass
+        def progress(self):
+            return {"done": False, "reward": None}
+"""
+
+
+def write_task(folder, source=DRAWN, **files):
+    folder.mkdir()
+    (folder / "task.py").write_text(textwrap.dedent(source))
+    for name, text in files.items():
+        (folder / name.replace("_html", ".html")).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("quality", [1.0, 0.0])
+def test_drawn_example_is_played_over_http(quality):
+    task = TaskSpec("own/thermostat", 7, "most=6")
+
+    async def run():
+        local = OwnDrawing(own_tasks.load([THERMOSTAT])["own/thermostat"], task)
+        rng = np.random.default_rng(0)
+        async with (
+            serve(task_dirs=[THERMOSTAT]) as port,
+            VerifierClient(f"http://127.0.0.1:{port}") as client,
+        ):
+            session = await client.create(task)
+            assert session.instruction == local.instruction
+            turns = 0
+            while not (progress := await client.progress(session.id))["done"]:
+                action = await local.scripted_action(rng, quality)
+                await local.act(action)
+                shown = await client.act(session.id, action, f"r{turns}")
+                assert shown == await local.screenshot("png")
+                turns += 1
+            after = await client.act(session.id, Action("click", x=100, y=100), "after")
+            assert after == shown  # nothing changes after the end
+            assert progress == await local.progress()
+            return turns, progress
+
+    turns, progress = asyncio.run(run())
+    assert progress["reward"] == quality and progress["presses"] == turns
+    assert turns > 1 if quality else turns == 1
+
+
+def test_instances_follow_from_seed_and_variant():
+    own = own_tasks.load([THERMOSTAT])["own/thermostat"]
+    wanted = [own.make(TaskSpec(own.name, seed)).wanted for seed in range(20)]
+    assert wanted == [own.make(TaskSpec(own.name, seed)).wanted for seed in range(20)]
+    assert set(wanted) == {21, 22, 23}
+    assert {own.make(TaskSpec(own.name, s, "most=1")).wanted for s in range(5)} == {21}
+    with pytest.raises(VerifierError, match=r"most is '2', not one of 1, 3, 6"):
+        own.make(TaskSpec(own.name, 0, "most=2"))
+
+
+def test_drawn_example_demonstrates_itself():
+    with Demonstrator([str(THERMOSTAT)]) as demonstrator:
+        task = TaskSpec("own/thermostat", 7, "most=6", max_turns=8)
+        played = demonstrator.demonstrate(task, chat(), IMAGE_CFG, np.random.default_rng(0))
+    assert played.stop_reason is StopReason.COMPLETED and played.success
+    assert [turn.action.kind for turn in played.turns] == ["click"] * len(played.turns)
+
+
+@pytest.mark.parametrize(
+    "name", ["own/thermostat", "own/../thermostat", f"own/{THERMOSTAT}", "own/", "own/task.py"]
+)
+def test_request_never_loads_a_folder(name):
+    async def run():
+        types = SessionTypes(warm_browsers=0, max_browsers=1)
+        with pytest.raises(VerifierError, match=r"unknown task .*--task-dir names"):
+            await types.open(TaskSpec(name, 0))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (("class Task(", "class Other("), "no class Task"),
+        (("import Image", "import Picture"), r"task\.py line 2: ImportError"),
+        (('"Wait."', '""'), "instruction is ''"),
+        (("20, 10\n", "20, 0\n"), r"width_px, height_px are \(20, 0\)"),
+        (('("RGB", (20, 10))', '("RGB", (20, 11))'), r"draw\(\) returned \(20, 11\)"),
+        (('("RGB", (20, 10))', '("RGB", 1 / 0)'), r"task\.py line 9: ZeroDivisionError"),
+        (('"done": False', '"done": 0'), "done=0"),
+        (('"done": False', '"done": True'), "reward=None and done=True"),
+        (('"reward": None', '"reward": float("nan")'), "reward=nan"),
+        (('"reward": None', '"reward": True'), "reward=True"),
+        (('"reward": None', '"reward": None, "seen": {1}'), "is no JSON"),
+        (("own_tasks.DrawnTask", "own_tasks.PageTask"), r"has a page\.html beside"),
+    ],
+)
+def test_task_that_is_none_is_refused_at_the_start(tmp_path, change, word):
+    assert change[0] in textwrap.dedent(DRAWN)
+    folder = write_task(tmp_path / "mine", textwrap.dedent(DRAWN).replace(*change))
+    with pytest.raises(ConfigError, match=word):
+        own_tasks.load([folder])
+
+
+def test_all_faults_are_told_at_once(tmp_path):
+    good = write_task(tmp_path / "good")
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    folders = [good, tmp_path / "empty", tmp_path / "Bad Name", write_task(other / "good")]
+    with pytest.raises(ConfigError, match=r"empty: there is no task\.py.*'Bad Name'.*own/good"):
+        own_tasks.load(folders)
+
+
+def test_server_that_is_given_no_task_says_so_in_one_line_and_exits_1(tmp_path, capsys):
+    assert server.main(["--task-dir", str(tmp_path)]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: own task ") and errors.count("\n") == 1
+
+
+def test_page_files_are_those_of_the_folder_and_no_programs(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    source = DRAWN.replace("DrawnTask", "PageTask").replace(
+        "def draw", "data = '</script>'\n        def draw"
+    )
+    folder = write_task(tmp_path / "mine", source, page_html='<script>let t = "TASK";</script>')
+    (folder / ".hidden").write_text("x")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "a.svg").write_text("<svg/>")
+    own = own_tasks.load([folder])["own/mine"]
+    task = own.make(TaskSpec("own/mine", 0))
+    assert own.page_file("", task)[0] == b'<script>let t = "\\u003c/script>";</script>'
+    assert own.page_file("pictures/a.svg", task) == (b"<svg/>", "image/svg+xml")
+    for path in ("task.py", ".hidden", "../secret.txt", "pictures", "/etc/passwd"):
+        assert own.page_file(path, task) is None
+    (folder / "link.txt").symlink_to(secret)
+    with pytest.raises(ConfigError, match=r"link\.txt is a link out of the folder"):
+        own_tasks.load([folder])
+
+
+def test_task_that_breaks_while_it_is_played_is_a_500(tmp_path, caplog):
+    source = DRAWN.replace("pass", 'raise RuntimeError("broken here")')
+    folder = write_task(tmp_path / "mine", source)
+
+    async def run():
+        async with (
+            serve(task_dirs=[folder]) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        ):
+            async with http.post("/session", params={"type": "own/mine"}) as response:
+                session_id = (await response.json())["session_ids"][0]
+            query = {"action_type": "left_click", "x": 1, "y": 1}
+            async with http.get(f"/session/{session_id}/act", params=query) as response:
+                assert response.status == 500
+            async with http.get(f"/session/{session_id}/screenshot") as response:
+                shown = Image.open(io.BytesIO(await response.read()))
+                assert response.status == 200 and shown.size == (20, 10)
+
+    asyncio.run(run())
+    assert "broken here" in caplog.text
+
+
+class TestPage:
+    """The example that is a page."""
+
+    pytestmark = needs_chromium
+
+    @pytest.mark.parametrize("quality", [1.0, 0.0])
+    def test_page_example_is_played_over_http(self, quality):
+        task = TaskSpec("own/groceries", 3, "items=3")
+
+        async def run():
+            types = SessionTypes(warm_browsers=0, max_browsers=1, own=own_tasks.load([GROCERIES]))
+            rng = np.random.default_rng(0)
+            async with (
+                serve(task_dirs=[GROCERIES]) as port,
+                VerifierClient(f"http://127.0.0.1:{port}") as client,
+            ):
+                session = await client.create(task)
+                # The demonstrator looks into a page of its own, which the same actions change.
+                local = await types.open(task)
+                try:
+                    assert session.instruction == local.instruction
+                    while not (progress := await client.progress(session.id))["done"]:
+                        action = await local.scripted_action(rng, quality)
+                        await local.act(action)
+                        shown = await client.act(session.id, action, f"r{rng.integers(10**9)}")
+                        assert shown == await local.screenshot("png")
+                    assert progress == await local.progress()
+                    return progress
+                finally:
+                    await local.close()
+                    await types.close()
+
+        progress = asyncio.run(run())
+        assert progress["reward"] == quality and progress["done"]
+        assert progress["right"] == (3 if quality else 0) and progress["wrong"] == 0
+
+    def test_page_without_a_state_is_refused_with_the_reason(self, tmp_path):
+        source = DRAWN.replace("DrawnTask", "PageTask").replace(
+            "def draw", "data = 1\n        def draw"
+        )
+        folder = write_task(tmp_path / "mine", source, page_html='<script>"TASK"</script>')
+
+        async def run():
+            async with (
+                serve(task_dirs=[folder]) as port,
+                VerifierClient(f"http://127.0.0.1:{port}") as client,
+            ):
+                with pytest.raises(UirlError, match=r"422.*state is not defined"):
+                    await client.create(TaskSpec("own/mine", 0))
+
+        asyncio.run(run())

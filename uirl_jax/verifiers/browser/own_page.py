@@ -1,0 +1,70 @@
+"""`own/<name>` with a page: what somebody wrote (own_tasks.PageTask), played in a real browser."""
+
+import urllib.parse
+
+import numpy as np
+
+from uirl_jax.types import Action, TaskSpec
+from uirl_jax.verifiers.browser.pool import BrowserPool
+from uirl_jax.verifiers.browser.tab import Tab
+from uirl_jax.verifiers.own_tasks import OwnTask, PageTask, check_progress
+
+_URL = "https://own.invalid/"
+
+
+class OwnPage:
+    """A running session (session_types.RunningTask)."""
+
+    def __init__(self, pool: BrowserPool, tab: Tab, own: OwnTask, instance: PageTask) -> None:
+        self._pool = pool
+        self._tab = tab
+        self._own = own
+        self._task = instance
+        self._done = False
+        self.instruction = instance.instruction
+        self.width_px, self.height_px = instance.width_px, instance.height_px
+        self.delay_s = 0.0  # `act` returns when the page has settled
+
+    @classmethod
+    async def open(cls, pool: BrowserPool, own: OwnTask, task: TaskSpec) -> "OwnPage":
+        """Raises VerifierError: an unknown variant, or its page does not say its state."""
+        instance = own.make(task)
+        tab = await pool.acquire()
+        try:
+            session = cls(pool, tab, own, instance)
+            await tab.load(_URL, session._files, screen_px=(instance.width_px, instance.height_px))
+            await tab.settle()
+            await session.progress()
+        except BaseException:
+            await pool.release(tab)
+            raise
+        return session
+
+    async def act(self, action: Action) -> None:
+        if not self._done:
+            await self._tab.act(action)
+
+    async def screenshot(self, image_format: str) -> bytes:
+        return await self._tab.screenshot(image_format)
+
+    async def progress(self) -> dict[str, object]:
+        state = await self._tab.evaluate("state()")
+        progress = check_progress(self._own.name, self._task.progress(state))
+        self._done = self._done or bool(progress["done"])
+        return progress
+
+    async def close(self) -> None:
+        await self._pool.release(self._tab)
+
+    async def scripted_action(
+        self, rng: np.random.Generator, quality: float = 1.0
+    ) -> Action | None:
+        """The task's own demonstrator; None where it has none."""
+        wrong = bool(rng.random() >= quality)
+        return self._task.script(await self._tab.evaluate("state()"), rng, wrong)
+
+    def _files(self, url: str) -> tuple[bytes, str] | None:
+        if not url.startswith(_URL):
+            return None
+        path = urllib.parse.unquote(url.removeprefix(_URL).partition("?")[0].partition("#")[0])
+        return self._own.page_file(path, self._task)

@@ -1,0 +1,148 @@
+"""G2 and G3: a session as the containers of the field offer one, and as their proxy does.
+
+    GET /            text with the type and the start time; 200 means ready
+    GET /act         action_type, x, y, text, keys, direction, delay=1.0 -> PNG
+    GET /progress    the counts of the task; neither done nor reward, which are the client's to say
+
+`SingleSession` is a whole server of these calls: one session, no reset; a second episode is a
+second process. Behind `/proxy/{session_id}/` they stand before every session of G1+ (`sessions`).
+Not
+here: what an action is (`wire`), who may speak (`server`).
+Source: TobiasNorlund/ui-verifiers, tasks/simple_data_entry/server.py (850446c).
+"""
+
+import datetime
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Self
+
+from aiohttp import web
+
+from uirl_jax import untrusted_json
+from uirl_jax.errors import ConfigError
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import dialects, wire
+from uirl_jax.verifiers.browser import BrowserError
+from uirl_jax.verifiers.open_session import (
+    ActionRate,
+    OpenSession,
+    ServerLimits,
+    read_query,
+    refusal,
+)
+from uirl_jax.verifiers.session_types import SessionTypes
+
+logger = logging.getLogger(__name__)
+
+_ACT_PARAMETERS = ("action_type", "x", "y", "text", "keys", "direction", "delay")
+_G2B = dialects.DIALECTS["g2b"]
+
+InTurn = Callable[[OpenSession], AbstractAsyncContextManager[None]]
+
+
+async def answer(
+    session: OpenSession, endpoint: str, request: web.Request, max_delay_s: float, in_turn: InTurn
+) -> web.Response:
+    """What a container answers.
+
+    Args:
+      endpoint: the path below the container: "", "act" or "progress".
+      in_turn: holds the session's lock, and knows what to do when its browser is lost.
+
+    Raises:
+      ValueError: wrong parameters, with a printable reason.
+    """
+    if endpoint not in ("", "act", "progress"):
+        raise refusal(web.HTTPNotFound, "Not Found")
+    if request.method != "GET":
+        return web.json_response(
+            {"detail": "Method Not Allowed"}, status=405, headers={"Allow": "GET"}
+        )
+    if endpoint == "":
+        return web.Response(text=_root(session))
+    if endpoint == "progress":
+        async with in_turn(session):
+            return web.json_response(_counts(await session.task.progress()))
+    call = _read_call(session, request, max_delay_s)
+    async with in_turn(session):
+        return await session.act(call)
+
+
+def _root(session: OpenSession) -> str:
+    """In the field's words: a client tells a new container from a used one by the start time."""
+    started = datetime.datetime.fromtimestamp(session.start_time_unix_s)
+    return (
+        f"UI Verifiers Session Server (uirl_jax)\nSession Type: {session.type_name}\n"
+        f"Start time: {started}\nDuration: {datetime.datetime.now() - started}\n"
+    )
+
+
+def _counts(progress: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in progress.items() if key not in ("done", "reward")}
+
+
+def _read_call(session: OpenSession, request: web.Request, max_delay_s: float) -> wire.ActCall:
+    fields = wire.read_query(read_query(request, _ACT_PARAMETERS))
+    call = wire.read_call(fields, session.screen_size, max_delay_s)
+    if call.action is None:
+        return call
+    if call.action.kind not in _G2B.kinds:
+        raise ValueError(f"action_type is {fields['action_type']!r}, which this shape has not")
+    if call.action.kind == "scroll" and call.action.direction not in ("up", "down"):
+        raise ValueError(f"direction is {call.action.direction!r}, expected up or down")
+    return call
+
+
+class SingleSession:
+    """A server that is one session. An async context manager: entering it opens the session."""
+
+    def __init__(self, types: SessionTypes, task: TaskSpec, limits: ServerLimits) -> None:
+        self._types = types
+        self._task = task
+        self._limits = limits
+        self._session: OpenSession
+
+    async def __aenter__(self) -> Self:
+        """
+        Raises:
+          ConfigError: the task does not count rows, which is all that a caller of G2 can read.
+          VerifierError: no such task, or it cannot be started.
+        """
+        running = await self._types.open(self._task)
+        try:
+            counts = _counts(await running.progress())
+            if set(counts) not in _G2B.counts:
+                raise ConfigError(
+                    f"--single={self._task.name}: counts {', '.join(counts) or 'nothing'}; a "
+                    f"server of {_G2B.name} counts {dialects.ROWS} and {dialects.WRONG}, as "
+                    "simple_data_entry and desktop/data_entry do"
+                )
+        except BaseException:
+            await running.close()
+            raise
+        rate = ActionRate(self._limits.max_actions_per_s)
+        self._session = OpenSession("single", self._task.name, running, rate)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.task.close()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.route("*", "/{endpoint:.*}", self._handle)]
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        endpoint = request.match_info["endpoint"]
+        return await answer(
+            self._session, endpoint, request, self._limits.max_delay_s, self._in_turn
+        )
+
+    @asynccontextmanager
+    async def _in_turn(self, session: OpenSession) -> AsyncIterator[None]:
+        async with session.lock:
+            try:
+                yield
+            except BrowserError as error:
+                logger.warning("event=lost reason=%s", error)
+                reason = untrusted_json.printable(str(error), 300)
+                raise refusal(web.HTTPInternalServerError, reason) from error

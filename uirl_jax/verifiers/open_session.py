@@ -1,0 +1,143 @@
+"""One open session of the bundled verifier: what is known of it, and an `act` on it.
+
+Between the calls of a shape (`sessions` for G1+, `field_calls` for G2 and G3) and the task that
+shows a screen. Here are the limits too: what a caller can make grow, and how fast.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from uirl_jax import untrusted_json
+from uirl_jax.errors import ConfigError
+from uirl_jax.verifiers import wire
+from uirl_jax.verifiers.session_types import RunningTask
+
+_ANSWERS_KEPT = 4  # per session: a client repeats its latest request, never an older one
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLimits:
+    """What a caller can make grow."""
+
+    max_sessions: int = 256  # open at once; each is some kilobytes and its last few answers
+    max_browsers: int = 16  # of them, and waiting for one; 80 to 200 MB each
+    warm_browsers: int = 2  # kept waiting, from the first session on that needs one
+    max_body_bytes: int = 64 * 1024
+    max_delay_s: float = 10.0  # of one action
+    max_actions_per_s: float = (
+        100.0  # of one session; no policy comes near it, a loop gone wild does
+    )
+    idle_time_s: float = 1800.0  # longer than any compilation that the actor waits for
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.max_actions_per_s < math.inf:
+            raise ConfigError(
+                f"verifier: max_actions_per_s={self.max_actions_per_s:g}, expected more than 0"
+            )
+
+
+class ActionRate:
+    """How many actions may come now: a bucket of one second's, filled as time goes by."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._left = self._most = max(1.0, per_s)
+        self._counted_s = time.monotonic()
+
+    def take(self) -> float:
+        """0.0 and one action less; or the seconds until there is one."""
+        now_s = time.monotonic()
+        filled = self._left + (now_s - self._counted_s) * self._per_s
+        self._left, self._counted_s = min(self._most, filled), now_s
+        if self._left < 1.0:
+            return (1.0 - self._left) / self._per_s
+        self._left -= 1.0
+        return 0.0
+
+
+@dataclasses.dataclass
+class OpenSession:
+    """A running task, and what its callers did. The lock is held around every use of the task."""
+
+    session_id: str
+    type_name: str
+    task: RunningTask
+    rate: ActionRate
+    touched_s: float = dataclasses.field(default_factory=time.monotonic)
+    start_time_unix_s: float = dataclasses.field(default_factory=time.time)
+    action_count: int = 0
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    answers: collections.OrderedDict[str, tuple[bytes, str]] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )  # request_id -> body, content type
+
+    def info(self, stop_time_unix_s: float | None = None) -> dict[str, object]:
+        return {
+            "id": self.session_id,
+            "start_time": self.start_time_unix_s,
+            "display": None,  # G1 names its X display here; nothing here has one
+            "action_count": self.action_count,
+            "stop_time": stop_time_unix_s,
+        }
+
+    @property
+    def screen_size(self) -> tuple[int, int]:
+        return self.task.width_px, self.task.height_px
+
+    async def act(self, call: wire.ActCall) -> web.Response:
+        """Applies an action, waits, and answers with the screen.
+
+        Raises:
+          web.HTTPTooManyRequests: too many lately; nothing was applied.
+        """
+        # Looked up under the lock: a repeated request waits for the first one's answer.
+        if call.request_id in self.answers:
+            body, content_type = self.answers[call.request_id]
+            return web.Response(body=body, content_type=content_type)
+        if call.action is not None:
+            wait_s = self.rate.take()
+            if wait_s > 0.0:
+                raise refusal(
+                    web.HTTPTooManyRequests,
+                    f"too many actions a second in this session; wait {wait_s:.3g} s",
+                    headers={"Retry-After": str(math.ceil(wait_s))},
+                )
+            await self.task.act(call.action)
+            self.action_count += 1
+            await asyncio.sleep(call.delay_s)
+        answer = await self.image(call.image_format)
+        if call.request_id:
+            self.answers[call.request_id] = (answer.body, answer.content_type)
+            if len(self.answers) > _ANSWERS_KEPT:
+                self.answers.popitem(last=False)
+        self.touched_s = time.monotonic()
+        return answer
+
+    async def image(self, image_format: str) -> web.Response:
+        """The screen as it stands."""
+        body = await self.task.screenshot(image_format)
+        return web.Response(body=body, content_type=wire.IMAGE_FORMATS[image_format])
+
+
+def read_query(request: web.Request, known: Sequence[str] | None = None) -> dict[str, str]:
+    """The query as a dict; ValueError for a parameter given twice or not known."""
+    query = request.query
+    for name in query:
+        if len(query.getall(name)) > 1:
+            raise ValueError(f"{untrusted_json.printable(name)!r} is given twice")
+        if known is not None and name not in known:
+            shown = untrusted_json.printable(name)
+            raise ValueError(f"unknown parameter {shown!r}, known: {', '.join(known)}")
+    return dict(query)
+
+
+def refusal(kind: type[web.HTTPException], detail: str, **options: object) -> web.HTTPException:
+    """An error whose body says why, as every shape tells its errors."""
+    body = web.json_response({"detail": detail}).text
+    return kind(text=body, content_type="application/json", **options)
