@@ -11,10 +11,11 @@ import pytest
 from tests.chromium import needs_chromium
 from uirl_jax.errors import ActUncertainError, ConfigError, VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import desktop, doctor, open_session, server
+from uirl_jax.verifiers import desktop, doctor, open_session, server, sessions
 from uirl_jax.verifiers.client import VerifierClient
 from uirl_jax.verifiers.open_session import ActionRate, ServerLimits
 from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.session_types import SessionTypes
 from uirl_jax.verifiers.transport import ClientLimits
 
 SHEET = TaskSpec("desktop/data_entry", seed=5, variant="rows=3,columns=1")
@@ -87,12 +88,12 @@ def test_doctor_tells_the_shape(dialect):
     [
         ("GET", "/", {}, 200, "Start time: "),
         ("GET", "/act", {"action_type": "screenshot"}, 200, ""),
-        ("GET", "/act", {**CLICK, "action_type": "drag"}, 422, "'drag', which this shape has not"),
+        ("GET", "/act", {**CLICK, "action_type": "drag"}, 422, "is 'drag', known: screenshot, "),
         ("GET", "/act", {"action_type": "tap"}, 422, "action_type is 'tap'"),
         ("GET", "/act", {"action_type": "left_click", "x": 1}, 422, "lacks an argument"),
         ("GET", "/act", {**CLICK, "request_id": "a"}, 422, "unknown parameter 'request_id'"),
         ("GET", "/act", {**CLICK, "delay": 11}, 422, "delay is 11 s"),
-        ("GET", "/act", {"action_type": "scroll", "direction": "left"}, 422, "up or down"),
+        ("GET", "/act", {"action_type": "scroll", "direction": "left"}, 422, "none of up and down"),
         ("POST", "/act", CLICK, 405, "Method Not Allowed"),
         ("DELETE", "/", {}, 405, "Method Not Allowed"),
         ("GET", "/screenshot", {}, 404, "Not Found"),
@@ -129,9 +130,9 @@ def test_act_waits_a_second_unless_it_is_told_otherwise(monkeypatch):
                 fields = {"action_type": "mouse_move", "x": 1, "y": 1, **query}
                 async with http.get(f"{base}/act", params=fields) as response:
                     assert response.status == 200
+            assert slept_s == [1.0, 0.25]
 
     asyncio.run(run())
-    assert slept_s == [1.0, 0.25]
 
 
 def test_proxy_finds_no_pod_after_the_session_ended():
@@ -143,6 +144,20 @@ def test_proxy_finds_no_pod_after_the_session_ended():
             for url in (f"{base}/", f"{base}/act", base.rpartition("/")[0] + "/unknown/progress"):
                 async with http.get(url) as response:
                     assert (response.status, await response.text()) == (404, "Pod not found")
+
+    asyncio.run(run())
+
+
+def test_proxy_gives_up_after_its_time_and_the_session_does_not(monkeypatch):
+    monkeypatch.setattr(sessions, "_PROXY_TIMEOUT_S", 0.2)
+
+    async def run():
+        async with container("g3") as (base, http):
+            async with http.get(f"{base}/act", params={**CLICK, "delay": 5}) as response:
+                assert (response.status, await response.text()) == (500, "no answer within 0.2 s")
+            monkeypatch.setattr(sessions, "_PROXY_TIMEOUT_S", 30.0)
+            async with http.get(f"{base}/act", params=CLICK) as response:
+                assert response.status == 200
 
     asyncio.run(run())
 
@@ -162,32 +177,39 @@ async def _serve_single(task):
         pass
 
 
-@pytest.mark.browser
 class TestBrowser:
     pytestmark = needs_chromium
 
-    def test_single_data_entry_counts_what_is_submitted_and_goes_on(self):
-        """Pressing Submit on an empty form is a wrong submission, and no end of the session."""
-        from uirl_jax.verifiers.browser.data_entry import NAME
+    def test_single_data_entry_is_done_by_the_client_in_its_dialect(self):
+        from uirl_jax.verifiers.browser.data_entry import NAME, make_sheet
 
-        task = TaskSpec(NAME, seed=3, variant="size=small")
+        task = TaskSpec(NAME, seed=3, variant="size=small,within=8")
+        row = make_sheet(task).wanted[0]
 
         async def run():
+            types, rng = SessionTypes(warm_browsers=0, max_browsers=1), np.random.default_rng(0)
             async with container("g2b", task) as (base, http), client_of(base, "g2b") as client:
-                session = await client.create(TaskSpec(NAME, 0, "rows=2-9,count=2,wrong=0.25"))
-                assert (session.width_px, session.height_px) == (448, 336)
-                await client.act(session.id, Action("click", x=360, y=60))
-                for wrong in (1, 2):
-                    await client.act(session.id, Action("keys", keys="enter"))
-                    progress = await client.progress(session.id)
-                    assert progress["num_incorrect_submissions"] == wrong
-                    await client.act(session.id, Action("keys", keys="tab"))
-                assert progress["submitted_row_indices"] == [] and not progress["done"]
+                session = await client.create(TaskSpec(NAME, 0, f"rows={row + 2}"))
+                assert f"are to be submitted: {row + 2}.\n" in session.instruction
+                local = await types.open(task)  # the demonstrator looks into a page of its own
+                try:
+                    while not (await local.progress())["done"]:
+                        action = await local.scripted_action(rng)
+                        await local.act(action)
+                        await client.act(session.id, action)
+                finally:
+                    await local.close()
+                    await types.close()
+                progress = await client.progress(session.id)
+                assert progress["success"] and progress["reward"] == 1.0
+                async with http.get(f"{base}/progress") as response:
+                    counts = {"submitted_row_indices": [row], "num_incorrect_submissions": 0}
+                    assert await response.json() == counts
 
         asyncio.run(run())
 
 
-def test_actions_beyond_the_rate_are_429_and_not_applied(monkeypatch):
+def test_bucket_holds_one_second_of_actions(monkeypatch):
     now_s = [1000.0]
     monkeypatch.setattr(open_session.time, "monotonic", lambda: now_s[0])
     rate = ActionRate(2.0)
@@ -233,7 +255,7 @@ def test_client_waits_as_it_is_told_and_its_act_is_applied_once():
     asyncio.run(run())
 
 
-def test_act_that_was_never_let_through_is_refused_and_not_uncertain(monkeypatch):
+def test_act_that_was_never_let_through_is_refused_and_not_uncertain():
     async def run():
         limits = ServerLimits(max_actions_per_s=0.05)
         patience = ClientLimits(attempts=2, backoff_s=0.01, max_retry_after_s=0.01)

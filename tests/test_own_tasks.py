@@ -12,9 +12,10 @@ from PIL import Image
 
 from tests.actor_world import IMAGE_CFG, chat
 from tests.chromium import needs_chromium
+from uirl_jax import run_config
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers import own_tasks, server
+from uirl_jax.verifiers import own_tasks, server, supervisor
 from uirl_jax.verifiers.client import VerifierClient
 from uirl_jax.verifiers.demonstrations import Demonstrator
 from uirl_jax.verifiers.server import serve
@@ -187,6 +188,35 @@ def test_task_that_breaks_while_it_is_played_is_a_500(tmp_path, caplog):
 
     asyncio.run(run())
     assert "broken here" in caplog.text
+
+
+def test_server_that_a_run_starts_has_the_tasks_of_its_config(tmp_path):
+    """A process of its own, as `main` starts it."""
+    port_file = tmp_path / "port"
+
+    async def run():
+        async with VerifierClient(supervisor.read_urls(port_file)[0]) as client:
+            session = await client.create(TaskSpec("own/thermostat", 7))
+            assert session.instruction.startswith("Set the thermostat")
+
+    with supervisor.bundled_server(port_file, tmp_path / "log", task_dirs=[str(THERMOSTAT)]):
+        asyncio.run(run())
+
+
+def test_config_with_a_task_in_no_folder_is_refused():
+    def cfg(name, **verifier):
+        return run_config.RunConfig(
+            model=run_config.ModelConfig(path="m"),
+            tasks=(run_config.TaskConfig(name),),
+            learner=run_config.LearnerConfig(steps=3),
+            verifier=run_config.VerifierConfig(**verifier),
+        )
+
+    cfg("own/thermostat", task_dirs=("examples/own_tasks/thermostat/",))
+    cfg("own/thermostat", urls=("http://127.0.0.1:1",))  # that server's business
+    for name in ("own/thermostat", "own/groceries"):
+        with pytest.raises(ConfigError, match=rf"'{name}' is in none of verifier\.task_dirs"):
+            cfg(name, task_dirs=("examples/own_tasks/other",))
 
 
 class TestPage:

@@ -6,9 +6,9 @@ reward that is no number, a session that somebody has used before) is a Verifier
 dialect are in `dialects`, what counts are worth in `rules`.
 
 What is sent again: reads, DELETE, and an `act` with a request_id, which a g1+ server applies once.
-`POST /session` only when the connection was refused, since a lost answer would leak a session. An
-`act` without a request_id likewise, since it would click twice; where it may have been applied,
-ActUncertainError says so.
+`POST /session` only when the connection was refused, or the server says when to come back (429 with
+Retry-After), since a lost answer would leak a session. An `act` without a request_id likewise,
+since it would click twice; where it may have been applied, ActUncertainError says so.
 """
 
 import asyncio

@@ -6,8 +6,8 @@
 
 `SingleSession` is a whole server of these calls: one session, no reset; a second episode is a
 second process. Behind `/proxy/{session_id}/` they stand before every session of G1+ (`sessions`).
-Not
-here: what an action is (`wire`), who may speak (`server`).
+Not here: what an action is (`wire`), who may speak (`server`).
+
 Source: TobiasNorlund/ui-verifiers, tasks/simple_data_entry/server.py (850446c).
 """
 
@@ -21,7 +21,7 @@ from aiohttp import web
 
 from uirl_jax import untrusted_json
 from uirl_jax.errors import ConfigError
-from uirl_jax.types import TaskSpec
+from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import dialects, wire
 from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.open_session import (
@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 _ACT_PARAMETERS = ("action_type", "x", "y", "text", "keys", "direction", "delay")
 _G2B = dialects.DIALECTS["g2b"]
+_ACTION_TYPES = (
+    "screenshot",
+    *sorted(wire.action_fields(Action(kind))["action_type"] for kind in _G2B.kinds),
+)
 
 InTurn = Callable[[OpenSession], AbstractAsyncContextManager[None]]
 
@@ -84,14 +88,13 @@ def _counts(progress: dict[str, object]) -> dict[str, object]:
 
 def _read_call(session: OpenSession, request: web.Request, max_delay_s: float) -> wire.ActCall:
     fields = wire.read_query(read_query(request, _ACT_PARAMETERS))
-    call = wire.read_call(fields, session.screen_size, max_delay_s)
-    if call.action is None:
-        return call
-    if call.action.kind not in _G2B.kinds:
-        raise ValueError(f"action_type is {fields['action_type']!r}, which this shape has not")
-    if call.action.kind == "scroll" and call.action.direction not in ("up", "down"):
-        raise ValueError(f"direction is {call.action.direction!r}, expected up or down")
-    return call
+    kind = fields.get("action_type", "")
+    if kind not in _ACTION_TYPES:
+        shown = untrusted_json.printable(kind)
+        raise ValueError(f"action_type is {shown!r}, known: {', '.join(_ACTION_TYPES)}")
+    if kind == "scroll" and fields.get("direction") not in ("up", "down"):
+        raise ValueError("direction is none of up and down")
+    return wire.read_call(fields, session.screen_size, max_delay_s)
 
 
 class SingleSession:
