@@ -164,7 +164,7 @@ def our_tasks() -> set[asyncio.Task]:
     return {task for task, file in files if "uirl_jax/actor" in file or "client.py" in file}
 
 
-Fault = Callable[[str, int], str | float | None]
+Fault = Callable[[str, int], str | float | bytes | None]
 
 
 class Proxy:
@@ -172,7 +172,8 @@ class Proxy:
 
     `fault(call, n)` is asked for every call ("session", "screenshot", "act", "progress", "delete";
     n counts the calls of that kind from 0): None lets it through, "error" answers 500, "lost" lets
-    it through and drops the answer, a number delays the answer by so many seconds.
+    it through and drops the answer, a number delays the answer by so many seconds, bytes are its
+    body instead.
     """
 
     def __init__(self, target: str, fault: Fault) -> None:
@@ -199,6 +200,8 @@ class Proxy:
             body = await response.read()
         if fault == "lost":
             request.transport.close()
+        elif isinstance(fault, bytes):
+            body = fault
         elif fault is not None:
             await asyncio.sleep(fault)
         return web.Response(status=response.status, body=body, content_type=response.content_type)

@@ -5,15 +5,18 @@ import contextlib
 import hashlib
 import itertools
 import math
+import struct
+import zlib
 
 import numpy as np
 import pytest
 
 from tests import actor_world as world
 from uirl_jax import actions
+from uirl_jax.actor import rollout
 from uirl_jax.actor.rollout import RolloutConfig, derive_seed, run_episode
 from uirl_jax.engine.engine import Engine, SampleRequest
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import ImageError, VerifierError
 from uirl_jax.shards import record
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import desktop
@@ -206,6 +209,38 @@ def test_episode_fault_of_the_verifier_is_env_error_without_reward(
     lost_answer_to_create = kind == "lost" and call == "session"  # its id never reached us
     assert still_open == int(lost_answer_to_create)
     record.encode(trajectory, world.layout())  # a record all the same
+
+
+def png_of(width_px: int, height_px: int, pixels: bytes) -> bytes:
+    """A PNG with this header and whatever its one chunk of pixels is, every checksum right."""
+    data = b"\x89PNG\r\n\x1a\n"
+    head = struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
+    for kind, body in ((b"IHDR", head), (b"IDAT", pixels), (b"IEND", b"")):
+        crc = zlib.crc32(kind + body)
+        data += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", crc)
+    return data
+
+
+@pytest.mark.parametrize("call", ["screenshot", "act"])
+@pytest.mark.parametrize("pixels", [b"", b"no zlib", zlib.compress(bytes(1000))])
+def test_episode_screen_that_only_decoding_finds_broken_is_env_error(pixels, call):
+    own = desktop.open_session(TEXT)
+    broken = png_of(own.width_px, own.height_px, pixels)
+    trajectory, still_open = play(
+        TEXT,
+        world.ScriptedEngine(demonstrator(TEXT)),
+        fault=lambda seen_call, seen: broken if seen_call == call else None,
+    )
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert len(trajectory.turns) == (1 if call == "act" else 0)
+    assert (trajectory.reward, still_open) == (0.0, 0)
+
+
+def test_see_refuses_a_picture_that_is_not_as_large_as_the_screen():
+    picture = png_of(8, 8, zlib.compress(bytes(8 * 25)))
+    rollout._see(picture, (8, 8), world.IMAGE_CFG)
+    with pytest.raises(ImageError, match=r"8x8 pixels, the screen has 8x9"):
+        rollout._see(picture, (8, 9), world.IMAGE_CFG)
 
 
 def test_episode_env_error_after_a_reward_has_none():

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools import bench_algorithms, bench_browser, bench_load
+from tools import bench_algorithms, bench_browser, bench_client, bench_load
 from uirl_jax import platform_flags
 
 THREADS = 2
@@ -469,6 +469,7 @@ def main() -> None:
     bench_load.add_command(commands)
     bench_algorithms.add_command(commands)
     bench_browser.add_command(commands)
+    bench_client.add_command(commands)
     measuring = commands.add_parser("overhead", help="of a step beside the model's passes")
     algorithms = bench_algorithms.ALGORITHMS
     measuring.add_argument("--names", nargs="+", choices=algorithms, default=algorithms)
@@ -503,6 +504,9 @@ def main() -> None:
     elif args.command == "verifiers":
         result = bench_browser.measure(args.sessions, args.turns)
         print(bench_browser.format_table(result))
+    elif args.command == "client":
+        result = bench_client.compare(args)
+        print(bench_client.format_table(result))
     elif args.command == "overhead":
         from tools import bench_overhead  # its imports do not belong into the peers' memory
 

@@ -167,7 +167,7 @@ async def _play(
     for turn_index in range(task.max_turns):
         # 1. Look.
         with _stopwatch(waits_s, "images"):  # 30 ms for a 1280x800 screen: not on the event loop
-            patches_pf, grid = await asyncio.to_thread(_see, screenshot, image_cfg)
+            patches_pf, grid = await asyncio.to_thread(_see, screenshot, screen_size, image_cfg)
         key = hashlib.sha256(screenshot).hexdigest()
         episode.images[key] = screenshot
         episode.image_grids[key] = grid
@@ -274,10 +274,19 @@ def _append(episode: _Episode, turn: Turn, *, reward: float, error: str = "") ->
 
 
 def _see(
-    screenshot: bytes, cfg: vision_inputs.ImageConfig
+    screenshot: bytes, screen_size: tuple[int, int], cfg: vision_inputs.ImageConfig
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Bytes, which the client has checked, to patches float32[P,F] and grid_thw."""
-    return vision_inputs.process_image(vision_inputs.decode_image(screenshot), cfg)
+    """Bytes, of which the client has checked the outside, to patches float32[P,F] and grid_thw.
+
+    Raises: ImageError where they are no picture, or not one of the screen's size.
+    """
+    image = vision_inputs.decode_image(screenshot)
+    if image.size != screen_size:  # a header can say it twice
+        raise ImageError(
+            f"a screenshot of {image.width}x{image.height} pixels, "
+            f"the screen has {screen_size[0]}x{screen_size[1]}"
+        )
+    return vision_inputs.process_image(image, cfg)
 
 
 def _verdict(progress: dict[str, Any]) -> tuple[bool, float]:

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -24,9 +23,9 @@ from uirl_jax import untrusted_json
 from uirl_jax.errors import ActUncertainError, ImageError, RequestRefusedError, VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import dialects, wire
+from uirl_jax.verifiers.image_header import image_size
 from uirl_jax.verifiers.rules import DataEntryRule, find_rule
 from uirl_jax.verifiers.transport import JSON_TYPE, ClientLimits, Transport
-from uirl_jax.vision_inputs import decode_image
 
 _IMAGE_TYPES = frozenset(wire.IMAGE_FORMATS.values())
 _TEXT_TYPES = frozenset({"text/plain"})
@@ -97,8 +96,6 @@ class VerifierClient:
             raise VerifierError(f"verifier client: {error}") from error
         self._open: dict[str, _Open] = {}
         self._used: str | None = None  # start time of the container whose one session is used up
-        # One thread: decode_image guards itself through `warnings`, whose state is the process's.
-        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="verifier-image")
 
     async def __aenter__(self) -> Self:
         await self.transport.__aenter__()
@@ -110,7 +107,6 @@ class VerifierClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._decoder.shutdown(wait=False)
         await self.transport.__aexit__(kind, error, traceback)
 
     def check_action(self, action: Action) -> None:
@@ -136,7 +132,7 @@ class VerifierClient:
             session_id = await self._take_container()
         try:
             data = await self._fetch_screen(session_id)
-            size = await self._decode(data, f"the first screenshot at {self._base}")
+            size = self._image_size(data, f"the first screenshot at {self._base}")
         except BaseException:
             self._used = None  # nothing has happened in a container yet
             if self.dialect.has_sessions:  # nobody else knows of it
@@ -148,13 +144,14 @@ class VerifierClient:
         return session
 
     async def screenshot(self, session_id: str) -> bytes:
-        """The screen as an encoded image of the announced size, decoded once to be sure."""
+        """The screen as a whole encoded image that says it has the announced size. Its pixels are
+        not looked at: whoever decodes it may find it broken."""
         session = self._find(session_id).session
         data = await self._fetch_screen(session_id)
-        return await self._checked(data, session, "screenshot")
+        return self._checked(data, session, "screenshot")
 
     async def act(self, session_id: str, action: Action, request_id: str | None = None) -> bytes:
-        """Applies an action and returns the screen after it.
+        """Applies an action and returns the screen after it, checked as by `screenshot`.
 
         Args:
           action: one that `check_action` lets through. Waiting is done here where the dialect has
@@ -190,7 +187,7 @@ class VerifierClient:
                 again_if="refused",
                 extra_s=self._delay_s + (action.seconds or 0.0),
             )
-            return await self._checked(data, session, "act")
+            return self._checked(data, session, "act")
         except RequestRefusedError:
             raise
         except VerifierError as error:
@@ -350,7 +347,7 @@ class VerifierClient:
             again_if="failed",
             extra_s=self._delay_s + (action.seconds or 0.0),
         )
-        return await self._checked(data, session, "act")
+        return self._checked(data, session, "act")
 
     async def _fetch_screen(self, session_id: str) -> bytes:
         if not self.dialect.has_sessions:
@@ -369,9 +366,9 @@ class VerifierClient:
             **request,
         )
 
-    async def _checked(self, data: bytes, session: Session, call: str) -> bytes:
+    def _checked(self, data: bytes, session: Session, call: str) -> bytes:
         where = f"{call} of session {session.id} at {self._base}"
-        size = await self._decode(data, where)
+        size = self._image_size(data, where)
         if size != (session.width_px, session.height_px):
             raise VerifierError(
                 f"{where}: the image has {size[0]}x{size[1]} pixels, "
@@ -379,13 +376,9 @@ class VerifierClient:
             )
         return data
 
-    async def _decode(self, data: bytes, where: str) -> tuple[int, int]:
+    def _image_size(self, data: bytes, where: str) -> tuple[int, int]:
         try:
-            # In a thread: a large screenshot takes tens of milliseconds, and others wait meanwhile.
-            return await asyncio.get_running_loop().run_in_executor(
-                self._decoder,
-                lambda: decode_image(data, max_pixels=self._limits.max_image_pixels).size,
-            )
+            return image_size(data, max_pixels=self._limits.max_image_pixels)
         except ImageError as error:
             raise VerifierError(f"{where}: {error}") from error
 
