@@ -470,6 +470,9 @@ def main() -> None:
     bench_algorithms.add_command(commands)
     bench_browser.add_command(commands)
     bench_client.add_command(commands)
+    faults = commands.add_parser("faults", help="what verifiers' faults do to the actor")
+    faults.add_argument("--episodes", type=int, default=2000, help="of the mixed run")
+    faults.add_argument("--json", type=Path, help="write the numbers here too")
     measuring = commands.add_parser("overhead", help="of a step beside the model's passes")
     algorithms = bench_algorithms.ALGORITHMS
     measuring.add_argument("--names", nargs="+", choices=algorithms, default=algorithms)
@@ -507,6 +510,11 @@ def main() -> None:
     elif args.command == "client":
         result = bench_client.compare(args)
         print(bench_client.format_table(result))
+    elif args.command == "faults":
+        from tools import bench_faults
+
+        result = bench_faults.run(bench_faults.Settings(mixed_episodes=args.episodes))
+        print(bench_faults.format_table(result))
     elif args.command == "overhead":
         from tools import bench_overhead  # its imports do not belong into the peers' memory
 
@@ -523,6 +531,8 @@ def main() -> None:
         print(format_table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if result.get("wrong"):  # checks that do not hold
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -135,19 +135,16 @@ async def measure(port: int, rounds: int, turns: int) -> dict[str, Any]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tools.bench_client"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        result = asyncio.run(measure(port, args.rounds, args.turns))
-    finally:
-        server.kill()
-        server.wait()
+    command = [sys.executable, "-m", "tools.bench_client"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            result = asyncio.run(measure(port, args.rounds, args.turns))
+        finally:
+            server.kill()
     return result | {"screenshot_bytes": len(screen_png())}
 
 

@@ -1,0 +1,100 @@
+"""Every fault of the bench with a few episodes each; and that its checks notice what is wrong."""
+
+import collections
+import copy
+import dataclasses
+
+import pytest
+
+from tests.sample_trajectories import make_trajectory
+from tools import bench_faults, fault_actor, fault_inputs, fault_proxy
+from uirl_jax.types import StopReason
+
+# One of each sort; each input alone is a test of the client or the record.
+INPUTS = ("png_ztxt_bomb", "png_pixels_no_zlib", "png_palette_alpha", "gzip_bomb")
+INPUTS += ("reward_NaN", "json_control_characters", "session_id_parent", "done_at_once")
+SETTINGS = bench_faults.Settings(
+    repeats=1, inputs=INPUTS, texts=("click_nan", "open_file"), mixed_episodes=24, at_once=6
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return bench_faults.run(SETTINGS, say=lambda line: None)
+
+
+def test_actor_survives_every_fault_alone_and_mixed(result):
+    assert result["wrong"] == []
+    assert set(result["alone"]) == set(fault_proxy.FAULTS)
+    ends = collections.Counter()
+    for row in result["alone"].values():
+        ends.update(row["ends"])
+    assert set(ends) == {"completed", "env_error", "failed"} and ends["failed"] < 15
+    assert min(ends["completed"], ends["env_error"]) > 30
+    account = result["mixed"]["account"]
+    assert account["published"] == 24 and account["env_error"] > 0
+
+
+def test_faults_that_pass_cost_retries_and_others_do_not(result):
+    alone = result["alone"]
+    assert all(alone[fault]["retries"] > 0 for fault in fault_proxy.RETRIED)
+    assert all(
+        alone[fault]["retries"] == 0 for fault in ("http_404", "wrong_type", "redirect_loop")
+    )
+    # Three attempts of at most a second, and two pauses.
+    assert fault_actor.LIMITS.attempt_timeout_s * 2 < alone["drip"]["slowest_s"] < 15
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda r: r["alone"]["hang"].update(slowest_s=21.0), "hang: an episode took 21.0 s"),
+        (lambda r: r["alone"]["cut"].update(peak_mib=101.0), "cut: 101 MiB on top"),
+        (lambda r: r["alone"]["cut"].update(injected=0), "cut: was never injected"),
+        (lambda r: r["inputs"]["gzip_bomb"].update(unlike=["completed"]), "gzip_bomb: completed"),
+        (lambda r: r["mixed"].update(paid_wrongly=1), "mixed: 1 episodes have a reward"),
+        (lambda r: r["mixed"].update(strays=2), "2 requests went where a redirect led"),
+        (lambda r: r["mixed"].update(growth_mib=25.0), "grew by 25 MiB"),
+        (lambda r: r["mixed"].update(env_errors_in_shards=1), "1 env_errors were published"),
+        (lambda r: r["mixed"]["account"].update(env_error=10**6), "but the account is"),
+        (lambda r: r["mixed"].update(distinct=23), "23 of them distinct"),
+    ],
+)
+def test_check_names_what_does_not_hold(result, change, word):
+    changed = copy.deepcopy(result)
+    change(changed)
+    (line,) = bench_faults.check(changed)
+    assert word in line
+    assert word in bench_faults.format_table(changed | {"wrong": [line]})
+
+
+def test_paid_wrongly_counts_rewards_that_no_server_gave():
+    paid = make_trajectory()
+    seed = str(paid.task.seed)
+
+    def count(given, **changes):
+        trajectory = dataclasses.replace(paid, **{"reward": 1.0, "success": True} | changes)
+        return bench_faults.paid_wrongly([trajectory], {"rewards": {seed: given}})
+
+    done = {"stop_reason": StopReason.COMPLETED}
+    assert count([1.0], **done) == 0
+    assert count([], **done) == 1
+    assert count([0.5], **done) == 1
+    assert count([1.0], **done, success=False) == 1
+    assert count([1.0], stop_reason=StopReason.ENV_ERROR) == 1
+    assert count([1.0], stop_reason=StopReason.ENV_ERROR, reward=0.0, success=False) == 0
+
+
+def test_survives_is_what_a_fault_can_do():
+    assert fault_proxy.strike("http_500", 2) == ("act", False)
+    assert fault_proxy.strike("http_500", 7) == ("act", True)
+    assert fault_proxy.survives("http_500", 2) and not fault_proxy.survives("http_500", 7)
+    assert not fault_proxy.survives("http_500", 0)  # a session may have been opened: not again
+    assert fault_proxy.survives("http_500", 9)  # that it is not deleted changes nothing
+    assert not fault_proxy.survives("http_404", 2)
+
+
+def test_bad_inputs_say_how_they_end():
+    known = {str(reason) for reason in StopReason}
+    for given in fault_inputs.INPUTS.values():
+        assert given.call in fault_proxy.CALLS and set(given.ends) <= known and given.ends

@@ -1,0 +1,239 @@
+"""The actor that plays against `fault_proxy`, for `bench_faults`: the real one, but for its engine.
+
+Client, fleet, rollout and player are those of a run, with short time-outs (LIMITS) so that what
+hangs ends soon, and small pictures. `ScriptedEngine` stands where an engine does.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+
+from uirl_jax import actions
+from uirl_jax.actor.fleet import Fleet
+from uirl_jax.actor.host import run_tasks
+from uirl_jax.actor.player import Attempt, Player
+from uirl_jax.actor.rollout import RolloutConfig, derive_seed
+from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.engine.requests import SampleRequest, SampleResult
+from uirl_jax.shards.record import TokenLayout
+from uirl_jax.types import StopReason, TaskSpec, Trajectory
+from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.client import ClientLimits, VerifierClient
+from uirl_jax.vision_inputs import ImageConfig
+
+MODEL_DIR = Path(__file__).parents[1] / "uirl_jax/assets/tiny-ui-base"  # its tokenizer is used
+LIMITS = ClientLimits(
+    connect_timeout_s=1.0,
+    read_timeout_s=0.8,
+    attempt_timeout_s=1.0,
+    create_timeout_s=4.0,
+    backoff_s=0.05,
+    max_retry_after_s=0.2,
+    max_image_bytes=2 * 2**20,
+)
+ROLLOUT = RolloutConfig(
+    temperature=0.0,
+    max_new_tokens=64,
+    max_context_tokens=100_000,
+    episode_timeout_s=15.0,
+    delete_timeout_s=3.0,
+)
+LANES = 8  # verifiers of the fleet, as it sees them
+RUN_ID, ACTOR_ID, RUN_SEED = "faults", "a0", 7
+
+
+class ScriptedEngine:
+    """No model: the demonstrator of the hermetic desktop, in an engine's place.
+
+    It knows an episode's task by the seed of its first request, and follows it in a desktop of its
+    own. What it says is certain, so its logprobs are 0.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._tasks: dict[int, tuple[TaskSpec, np.ndarray | None]] = {}
+        self._playing: dict[str, desktop.Session] = {}
+        self._rng = np.random.default_rng(0)
+        self._requests = 0
+
+    def expect(self, seed: int, task: TaskSpec, text: str | None = None) -> None:
+        """An episode with this seed is of this task; `text` is all that is said there."""
+        ids = None if text is None else self._chat.completion_ids(text)
+        self._tasks[derive_seed(seed, 0)] = (task, ids)
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        self._requests += 1
+        ids = None
+        if request.episode not in self._playing:
+            task, ids = self._tasks[request.seed]
+            self._playing[request.episode] = desktop.open_session(task)
+        if ids is None:
+            ids = self._chat.completion_ids(self._demonstrated(self._playing[request.episode]))
+        logprobs = np.zeros(len(ids), np.float32)
+        return SampleResult(ids, logprobs, 0, True, logprobs, np.zeros(len(ids), np.int32))
+
+    def _demonstrated(self, session: desktop.Session) -> str:
+        if session.judge.done:  # not so on the server: it lies, or is behind
+            return "wait(0)"
+        quality = 0.0 if errs(session.task.seed) else 1.0
+        action = desktop.scripted_action(session, self._rng, quality)
+        session.act(action)
+        return actions.format_action(action, (session.width_px, session.height_px))
+
+    def release(self, episode: str) -> None:
+        self._playing.pop(episode, None)
+
+    def set_policy(self, lora: Any, version: int) -> None:
+        pass  # there is none
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine/requests": float(self._requests)}
+
+
+def errs(seed: int) -> bool:
+    """Whether the demonstrator clicks beside the button of this seed: it earns nothing, so that a
+    reward there would be a fault's."""
+    return seed % 10 == 9
+
+
+def task_of(seed: int) -> TaskSpec:
+    """Three turns or one, in turn; now and then ten that earn a half after five."""
+    if seed % 8 == 2:
+        return TaskSpec("desktop/data_entry", seed, "rows=2,columns=1", max_turns=12)
+    if seed % 2:
+        return TaskSpec("desktop/click_button", seed, max_turns=3)
+    return TaskSpec("desktop/enter_text", seed, max_turns=6)
+
+
+class JumpingClock:
+    """time.time, an hour or a day off in either direction at every look."""
+
+    def __init__(self) -> None:
+        self._time, self._rng = time.time, random.Random(0)
+
+    def __call__(self) -> float:
+        return self._time() + self._rng.choice((-86_400.0, -3600.0, 0.0, 3600.0, 86_400.0))
+
+    @contextlib.contextmanager
+    def ticking(self) -> Iterator[None]:
+        time.time = self
+        try:
+            yield
+        finally:
+            time.time = self._time
+
+
+class Ended(NamedTuple):
+    """What is kept of an episode, whether it is published or not."""
+
+    task: TaskSpec
+    stop_reason: StopReason
+    reward: float
+    success: bool
+    duration_s: float
+
+
+class NotingPlayer(Player):
+    """A player that notes how each of its episodes ended."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ended: list[Ended] = []
+        self.cancelled = 0  # begun, and then ended with a group that was abandoned
+
+    async def play(
+        self, task: TaskSpec, seed: int, group: str, on_start: Callable[[], None] | None = None
+    ) -> Attempt:
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+            if on_start is not None:
+                on_start()
+
+        try:
+            attempt = await super().play(task, seed, group, begin)
+        except asyncio.CancelledError:
+            self.cancelled += begun
+            raise
+        t = attempt.trajectory
+        self.ended.append(Ended(t.task, t.stop_reason, t.reward, t.success, t.duration_s))
+        return attempt
+
+
+class World:
+    """The proxy's process, and an actor's parts for whoever wants to play against it."""
+
+    def __init__(self, port: int, concurrency: int) -> None:
+        self._port, self._concurrency = port, concurrency
+        image_cfg = dataclasses.replace(ImageConfig.load(MODEL_DIR), max_pixels=28 * 28 * 12)
+        cfg = ChatConfig(system_prompt="", prompt_template="{instruction}")
+        self.chat = Chat(MODEL_DIR, cfg, image_cfg.merge_size)
+        self.layout = TokenLayout(
+            self.chat.vocab_size, self.chat.image_token_id, image_cfg.merge_size
+        )
+        self.engine = ScriptedEngine(self.chat)
+        self._image_cfg = image_cfg
+
+    @contextlib.asynccontextmanager
+    async def player(
+        self, plan: str, concurrency: int | None = None
+    ) -> AsyncIterator[NotingPlayer]:
+        urls = [f"http://127.0.0.1:{self._port}/{plan}/{lane}" for lane in range(LANES)]
+
+        def client(url: str) -> VerifierClient:
+            return VerifierClient(url, limits=LIMITS)
+
+        async with Fleet(lambda: urls, client, max_rest_s=0.1) as fleet:
+            yield NotingPlayer(
+                fleet,
+                self.engine,
+                self.chat,
+                self._image_cfg,
+                ROLLOUT,
+                concurrency=concurrency or self._concurrency,
+                run_id=RUN_ID,
+                actor_id=ACTOR_ID,
+            )
+
+    async def report(self, plan: str) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self._port}/report/{plan}"
+        async with aiohttp.ClientSession() as http, http.get(url) as response:
+            return await response.json()
+
+    async def play(
+        self, plan: str, tasks: Sequence[TaskSpec], text: str | None = None, seed: int = RUN_SEED
+    ) -> list[Trajectory]:
+        """One episode of each task, without another try; `text` is all that is said in them."""
+        for index, task in enumerate(tasks):
+            self.engine.expect(derive_seed(seed, index), task, text)
+        async with self.player(plan) as player:
+            return await run_tasks(player, tasks, seed=seed, env_retries=0)
+
+
+@contextlib.contextmanager
+def proxy() -> Iterator[int]:
+    """The port of a fault_proxy that runs while the block does."""
+    command = [sys.executable, "-m", "tools.fault_proxy"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"error: the proxy ended with exit code {process.wait()}")
+            yield int(line)
+        finally:
+            process.kill()
