@@ -232,7 +232,9 @@ class Proxy:
 
 
 @contextlib.asynccontextmanager
-async def serving(server: Container | Sessions | Proxy) -> AsyncIterator[str]:
+async def serving(
+    server: Container | Sessions | Proxy, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[str]:
     """Its base URL, while the context is open."""
     app = web.Application()
     app.add_routes(server.routes())
@@ -242,7 +244,7 @@ async def serving(server: Container | Sessions | Proxy) -> AsyncIterator[str]:
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, host, port).start()
+        yield f"http://{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

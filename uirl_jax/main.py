@@ -43,6 +43,7 @@ from uirl_jax.run_config import MeshConfig, RunConfig
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.verifiers import supervisor
 from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers.containers import ContainerClient
 
 T = TypeVar("T")
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
@@ -156,7 +157,18 @@ class Run:
         )
 
     def base_urls(self) -> list[str]:
-        return list(self.cfg.verifier.urls) or supervisor.read_urls(self.port_file)
+        verifier = self.cfg.verifier
+        if verifier.is_bundled:
+            return supervisor.read_urls(self.port_file)
+        return list(verifier.urls) or [f"{verifier.containers.runtime}:{verifier.containers.image}"]
+
+    def make_client(self, url: str, owner: str) -> VerifierClient | ContainerClient:
+        """Of one of base_urls; `owner` is the role that containers are deleted for."""
+        verifier = self.cfg.verifier
+        options = {"dialect": verifier.dialect, "delay_s": verifier.action_delay_s}
+        if verifier.containers.runtime == "none":
+            return VerifierClient(url, **options)
+        return ContainerClient(verifier.containers, f"{self.run_id}-{owner}", **options)
 
     @property
     def curriculum(self) -> Curriculum:
@@ -169,17 +181,11 @@ class Run:
 class Players:
     """Engine and verifiers, entered in an asyncio loop: what plays episodes."""
 
-    def __init__(self, run: Run, model: loading.PolicyModel) -> None:
+    def __init__(self, run: Run, model: loading.PolicyModel, owner: str) -> None:
         self.run, self.model = run, model
         self.talk = run.make_chat(model)
         self.engine = make_engine(run.cfg, model, self.talk)
-        verifier = run.cfg.verifier
-        self.fleet = Fleet(
-            run.base_urls,
-            lambda url: VerifierClient(
-                url, dialect=verifier.dialect, delay_s=verifier.action_delay_s
-            ),
-        )
+        self.fleet = Fleet(run.base_urls, lambda url: run.make_client(url, owner))
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Players":
@@ -340,7 +346,7 @@ def run_all(
     cfg = run.cfg
     mesh = make_mesh(cfg.mesh)
     with contextlib.ExitStack() as stack:
-        if not cfg.verifier.urls:
+        if cfg.verifier.is_bundled:
             log = run.workdir / "logs" / "verifier.log"
             stack.enter_context(
                 supervisor.bundled_server(
@@ -354,7 +360,7 @@ def run_all(
         model = run.load_model(mesh, Path(cfg.model.path))
 
         def enter_players(model: loading.PolicyModel) -> Players:
-            players = Players(run, model)
+            players = Players(run, model, "all")
             background.run(players.__aenter__())
             stack.callback(lambda: background.run(players.__aexit__()))
             return players
@@ -449,7 +455,8 @@ def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: in
     """One actor process; the learner and the verifiers are elsewhere."""
 
     async def act() -> None:
-        async with Players(run, run.load_model(None, Path(run.cfg.model.path))) as players:
+        model = run.load_model(None, Path(run.cfg.model.path))
+        async with Players(run, model, f"a{actor_index}") as players:
             ended = asyncio.Event()
             watching = asyncio.create_task(_when_set(stop, ended))
             try:
@@ -470,7 +477,7 @@ def run_eval_role(run: Run, stage: str) -> None:
     """Success of the newest published policy, or of the base where nothing is published yet."""
 
     async def measure() -> evaluate.EvalResult:
-        async with Players(run, run.load_model(None, Path(run.cfg.model.path))) as players:
+        async with Players(run, run.load_model(None, Path(run.cfg.model.path)), "eval") as players:
             version = players.take_policy()
             return await players.evaluate(stage or f"version_{max(version, 0)}")
 

@@ -21,6 +21,7 @@ from uirl_jax.models.quantization import Quantize
 from uirl_jax.models.qwen2_vl import Remat
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.containers import ContainerConfig
 from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 
 
@@ -57,6 +58,13 @@ class VerifierConfig:
     dialect: DialectName = "g1+"  # python -m uirl_jax.verifiers.doctor URL finds out which
     action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
     task_dirs: tuple[str, ...] = ()  # folders of tasks of one's own: own/<name>; docs/own_task.md
+    # In place of urls: a container for every episode, started and deleted by the actor.
+    containers: ContainerConfig = dataclasses.field(default_factory=ContainerConfig)
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether the run's own server is the verifier."""
+        return not self.urls and self.containers.runtime == "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +118,7 @@ class RunConfig:
         if not self.tasks:
             faults.append("tasks is empty, expected at least one")
         dialect = DIALECTS[self.verifier.dialect]
-        if not self.verifier.urls and not dialect.judges:
+        if self.verifier.is_bundled and not dialect.judges:
             faults.append(
                 f"verifier.dialect={dialect.name!r}: the bundled server speaks g1+; give "
                 "verifier.urls of servers that speak another"
@@ -120,11 +128,26 @@ class RunConfig:
             if (
                 task.name.startswith(own_tasks.PREFIX)
                 and task.name not in names
-                and not self.verifier.urls
+                and self.verifier.is_bundled
             ):
                 faults.append(
                     f"tasks: {task.name!r} is in none of verifier.task_dirs="
                     f"{self.verifier.task_dirs}; name its folder there"
+                )
+        containers = self.verifier.containers
+        if containers.runtime != "none":
+            if self.verifier.urls:
+                faults.append("verifier.urls and verifier.containers: set one of them")
+            if dialect.has_sessions:
+                faults.append(
+                    f"verifier.dialect={dialect.name!r}: a container that is one session speaks "
+                    "g2a or g2b, or g3 behind a proxy"
+                )
+            if containers.lifetime_s <= self.actor.rollout.episode_timeout_s:
+                faults.append(
+                    f"verifier.containers.lifetime_s={containers.lifetime_s:g}: an episode may "
+                    f"take actor.rollout.episode_timeout_s="
+                    f"{self.actor.rollout.episode_timeout_s:g}"
                 )
         if self.verifier.action_delay_s > dialect.max_delay_s:
             faults.append(

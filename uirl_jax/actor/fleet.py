@@ -16,6 +16,7 @@ from typing import Self
 
 from uirl_jax.metrics import key_values
 from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers.containers import ContainerClient
 
 FIRST_REST_S = 0.25
 POLL_S = 0.1
@@ -29,7 +30,7 @@ class Verifier:
     """One server of the fleet."""
 
     url: str
-    client: VerifierClient
+    client: VerifierClient | ContainerClient
     episodes: int = 0  # being played there now
     broken: int = 0  # episodes in a row that it broke in their middle
     turn_s: float | None = None  # running mean of a turn's wait; None: no episode ended yet
@@ -62,7 +63,7 @@ class Fleet:
     def __init__(
         self,
         base_urls: Callable[[], Sequence[str]],
-        make_client: Callable[[str], VerifierClient] = VerifierClient,
+        make_client: Callable[[str], VerifierClient | ContainerClient] = VerifierClient,
         *,
         max_rest_s: float = 10.0,
     ) -> None:
@@ -74,6 +75,7 @@ class Fleet:
         self._last_success_s = -1.0
         self._announced_empty = False
         self._stack = AsyncExitStack()
+        self._opening = asyncio.Lock()  # of clients: a second one of a URL would never be used
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -164,7 +166,8 @@ class Fleet:
         return (verifier.episodes + 1) * max(MIN_LATENCY_S, turn_s)
 
     async def _verifier(self, url: str) -> Verifier:
-        if url not in self._known:
-            client = await self._stack.enter_async_context(self._make_client(url))
-            self._known.setdefault(url, Verifier(url, client))
+        async with self._opening:
+            if url not in self._known:
+                client = await self._stack.enter_async_context(self._make_client(url))
+                self._known[url] = Verifier(url, client)
         return self._known[url]

@@ -1,0 +1,342 @@
+"""One container a session: made for an episode, and deleted whatever happens to it.
+
+On the data path: in the place of a `VerifierClient`. To `actor.fleet` this is one server that has
+sessions; each of them is a container of its own with a client of its own (dialects g2a and g2b, or
+g3 where a proxy stands before them). What a container is and where it listens is a Runtime's
+business: `docker_runtime`, `kubernetes_runtime`. Containers that somebody else runs are
+`verifier.urls`, and need nothing of this.
+
+How none stays behind: a container is named before it is made, so that one whose making was
+cancelled or whose answer was lost can be deleted. Deleting is a task of its own that no cancelled
+episode interrupts, and goes on until it was done. What came into being behind that (an API that
+answered nothing and did it later) is found by its label, every SWEEP_S and at the end; what an
+earlier process left (SIGKILL, power), by its owner's label at the start; and what nobody came back
+for, by the end of its lifetime, which is a label too, by whoever starts next.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeVar
+
+from uirl_jax.errors import ConfigError, VerifierError
+from uirl_jax.metrics import key_values
+from uirl_jax.types import Action, TaskSpec
+from uirl_jax.verifiers import dialects
+from uirl_jax.verifiers.client import Session, VerifierClient
+from uirl_jax.verifiers.transport import ClientLimits
+
+T = TypeVar("T")
+OWNER, CLIENT, UNTIL = "uirl-jax-owner", "uirl-jax-client", "uirl-jax-until"  # labels
+CALL_TIMEOUT_S = 20.0  # of a runtime's API
+CLOSE_TIMEOUT_S = 30.0
+SWEEP_S = 60.0
+THREADS = 8  # calls of the runtime's API at a time
+SHM_MIB = 512  # Docker's 64 are too few for a browser
+_POLL_S = 0.25
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 10.0  # before a container is deleted again
+
+
+@dataclasses.dataclass(frozen=True)
+class ContainerConfig:
+    """Where the one container of a session comes from, and what it may use."""
+
+    runtime: Literal["none", "docker", "kubernetes"] = "none"
+    image: str = ""
+    port: int = dataclasses.field(default=8000, metadata={"min": 1, "max": 65535})  # inside
+    # {host} and {port} as the runtime says; {name} is the session's, which a g3 proxy wants.
+    address: str = "http://{host}:{port}"
+    publish_ip: str = "127.0.0.1"  # docker: the address of its host that the port appears on
+    namespace: str = "default"  # kubernetes
+    cpus: float = dataclasses.field(default=1.0, metadata={"above": 0.0})
+    memory_mib: int = dataclasses.field(default=2048, metadata={"min": 64})
+    start_timeout_s: float = dataclasses.field(default=120.0, metadata={"above": 0.0})
+    lifetime_s: float = dataclasses.field(default=3600.0, metadata={"above": 0.0})
+
+    def __post_init__(self) -> None:
+        faults = []
+        if (self.runtime != "none") != bool(self.image):
+            faults.append(f"runtime={self.runtime!r} with image={self.image!r}: set both or none")
+        try:
+            self.address.format(host="h", port=1, name="n")
+        except (LookupError, ValueError, AttributeError):
+            faults.append(f"address={self.address!r}: it may have {{host}}, {{port}} and {{name}}")
+        if self.lifetime_s <= self.start_timeout_s:
+            faults.append(
+                f"lifetime_s={self.lifetime_s:g} is not above start_timeout_s="
+                f"{self.start_timeout_s:g}"
+            )
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a runtime knows of a container. With a host it may answer; `ended`: it never will."""
+
+    host: str = ""
+    port: int = 0
+    ended: str = ""
+    waiting_for: str = ""
+
+
+class Runtime(Protocol):
+    """Blocking calls, from several threads, each within about CALL_TIMEOUT_S. All raise
+    VerifierError and nothing else; whether the call was carried out is then not known."""
+
+    def create(self, name: str, labels: dict[str, str]) -> None:
+        """Makes and starts a container."""
+        ...
+
+    def find(self, name: str) -> State:
+        """How far it is."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Ends and removes it; one that is gone is fine."""
+        ...
+
+    def labels(self) -> dict[str, dict[str, str]]:
+        """By name, the labels of all containers that have OWNER, dead ones included."""
+        ...
+
+
+def open_runtime(cfg: ContainerConfig) -> Runtime:
+    """Blocking. Raises ConfigError without the extra, VerifierError where the API is no use."""
+    try:
+        if cfg.runtime == "docker":
+            from uirl_jax.verifiers import docker_runtime
+
+            return docker_runtime.DockerRuntime(cfg)
+        from uirl_jax.verifiers import kubernetes_runtime
+
+        return kubernetes_runtime.KubernetesRuntime(cfg)
+    except ImportError as error:
+        raise ConfigError(
+            f"verifier.containers.runtime={cfg.runtime!r}: {error}; "
+            "pip install 'uirl_jax[containers]'"
+        ) from error
+
+
+@dataclasses.dataclass
+class _Container:
+    creation: asyncio.Future[None]
+    stack: contextlib.AsyncExitStack
+    client: VerifierClient | None = None
+    session_id: str = ""  # the client's own word for it
+
+
+class ContainerClient:
+    """Sessions that are containers, with the methods of a `VerifierClient`. An async context
+    manager; leaving it deletes what is still there.
+
+    Args:
+      owner: who starts again after a crash and removes what was left: letters, digits, "-" and "_",
+        at most 63. No two processes at a time may have the same.
+      dialect, limits, delay_s: of each container's `VerifierClient`.
+      make_runtime: called in a thread when the context is entered.
+
+    Raises:
+      ConfigError: on entering, without the Python client of the runtime.
+      VerifierError: on entering, where the API cannot be used or the image is missing.
+    """
+
+    def __init__(
+        self,
+        cfg: ContainerConfig,
+        owner: str,
+        *,
+        dialect: str = "g2b",
+        limits: ClientLimits | None = None,
+        delay_s: float = 0.0,
+        make_runtime: Callable[[ContainerConfig], Runtime] = open_runtime,
+    ) -> None:
+        # A container takes one session, and there is a container for each.
+        self.dialect = dataclasses.replace(dialects.find_dialect(dialect), has_sessions=True)
+        self._cfg, self._owner, self._make_runtime = cfg, owner, make_runtime
+        self._limits, self._delay_s = limits or ClientLimits(), delay_s
+        self._id = uuid.uuid4().hex  # tells this client's containers from an earlier process's
+        self._open: dict[str, _Container] = {}
+        self._removals: dict[str, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="containers")
+        self._runtime: Runtime | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._runtime = await self._in_thread(self._make_runtime, self._cfg)
+            left = await self._sweep(by_label=OWNER, value=self._owner)
+        except BaseException:
+            self._threads.shutdown(wait=False)
+            raise
+        if left:
+            print(key_values("containers_of_earlier_run", removed=left), flush=True)
+        self._sweeper = asyncio.create_task(self._keep_sweeping())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._sweeper.cancel()
+        for name in list(self._open):
+            self._remove(name)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._removals or await self._sweep(by_label=CLIENT, value=self._id):
+                    await asyncio.gather(*self._removals.values())
+        except (TimeoutError, VerifierError) as closing_error:
+            line = key_values(
+                "containers_left",
+                names=" ".join(self._removals),
+                reason=str(closing_error) or f"not deleted within {CLOSE_TIMEOUT_S:g} s",
+                label=f"{OWNER}={self._owner}",
+            )
+            print(line, flush=True)
+        finally:
+            for task in self._removals.values():
+                task.cancel()
+            self._threads.shutdown(wait=False)
+
+    def check_action(self, action: Action) -> None:
+        """Raises ActionError for an action that the containers have no call for."""
+        dialects.check_action(self.dialect, action)
+
+    async def create(self, task: TaskSpec) -> Session:
+        """A container that answers, and its session. Cancelled or failed, it is deleted."""
+        name = f"uirl-{uuid.uuid4().hex[:16]}"
+        until_unix_s = int(time.time() + self._cfg.lifetime_s)
+        labels = {OWNER: self._owner, CLIENT: self._id, UNTIL: str(until_unix_s)}
+        creation = asyncio.ensure_future(self._in_thread(self._runtime.create, name, labels))
+        container = self._open[name] = _Container(creation, contextlib.AsyncExitStack())
+        try:
+            await asyncio.shield(creation)  # a thread cannot be cancelled: _removed waits for it
+            container.client = await self._start(name, container.stack)
+            session = await container.client.create(task)
+        except BaseException:
+            self._remove(name)
+            raise
+        container.session_id = session.id
+        return dataclasses.replace(session, id=name)
+
+    async def screenshot(self, session_id: str) -> bytes:
+        container = self._find(session_id)
+        return await container.client.screenshot(container.session_id)
+
+    async def act(self, session_id: str, action: Action, request_id: str | None = None) -> bytes:
+        container = self._find(session_id)
+        return await container.client.act(container.session_id, action, request_id)
+
+    async def progress(self, session_id: str) -> dict[str, object]:
+        container = self._find(session_id)
+        return await container.client.progress(container.session_id)
+
+    async def delete(self, session_id: str) -> None:
+        """Returns when the container is gone. A caller that waits no longer leaves the deletion
+        itself running."""
+        if session_id in self._open or session_id in self._removals:
+            await asyncio.shield(self._remove(session_id))
+
+    def _find(self, session_id: str) -> _Container:
+        container = self._open.get(session_id)
+        if container is None or not container.session_id:
+            raise VerifierError(f"container {session_id!r} was not started here, or is deleted")
+        return container
+
+    async def _start(self, name: str, stack: contextlib.AsyncExitStack) -> VerifierClient:
+        """Waits until the container answers GET /. Raises VerifierError: too late, or never."""
+        client: VerifierClient | None = None
+        last = ""
+        try:
+            async with asyncio.timeout(self._cfg.start_timeout_s):
+                while True:
+                    try:
+                        state = await self._in_thread(self._runtime.find, name)
+                        last = state.waiting_for or last
+                        if state.ended:
+                            break
+                        if client is None and state.host:
+                            place = dataclasses.asdict(state) | {"name": name}
+                            client = await stack.enter_async_context(
+                                VerifierClient(
+                                    self._cfg.address.format(**place),
+                                    dialect=self.dialect.name,
+                                    limits=self._limits,
+                                    delay_s=self._delay_s,
+                                )
+                            )
+                        if client is not None:
+                            await client.root()
+                            return client
+                    except VerifierError as error:  # it starts, or the API has a bad moment
+                        last = str(error)
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise VerifierError(
+                f"container {name} of {self._cfg.image}: no answer within "
+                f"{self._cfg.start_timeout_s:g} s (verifier.containers.start_timeout_s); {last}"
+            ) from None
+        raise VerifierError(f"container {name} of {self._cfg.image} {state.ended}")
+
+    def _remove(self, name: str) -> asyncio.Task[None]:
+        if name not in self._removals:
+            self._removals[name] = asyncio.create_task(self._removed(name))
+        return self._removals[name]
+
+    async def _removed(self, name: str) -> None:
+        """Deletes a container, however often that takes."""
+        container = self._open.pop(name, None)
+        if container is not None:
+            await container.stack.aclose()
+            await asyncio.wait([container.creation])  # what comes after its deletion would stay
+            container.creation.exception()  # told to whoever asked for it, or nobody asks any more
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._in_thread(self._runtime.delete, name)
+                break
+            except VerifierError as error:
+                line = key_values(
+                    "container_not_deleted", name=name, reason=error, again_in_s=pause_s
+                )
+                print(line, flush=True)
+            await asyncio.sleep(pause_s)
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
+        del self._removals[name]
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await self._sweep(by_label=CLIENT, value=self._id)
+            except VerifierError as error:
+                print(key_values("containers_not_listed", reason=error), flush=True)
+
+    async def _sweep(self, *, by_label: str, value: str) -> int:
+        """Begins to delete those with the label that nobody here knows, and all whose lifetime is
+        over; how many that are."""
+        found = await self._in_thread(self._runtime.labels)
+        ours = self._open.keys() | self._removals.keys()
+        left = [
+            name
+            for name, labels in found.items()
+            if name not in ours and (labels.get(by_label) == value or _is_over(labels))
+        ]
+        for name in left:
+            self._remove(name)
+        return len(left)
+
+    async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def _is_over(labels: dict[str, str]) -> bool:
+    until = labels.get(UNTIL, "")
+    return until.isdecimal() and int(until) < time.time()
