@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from configs import quickstart
 from tests import actor_world as world
 from tests.container_apis import IMAGE, FakeDocker, FakeKubernetes, kubeconfig
 from tests.field_servers import Proxy, serving
@@ -339,6 +340,7 @@ def test_what_can_never_work_is_said_before_the_first_episode(monkeypatch, tmp_p
         await enter(cfg, "the configuration .KUBECONFIG")
         monkeypatch.setitem(sys.modules, "docker", None)
         monkeypatch.delitem(sys.modules, "uirl_jax.verifiers.docker_runtime")
+        monkeypatch.delattr("uirl_jax.verifiers.docker_runtime")
         await enter(
             dataclasses.replace(cfg, runtime="docker"), r"pip install 'uirl_jax\[", ConfigError
         )
@@ -408,7 +410,9 @@ def test_episodes_play_in_containers_and_a_cancelled_one_leaves_none(kind):
     asyncio.run(run())
 
 
-ROLLOUT = dataclasses.replace(world.ROLLOUT, max_new_tokens=32, max_context_tokens=4096)
+ROLLOUT = dataclasses.replace(
+    world.ROLLOUT, max_new_tokens=32, max_context_tokens=4096, delete_timeout_s=0.5
+)
 
 PROGRAM = """
 import asyncio, signal, sys
@@ -454,9 +458,10 @@ def test_killed_process_leaves_none_or_the_next_one_removes_them(signum):
 
 def test_config_names_what_does_not_go_together():
     def fault_of(**verifier):
-        base = {"model": {"path": "x"}, "tasks": [{"name": "simple_data_entry"}], "learner": {}}
+        cfg = quickstart.get_config()
+        cfg.verifier = verifier
         with pytest.raises(ConfigError) as caught:
-            config.from_config(RunConfig, {**base, "verifier": verifier})
+            config.from_config(RunConfig, cfg)
         return str(caught.value)
 
     docker = {"runtime": "docker", "image": IMAGE}

@@ -204,6 +204,17 @@ def test_decode_image_bad_bytes_are_an_image_error(name):
         vision_inputs.decode_image(bad_images()[name])
 
 
+def test_compressed_patches_are_the_array_to_numpy():
+    data = encoded(screen(130, 90), "PNG")
+    cfg = ImageConfig(min_pixels=28 * 28)
+    patches_pf, _ = vision_inputs.process_image(vision_inputs.decode_image(data), cfg)
+    compressed = vision_inputs.CompressedPatches(data, cfg, len(patches_pf))
+    target = np.zeros((len(compressed) + 1, cfg.patch_features), np.float32)
+    target[: len(compressed)] = compressed  # as the engine fills its rows
+    assert np.array_equal(target[:-1], patches_pf) and not target[-1].any()
+    assert np.asarray(compressed, np.float16).dtype == np.float16
+
+
 def test_decode_image_too_many_pixels_is_refused_before_decoding():
     # 4001 x 4000 pixels of one colour: 48 MB once decoded, and the limit says so first.
     data = encoded(Image.new("RGB", (4001, 4000)), "PNG")

@@ -473,6 +473,11 @@ def main() -> None:
     faults = commands.add_parser("faults", help="what verifiers' faults do to the actor")
     faults.add_argument("--episodes", type=int, default=2000, help="of the mixed run")
     faults.add_argument("--json", type=Path, help="write the numbers here too")
+    hosting = commands.add_parser("host", help="an actor host with many episodes at once")
+    hosting.add_argument("--episodes", type=int, default=256, help="at once")
+    hosting.add_argument("--seconds", type=float, default=20.0, help="measured, of each size")
+    hosting.add_argument("--sizes", nargs="+", default=["224x168", "1280x800"], help="of screens")
+    hosting.add_argument("--json", type=Path, help="write the numbers here too")
     measuring = commands.add_parser("overhead", help="of a step beside the model's passes")
     algorithms = bench_algorithms.ALGORITHMS
     measuring.add_argument("--names", nargs="+", choices=algorithms, default=algorithms)
@@ -515,6 +520,11 @@ def main() -> None:
 
         result = bench_faults.run(bench_faults.Settings(mixed_episodes=args.episodes))
         print(bench_faults.format_table(result))
+    elif args.command == "host":
+        from tools import bench_host  # as for overhead below
+
+        result = bench_host.measure(args.sizes, args.episodes, args.seconds)
+        print(bench_host.format_table(result))
     elif args.command == "overhead":
         from tools import bench_overhead  # its imports do not belong into the peers' memory
 

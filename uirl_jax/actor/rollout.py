@@ -159,7 +159,8 @@ async def _play(
     """Takes turns until something ends the episode; `episode` always holds what happened so far."""
     screen_size = (session.width_px, session.height_px)
     image_keys: list[str] = []  # of every observation, in order
-    patches: dict[int, np.ndarray] = {}  # float32[P,F] of the observations that the context holds
+    # float32[P,F] of the observations that the context holds.
+    patches: dict[int, np.ndarray | vision_inputs.CompressedPatches] = {}
 
     with _stopwatch(waits_s, "environment"):
         screenshot = await client.screenshot(session.id)
@@ -180,15 +181,15 @@ async def _play(
             [episode.image_grids[image_key] for image_key in image_keys],
             [turn.token_ids for turn in episode.turns],
         )
-        # A screenshot that left the context never returns; twenty large ones are half a gigabyte.
-        patches = {index: patches[index] for index in context.kept}
+        patches = {index: patches[index] for index in context.kept}  # what left never returns
         if len(context.ids) > cfg.max_context_tokens:
             return StopReason.MAX_TOKENS
+        kept_keys = tuple(image_keys[index] for index in context.kept)
         request = SampleRequest(
             context_ids=context.ids,
             patches=tuple(patches.values()),
             grids=tuple(episode.image_grids[image_keys[index]] for index in context.kept),
-            image_keys=tuple(image_keys[index] for index in context.kept),
+            image_keys=kept_keys,
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
             top_p=cfg.top_p,
@@ -200,11 +201,17 @@ async def _play(
         )
         with _stopwatch(waits_s, "engine"):
             sample = await engine.sample(request)
+        # The engine has read it. Arrays are not kept while the environment acts: a 1280x800 screen
+        # is 25 MB, of each of 256 episodes.
+        patches[turn_index] = vision_inputs.CompressedPatches(
+            screenshot, image_cfg, len(patches_pf)
+        )
+        del patches_pf, request
         turn = Turn(
             context_ids=context.ids if sample.context_ids is None else sample.context_ids,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
-            image_keys=request.image_keys,
+            image_keys=kept_keys,
             full_logprobs=sample.full_logprobs,
             policy_versions=sample.policy_versions,
             text=chat.decode(sample.token_ids),

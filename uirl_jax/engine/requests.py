@@ -130,7 +130,8 @@ class SampleRequest:
     """One turn to sample. Screenshots come in the order of their placeholders in context_ids."""
 
     context_ids: np.ndarray  # int32[C]
-    patches: tuple[np.ndarray, ...]  # float32[P,F] each, of vision_inputs.process_image
+    # float32[P,F] each, of vision_inputs.process_image.
+    patches: tuple[np.ndarray | vision_inputs.CompressedPatches, ...]
     grids: tuple[tuple[int, int, int], ...]  # (t, h, w) each
     image_keys: tuple[str, ...]  # screenshots with equal keys are the same, and encoded once
     max_new_tokens: int
@@ -169,7 +170,7 @@ class PlacedImage:
     row: int
     start: int  # first patch within the row
     segment: int  # from 1, distinct within the row
-    patches_pf: np.ndarray
+    patches_pf: np.ndarray | vision_inputs.CompressedPatches
     grid_thw: tuple[int, int, int]
 
 
@@ -262,7 +263,7 @@ def visual_tokens(request: SampleRequest, merge_size: int) -> dict[str, int]:
 def place_image(
     placed: dict[str, PlacedImage],
     key: str,
-    patches_pf: np.ndarray,
+    patches_pf: np.ndarray | vision_inputs.CompressedPatches,
     grid_thw: tuple[int, int, int],
     cfg: EngineConfig,
 ) -> bool:

@@ -1,0 +1,236 @@
+"""What an actor host costs beside its engine: cores, memory, turns a second.
+
+    python -m tools.bench host --json=host.json
+
+One `Player` plays so many episodes at once against a server in a process of its own that takes
+1.2 s for an action and answers with screenshots of a desktop, drawn and encoded beforehand. The
+engine answers at once with a click, so that all that this process does is the host's: HTTP, the
+checks of what comes back, contexts, records, and what is done to a screenshot before an engine sees
+it. Measured from when all episodes play, for a while: CPU seconds of this process over wall
+seconds; the high-water mark of its memory; turns; and how long `act` and `progress` took beyond the
+server's 1.2 s.
+"""
+
+import argparse
+import asyncio
+import io
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from PIL import Image
+
+from uirl_jax.actor.fleet import Fleet
+from uirl_jax.actor.player import Player
+from uirl_jax.actor.rollout import RolloutConfig
+from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.engine.requests import SampleRequest, SampleResult
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import desktop
+from uirl_jax.vision_inputs import ImageConfig
+
+ACT_S = 1.2
+WARM_S = 4 * ACT_S  # until every episode has taken a turn or two
+MODEL = Path(__file__).parents[1] / "uirl_jax" / "assets" / "tiny-ui-base"  # its words
+NUM_SCREENS = 16
+TARGETS = {"cores": 1.0, "peak_gib": 2.0}
+
+
+def measure(sizes: Sequence[str], episodes: int, seconds: float) -> dict[str, Any]:
+    """{"ours": {size: numbers}, "targets": ...}."""
+    return {
+        "ours": {size: measure_apart(size, episodes, seconds) for size in sizes},
+        "targets": TARGETS,
+    }
+
+
+def measure_apart(size: str, episodes: int, seconds: float) -> dict[str, float]:
+    """One size in a process of its own, whose high-water mark is its own too."""
+    command = [sys.executable, "-m", "tools.bench_host", "host", size, str(episodes), str(seconds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def format_table(result: dict[str, Any]) -> str:
+    names = ("cores", "peak_gib", "turns_per_s", "cpu_ms_a_turn", "wait_ms_a_turn", "images_ms")
+    lines = [f"{'':12}" + "".join(f"{name:>16}" for name in names)]
+    for size, numbers in result["ours"].items():
+        lines.append(f"{size:12}" + "".join(f"{numbers[name]:16.2f}" for name in names))
+    limits = "".join(f"{TARGETS[name]:16.2f}" if name in TARGETS else "" for name in names)
+    return "\n".join([*lines, f"{'at most':12}{limits}"])
+
+
+class ClickingEngine:
+    """Answers at once: a click on another place every time. A `SamplingEngine`."""
+
+    def __init__(self, chat: Chat, size: tuple[int, int]) -> None:
+        places = ((x * size[0] // 8, y * size[1] // 8) for x in range(1, 8) for y in range(1, 8))
+        self._answers = itertools.cycle(
+            [chat.completion_ids(f"click({x}, {y})") for x, y in places]
+        )
+        self.turns = 0
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        self.turns += 1
+        ids = next(self._answers)
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        return SampleResult(ids, logprobs, 0, True, logprobs, np.zeros(len(ids), np.int32))
+
+    def release(self, episode: str) -> None:
+        pass
+
+    def set_policy(self, lora: object, version: int) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine/requests": float(self.turns)}
+
+
+async def play(url: str, size: tuple[int, int], episodes: int, seconds: float) -> dict[str, float]:
+    """The host's own numbers."""
+    image_cfg = ImageConfig()  # Qwen2-VL's
+    chat = Chat(MODEL, ChatConfig(), image_cfg.merge_size)
+    engine = ClickingEngine(chat, size)
+    cfg = RolloutConfig(max_context_tokens=100_000, episode_timeout_s=600.0)
+    async with Fleet(lambda: [url]) as fleet:
+        player = Player(fleet, engine, chat, image_cfg, cfg, concurrency=episodes)
+
+        async def keep_playing(number: int) -> None:
+            for again in itertools.count():
+                # As long as an episode of a real task, and not all ending at the same time.
+                task = TaskSpec("bench", number, max_turns=6 + (number + again) % 9)
+                await player.play(task, number, "bench")
+
+        async with asyncio.TaskGroup() as owner:
+            tasks = [owner.create_task(keep_playing(number)) for number in range(episodes)]
+            await asyncio.sleep(WARM_S)
+            while engine.turns < episodes:
+                await asyncio.sleep(0.1)
+            player.statistics.read()
+            turns, cpu_s, start_s = engine.turns, time.process_time(), time.perf_counter()
+            await asyncio.sleep(seconds)
+            wall_s = time.perf_counter() - start_s
+            cpu_s, turns = time.process_time() - cpu_s, engine.turns - turns
+            found = player.statistics.read()
+            for task in tasks:
+                task.cancel()
+    turns_an_episode = max(1.0, found["actor/turns"])
+    waits_s = found["agent_loop/tool_calls/mean"] / turns_an_episode
+    return {
+        "cores": cpu_s / wall_s,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "turns_per_s": turns / wall_s,
+        "cpu_ms_a_turn": 1e3 * cpu_s / turns,
+        "wait_ms_a_turn": 1e3 * (waits_s - ACT_S),  # the first screenshot of an episode included
+        "images_ms": 1e3 * found["actor/images_s"] / turns_an_episode,
+        "env_errors": found["actor/env_errors"],
+    }
+
+
+# ----------------------------------------------------------------------------------- the server
+
+
+def draw(size: tuple[int, int]) -> Iterator[bytes]:
+    """PNGs of that size, tiled with screens of the hermetic desktop that all differ."""
+    for seed in range(NUM_SCREENS):
+        sheet = Image.new("RGB", size)
+        tiles = itertools.product(range(0, size[0], 224), range(0, size[1], 168))
+        for number, place in enumerate(tiles):
+            task = TaskSpec("desktop/click_button", 1000 * seed + number)
+            sheet.paste(desktop.open_session(task).screenshot(), place)
+        buffer = io.BytesIO()
+        sheet.save(buffer, "PNG", compress_level=1)
+        yield buffer.getvalue()
+
+
+def serve(size: tuple[int, int]) -> None:
+    """A g1+ server that takes ACT_S for an action; prints its port."""
+    screens = list(draw(size))
+    numbers = itertools.count()
+
+    def png() -> web.Response:
+        return web.Response(body=screens[next(numbers) % NUM_SCREENS], content_type="image/png")
+
+    async def create(request: web.Request) -> web.Response:
+        session_id = f"s{next(numbers)}"
+        session = {"id": session_id, "instruction": "Click the red button."}
+        session |= {"screen_width": size[0], "screen_height": size[1]}
+        return web.json_response({"session_ids": [session_id], "sessions": [session]})
+
+    async def screenshot(request: web.Request) -> web.Response:
+        return png()
+
+    async def act(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(ACT_S)
+        return png()
+
+    async def progress(request: web.Request) -> web.Response:
+        return web.json_response({"done": False, "reward": None})
+
+    async def delete(request: web.Request) -> web.Response:
+        return web.json_response({"deleted": request.match_info["id"]})
+
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.post("/session", create),
+                web.get("/session/{id}/screenshot", screenshot),
+                web.post("/session/{id}/act", act),
+                web.get("/session/{id}/progress", progress),
+                web.delete("/session/{id}", delete),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        print(runner.addresses[0][1], flush=True)
+        await asyncio.to_thread(sys.stdin.read)  # until whoever started it goes away
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
+async def host(size: str, episodes: int, seconds: float) -> dict[str, float]:
+    """Starts the server, plays against it, ends it."""
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tools.bench_host", "serve", size), stdin=-1, stdout=-1
+    )
+    try:
+        port = int(await server.stdout.readline())
+        return await play(f"http://127.0.0.1:{port}", _pixels(size), episodes, seconds)
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+def _pixels(size: str) -> tuple[int, int]:
+    width_px, height_px = map(int, size.split("x"))
+    return width_px, height_px
+
+
+def main() -> None:
+    """The server's process, and the host's (used by `python -m tools.bench host`)."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench_host", allow_abbrev=False)
+    parser.add_argument("role", choices=("serve", "host"))
+    parser.add_argument("size")
+    parser.add_argument("episodes", type=int, nargs="?", default=256)
+    parser.add_argument("seconds", type=float, nargs="?", default=20.0)
+    args = parser.parse_args()
+    if args.role == "serve":
+        serve(_pixels(args.size))
+    else:
+        print(json.dumps(asyncio.run(host(args.size, args.episodes, args.seconds))))
+
+
+if __name__ == "__main__":
+    main()
