@@ -7,8 +7,9 @@ One `Player` plays so many episodes at once against a server in a process of its
 engine answers at once with a click, so that all that this process does is the host's: HTTP, the
 checks of what comes back, contexts, records, and what is done to a screenshot before an engine sees
 it. Measured from when all episodes play, for a while: CPU seconds of this process over wall
-seconds; the high-water mark of its memory; turns; and how long `act` and `progress` took beyond the
-server's 1.2 s.
+seconds; the high-water mark of its memory; turns; and how much later than 1.2 s after an answer of
+the engine an episode asks it again (`late_ms`, median). What one screenshot costs to decode and to
+cut into patches is told beside that.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import io
 import itertools
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -35,7 +37,7 @@ from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import desktop
-from uirl_jax.vision_inputs import ImageConfig
+from uirl_jax.vision_inputs import ImageConfig, decode_image, process_image
 
 ACT_S = 1.2
 WARM_S = 4 * ACT_S  # until every episode has taken a turn or two
@@ -60,7 +62,15 @@ def measure_apart(size: str, episodes: int, seconds: float) -> dict[str, float]:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    names = ("cores", "peak_gib", "turns_per_s", "cpu_ms_a_turn", "wait_ms_a_turn", "images_ms")
+    names = (
+        "cores",
+        "peak_gib",
+        "turns_per_s",
+        "cpu_ms_a_turn",
+        "decode_cpu_ms",
+        "patches_cpu_ms",
+        "late_ms",
+    )
     lines = [f"{'':12}" + "".join(f"{name:>16}" for name in names)]
     for size, numbers in result["ours"].items():
         lines.append(f"{size:12}" + "".join(f"{numbers[name]:16.2f}" for name in names))
@@ -77,15 +87,21 @@ class ClickingEngine:
             [chat.completion_ids(f"click({x}, {y})") for x, y in places]
         )
         self.turns = 0
+        self.between_s: list[float] = []  # an answer and the next question of the same episode
+        self._answered_s: dict[str, float] = {}
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         self.turns += 1
+        now_s = time.perf_counter()
+        if request.episode in self._answered_s:
+            self.between_s.append(now_s - self._answered_s[request.episode])
+        self._answered_s[request.episode] = now_s
         ids = next(self._answers)
         logprobs = np.full(len(ids), -0.5, np.float32)
         return SampleResult(ids, logprobs, 0, True, logprobs, np.zeros(len(ids), np.int32))
 
     def release(self, episode: str) -> None:
-        pass
+        self._answered_s.pop(episode, None)
 
     def set_policy(self, lora: object, version: int) -> None:
         pass
@@ -114,25 +130,37 @@ async def play(url: str, size: tuple[int, int], episodes: int, seconds: float) -
             await asyncio.sleep(WARM_S)
             while engine.turns < episodes:
                 await asyncio.sleep(0.1)
-            player.statistics.read()
+            engine.between_s.clear()
             turns, cpu_s, start_s = engine.turns, time.process_time(), time.perf_counter()
             await asyncio.sleep(seconds)
             wall_s = time.perf_counter() - start_s
             cpu_s, turns = time.process_time() - cpu_s, engine.turns - turns
-            found = player.statistics.read()
+            between_s = statistics.median(engine.between_s)
+            env_errors = player.statistics.read()["actor/env_errors"]
             for task in tasks:
                 task.cancel()
-    turns_an_episode = max(1.0, found["actor/turns"])
-    waits_s = found["agent_loop/tool_calls/mean"] / turns_an_episode
     return {
         "cores": cpu_s / wall_s,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "turns_per_s": turns / wall_s,
         "cpu_ms_a_turn": 1e3 * cpu_s / turns,
-        "wait_ms_a_turn": 1e3 * (waits_s - ACT_S),  # the first screenshot of an episode included
-        "images_ms": 1e3 * found["actor/images_s"] / turns_an_episode,
-        "env_errors": found["actor/env_errors"],
+        **image_cpu_ms(size, image_cfg),
+        "late_ms": 1e3 * (between_s - ACT_S),
+        "env_errors": env_errors,
     }
+
+
+def image_cpu_ms(size: tuple[int, int], cfg: ImageConfig) -> dict[str, float]:
+    """What a screenshot costs by itself: to decode it, and to make patches of it."""
+    took_s: dict[str, list[float]] = {"decode_cpu_ms": [], "patches_cpu_ms": []}
+    for screen in list(itertools.islice(draw(size), 2)) * 5:
+        start_s = time.thread_time()
+        image = decode_image(screen)
+        decoded_s = time.thread_time()
+        process_image(image, cfg)
+        took_s["decode_cpu_ms"].append(decoded_s - start_s)
+        took_s["patches_cpu_ms"].append(time.thread_time() - decoded_s)
+    return {name: 1e3 * statistics.median(each_s) for name, each_s in took_s.items()}
 
 
 # ----------------------------------------------------------------------------------- the server
