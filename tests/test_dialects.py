@@ -381,6 +381,17 @@ def test_rule_with_a_progress_that_is_none_raises(progress):
         DataEntryRule((2,)).judge(progress, 0)
 
 
+def test_find_rule_makes_wrong_submissions_and_repetitions_cost_by_default():
+    rule = find_rule(TaskSpec("simple_data_entry", 0, "rows=7"))
+
+    def reward(submitted: list[int], wrong: int) -> float:
+        counts = {"submitted_row_indices": submitted, "num_incorrect_submissions": wrong}
+        return rule.judge(counts, 10)["reward"]
+
+    assert reward([5], 0) == 1.0
+    assert reward([5], 3) == reward([5, 5, 5, 5], 0) == reward([5, 8, 9, 10], 0) == 0.25
+
+
 def test_find_rule_draws_rows_by_seed_and_refuses_other_words():
     def rows(seed):
         return find_rule(TaskSpec("simple_data_entry", seed, "rows=2-101,count=3")).rows

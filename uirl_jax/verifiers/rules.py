@@ -9,9 +9,9 @@ another one. What a policy claims about itself pays nothing.
     rows       from which rows of the sheet those to be submitted are drawn, by the task's seed
     count      how many of them
     partial    1: each right row is worth its share; 0: nothing before all are submitted
-    wrong      cost of each wrong submission, or right one of a row that was not asked for
-    duplicate  cost of each submission of a row that was submitted before
-    turn       cost of each action
+    wrong      cost of each wrong submission, or right one of a row that was not asked for (0.25)
+    duplicate  cost of each submission of a row that was submitted before (0.25)
+    turn       cost of each action (0)
 """
 
 import dataclasses
@@ -108,7 +108,9 @@ def find_rule(task: TaskSpec) -> DataEntryRule:
             f"there is a rule for {DATA_ENTRY}, and a g1+ server has its own"
         )
     given = {"rows": f"{FIRST_ROW}-{LAST_ROW}", "count": "1", "partial": "0"}
-    given |= {"wrong": "0", "duplicate": "0", "turn": "0"}
+    # Not free unless somebody says so: three wrong submissions and a right one must not pay like
+    # the right one alone.
+    given |= {"wrong": "0.25", "duplicate": "0.25", "turn": "0"}
     for part in filter(None, (part.strip() for part in task.variant.split(","))):
         key, _, value = (piece.strip() for piece in part.partition("="))
         pattern = _ROWS if key == "rows" else _COST
