@@ -90,6 +90,15 @@ def test_engine_compile_count_stands_still_over_a_thousand_mixed_requests(policy
     assert warm == after == 2 + 8 + 6 + 1
 
 
+def test_engine_requests_share_decode_steps(policy):
+    """Four requests of eight tokens: one decodes alone while the others are prefilled, two rows a
+    call; then they all go on together."""
+    fresh = new_engine(policy, end=(-1,))
+    used = spent(fresh, [request(seed, 9) for seed in range(4)])
+    assert used["engine/tokens_sampled"] == 4 * 8
+    assert 8 <= used["engine/decode_steps"] <= 10
+
+
 def test_engine_group_shares_one_prefill_and_one_screenshot(policy):
     fresh = new_engine(policy)
     one = request(0, 4, "a")  # 10 tokens, of which the last is left to the decode step
