@@ -117,15 +117,14 @@ def test_calls_are_those_of_a_container_and_no_others(dialect, method, path, que
 
 
 def test_act_waits_a_second_unless_it_is_told_otherwise(monkeypatch):
-    slept_s, sleep = [], asyncio.sleep
+    slept_s = []
 
-    async def counted_sleep(seconds, result=None):
+    async def counted_pause(session, seconds):
         slept_s.append(seconds)
-        return await sleep(0, result)
 
     async def run():
         async with container("g2b") as (base, http):
-            monkeypatch.setattr(asyncio, "sleep", counted_sleep)
+            monkeypatch.setattr(open_session.OpenSession, "pause", counted_pause)
             for query in ({}, {"delay": 0.25}):
                 fields = {"action_type": "mouse_move", "x": 1, "y": 1, **query}
                 async with http.get(f"{base}/act", params=fields) as response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 import logging
@@ -16,14 +17,17 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+import yarl
 from PIL import Image
 
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import session_types
+from uirl_jax.verifiers import calls, session_types
 from uirl_jax.verifiers import sessions as sessions_module
 from uirl_jax.verifiers.desktop import open_session, scripted_action
+from uirl_jax.verifiers.open_session import OpenSession
 from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.session_types import DesktopTask
 from uirl_jax.verifiers.sessions import ServerLimits
 from uirl_jax.verifiers.wire import action_fields
 
@@ -196,18 +200,15 @@ def test_format_decides_the_encoding(image_format, pillow_format):
 
 def test_delay_is_waited_for_and_screenshots_are_not_delayed(monkeypatch):
     slept_s = []
-    sleep = asyncio.sleep
 
-    async def counted_sleep(seconds, result=None):
+    async def counted_pause(session, seconds):
         slept_s.append(seconds)
-        return await sleep(min(seconds, 0.01), result)
 
     async def run():
         limits = ServerLimits(max_delay_s=3.0)
         async with _served(limits=limits) as http:
             path = f"/session/{(await _create(http))['id']}/act"
-            await sleep(0.05)  # the sweeper has gone to sleep
-            monkeypatch.setattr(asyncio, "sleep", counted_sleep)
+            monkeypatch.setattr(OpenSession, "pause", counted_pause)
             for fields, expected_s in [
                 ({"action_type": "mouse_move", "x": 1, "y": 1}, [1.0]),  # the dialect's default
                 ({"action_type": "mouse_move", "x": 1, "y": 1, "delay": 0.25}, [0.25]),
@@ -231,6 +232,7 @@ CLICK = {"action_type": "left_click", "x": 1, "y": 1, "delay": 0}
     [
         ({}, "action_type is ''"),
         ({"action_type": "click", "x": 1, "y": 1}, "known: screenshot, left_click"),
+        ({"action_type": "screenshot", "x": 1, "text": "a"}, "a screenshot takes no x, text"),
         ({"action_type": "terminate", "text": "success"}, "action_type is 'terminate'"),
         ({"action_type": "left_click"}, "lacks an argument"),
         ({**CLICK, "x": 224}, "off the screen"),
@@ -285,6 +287,82 @@ def test_act_with_a_hostile_body_is_refused(body, status):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "gzip, gzip", "x"])
+def test_compressed_body_is_415_and_the_connection_ends(coding):
+    async def run():
+        async with _served() as http:
+            path = f"/session/{(await _create(http))['id']}/act"
+            for body in (b"hello", gzip.compress(bytes(40_000_000)), b"x" * 100_000):
+                headers = {"Content-Encoding": coding}
+                try:
+                    got = await _call(http, "POST", path, data=body, headers=headers)
+                    assert got[0] in (400, 415) and (coding == "br" or got[0] == 415)
+                except aiohttp.ClientConnectionError:
+                    pass  # it closed while the rest was still being sent
+                assert (await _call(http, "GET", "/"))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_body_that_does_not_come_is_408(monkeypatch):
+    monkeypatch.setattr(calls, "_BODY_S", 0.2)
+
+    async def run():
+        async with serve() as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            session = await _create(http)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                f"POST /session/{session['id']}/act HTTP/1.1\r\nHost: localhost\r\n"
+                "Content-Length: 50\r\n\r\n{".encode()
+            )
+            async with asyncio.timeout(5.0):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_caller_that_leaves_in_the_middle_of_its_body_is_no_error(caplog):
+    async def run():
+        async with serve() as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            session = await _create(http)
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                f"POST /session/{session['id']}/act HTTP/1.1\r\nHost: localhost\r\n"
+                "Content-Length: 50\r\n\r\n{".encode()
+            )
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+            await asyncio.sleep(0.05)
+            assert (await _call(http, "GET", "/"))[0] == 200
+
+    asyncio.run(run())
+    assert "event=error" not in caplog.text
+
+
+def test_longest_text_may_come_by_get_too():
+    async def run():
+        async with _served() as http:
+            path = f"/session/{(await _create(http, TEXT))['id']}/act"
+            fields = {"action_type": "type", "text": "\U0001f600" * 4096, "delay": 0}
+            assert (await _call(http, "GET", path, params=fields))[0] == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", ["%ff", "%ed%a0%80", "%c3"])
+def test_query_that_is_no_text_is_422(text):
+    async def run():
+        async with _served() as http:
+            path = f"/session/{(await _create(http, TEXT))['id']}/act"
+            url = yarl.URL(f"{path}?action_type=type&text={text}", encoded=True)
+            status, body, _ = await _call(http, "GET", url)
+            assert (status, body) == (422, {"detail": "the query is not UTF-8"})
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("query", "word"),
     [
@@ -319,6 +397,44 @@ def test_sessions_beyond_the_limit_are_refused_until_one_is_deleted():
             await _create(http)
 
     asyncio.run(run())
+
+
+def test_deletion_ends_the_delay_and_refuses_the_calls_that_wait(monkeypatch):
+    """What a session held is another's from then on: a browser's page goes to the next one."""
+    acts, closed = [], []
+    monkeypatch.setattr(DesktopTask, "act", _noting(acts))
+    monkeypatch.setattr(DesktopTask, "close", _noting(closed))
+
+    async def run():
+        async with _served() as http:
+            path = f"/session/{(await _create(http))['id']}"
+            slow = {"action_type": "mouse_move", "x": 1, "y": 1, "delay": 9}
+            waiting = [
+                asyncio.create_task(_call(http, method, path + call, **options))
+                for method, call, options in [
+                    ("POST", "/act", {"json": slow}),
+                    ("POST", "/act", {"json": slow}),
+                    ("GET", "/screenshot", {}),
+                    ("GET", "/progress", {}),
+                ]
+            ]
+            while not acts:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # the others wait for the first one
+            async with asyncio.timeout(5.0):
+                assert (await _call(http, "DELETE", path))[0] == 200
+                for answer in await asyncio.gather(*waiting):
+                    assert answer[:2] == (404, {"detail": "Session not found"})
+            assert len(acts) == len(closed) == 1
+
+    asyncio.run(run())
+
+
+def _noting(calls):
+    async def note(*arguments):
+        calls.append(arguments)
+
+    return note
 
 
 def test_idle_session_is_ended_and_a_used_one_is_not():
@@ -365,6 +481,7 @@ def test_unknown_session_ids_are_never_found(session_id):
         ({"Host": "evil.example"}, 403),
         ({"Host": "127.0.0.1.evil.example:80"}, 403),
         ({"Host": "localhost:1"}, 200),
+        ({"Host": "localhost:99999999"}, 403),
         ({"Origin": "http://127.0.0.1"}, 403),
         ({"Origin": "null"}, 403),
         ({}, 200),

@@ -2,6 +2,7 @@
 
     GET /            text with the type and the start time; 200 means ready
     GET /act         action_type, x, y, text, keys, direction, delay=1.0 -> PNG
+    GET /openapi.json    these calls, for programs
     GET /progress    the counts of the task; neither done nor reward, which are the client's to say
 
 `SingleSession` is a whole server of these calls: one session, no reset; a second episode is a
@@ -22,55 +23,79 @@ from aiohttp import web
 from uirl_jax import untrusted_json
 from uirl_jax.errors import ConfigError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import dialects, wire
+from uirl_jax.verifiers import calls, dialects, wire
 from uirl_jax.verifiers.browser import BrowserError
+from uirl_jax.verifiers.calls import Call
 from uirl_jax.verifiers.open_session import (
     ActionRate,
     OpenSession,
     ServerLimits,
-    read_query,
     refusal,
 )
 from uirl_jax.verifiers.session_types import SessionTypes
 
 logger = logging.getLogger(__name__)
 
-_ACT_PARAMETERS = ("action_type", "x", "y", "text", "keys", "direction", "delay")
 _G2B = dialects.DIALECTS["g2b"]
 _ACTION_TYPES = (
     "screenshot",
     *sorted(wire.action_fields(Action(kind))["action_type"] for kind in _G2B.kinds),
 )
 
+CALLS = {
+    call.path: call
+    for call in (
+        Call("GET", "/", "the type and the start time"),
+        Call("GET", calls.PAGE_PATH, "this page", answers={"type": "object"}),
+        Call(
+            "GET",
+            "/act",
+            "applies an action; the screen after it",
+            query=("action_type", "x", "y", "text", "keys", "direction", "delay"),
+            required=("action_type",),
+            statuses=(429, 500),
+            is_image=True,
+            narrower={
+                "action_type": {"enum": list(_ACTION_TYPES)},
+                "direction": {"enum": ["up", "down"]},
+            },
+        ),
+        Call("GET", "/progress", "the counts", statuses=(500,), answers={"type": "object"}),
+    )
+}
+
 InTurn = Callable[[OpenSession], AbstractAsyncContextManager[None]]
 
 
 async def answer(
-    session: OpenSession, endpoint: str, request: web.Request, max_delay_s: float, in_turn: InTurn
+    session: OpenSession, endpoint: str, request: web.Request, limits: ServerLimits, in_turn: InTurn
 ) -> web.Response:
     """What a container answers.
 
     Args:
-      endpoint: the path below the container: "", "act" or "progress".
+      endpoint: the path below the container: "/", "/act", "/progress" or "/openapi.json".
       in_turn: holds the session's lock, and knows what to do when its browser is lost.
 
     Raises:
       ValueError: wrong parameters, with a printable reason.
     """
-    if endpoint not in ("", "act", "progress"):
+    call = CALLS.get(endpoint)
+    if call is None:
         raise refusal(web.HTTPNotFound, "Not Found")
-    if request.method != "GET":
-        return web.json_response(
-            {"detail": "Method Not Allowed"}, status=405, headers={"Allow": "GET"}
-        )
-    if endpoint == "":
+    if request.method != call.method:
+        raise web.HTTPMethodNotAllowed(request.method, [call.method])
+    query = calls.read_query(request, call.query)
+    if endpoint == "/":
         return web.Response(text=_root(session))
-    if endpoint == "progress":
+    if endpoint == calls.PAGE_PATH:
+        title = "uirl_jax verifier, dialect G2b"
+        return web.json_response(calls.page(title, CALLS.values(), limits))
+    if endpoint == "/progress":
         async with in_turn(session):
             return web.json_response(_counts(await session.task.progress()))
-    call = _read_call(session, request, max_delay_s)
+    act = _read_act(session, query, limits.max_delay_s)
     async with in_turn(session):
-        return await session.act(call)
+        return await session.act(act)
 
 
 def _root(session: OpenSession) -> str:
@@ -86,8 +111,8 @@ def _counts(progress: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in progress.items() if key not in ("done", "reward")}
 
 
-def _read_call(session: OpenSession, request: web.Request, max_delay_s: float) -> wire.ActCall:
-    fields = wire.read_query(read_query(request, _ACT_PARAMETERS))
+def _read_act(session: OpenSession, query: dict[str, str], max_delay_s: float) -> wire.ActCall:
+    fields = wire.read_query(query)
     kind = fields.get("action_type", "")
     if kind not in _ACTION_TYPES:
         shown = untrusted_json.printable(kind)
@@ -135,10 +160,8 @@ class SingleSession:
         return [web.route("*", "/{endpoint:.*}", self._handle)]
 
     async def _handle(self, request: web.Request) -> web.Response:
-        endpoint = request.match_info["endpoint"]
-        return await answer(
-            self._session, endpoint, request, self._limits.max_delay_s, self._in_turn
-        )
+        endpoint = f"/{request.match_info['endpoint']}"
+        return await answer(self._session, endpoint, request, self._limits, self._in_turn)
 
     @asynccontextmanager
     async def _in_turn(self, session: OpenSession) -> AsyncIterator[None]:

@@ -6,14 +6,13 @@ shows a screen. Here are the limits too: what a caller can make grow, and how fa
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
 
 from aiohttp import web
 
-from uirl_jax import untrusted_json
 from uirl_jax.errors import ConfigError
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.session_types import RunningTask
@@ -70,6 +69,7 @@ class OpenSession:
     touched_s: float = dataclasses.field(default_factory=time.monotonic)
     start_time_unix_s: float = dataclasses.field(default_factory=time.time)
     action_count: int = 0
+    ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     answers: collections.OrderedDict[str, tuple[bytes, str]] = dataclasses.field(
         default_factory=collections.OrderedDict
@@ -93,6 +93,7 @@ class OpenSession:
 
         Raises:
           web.HTTPTooManyRequests: too many lately; nothing was applied.
+          web.HTTPNotFound: the session was ended meanwhile.
         """
         # Looked up under the lock: a repeated request waits for the first one's answer.
         if call.request_id in self.answers:
@@ -108,7 +109,7 @@ class OpenSession:
                 )
             await self.task.act(call.action)
             self.action_count += 1
-            await asyncio.sleep(call.delay_s)
+            await self.pause(call.delay_s)
         answer = await self.image(call.image_format)
         if call.request_id:
             self.answers[call.request_id] = (answer.body, answer.content_type)
@@ -117,22 +118,26 @@ class OpenSession:
         self.touched_s = time.monotonic()
         return answer
 
+    async def pause(self, seconds: float) -> None:
+        """Waits for the screen; no longer than the session lasts.
+
+        Raises:
+          web.HTTPNotFound: it was ended.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.ended.wait()
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raises HTTPNotFound for a session that was ended: what it held is another's by now."""
+        if self.ended.is_set():
+            raise refusal(web.HTTPNotFound, "Session not found")
+
     async def image(self, image_format: str) -> web.Response:
         """The screen as it stands."""
         body = await self.task.screenshot(image_format)
         return web.Response(body=body, content_type=wire.IMAGE_FORMATS[image_format])
-
-
-def read_query(request: web.Request, known: Sequence[str] | None = None) -> dict[str, str]:
-    """The query as a dict; ValueError for a parameter given twice or not known."""
-    query = request.query
-    for name in query:
-        if len(query.getall(name)) > 1:
-            raise ValueError(f"{untrusted_json.printable(name)!r} is given twice")
-        if known is not None and name not in known:
-            shown = untrusted_json.printable(name)
-            raise ValueError(f"unknown parameter {shown!r}, known: {', '.join(known)}")
-    return dict(query)
 
 
 def refusal(kind: type[web.HTTPException], detail: str, **options: object) -> web.HTTPException:

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hmac
 import ipaddress
+import json
 import logging
 import os
 import signal
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 MIN_TOKEN_BYTES = 32
 _PARENT_POLL_S = 0.5
 _SHUTDOWN_S = 2.0
+_KEPT = ("Allow", "Retry-After")  # headers of an error that say what to do
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -46,11 +48,10 @@ def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Handle
     names = {"localhost", "127.0.0.1", "::1", host, *allowed_hosts}
     expected = None if token is None else f"Bearer {token}".encode()
 
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             # A page in a browser on this machine can reach loopback, directly or by DNS rebinding.
-            if request.url.host not in names:
+            if _host(request) not in names:
                 raise refusal(web.HTTPForbidden, "the Host header names another host")
             if "Origin" in request.headers:
                 raise refusal(web.HTTPForbidden, "browsers are not served")
@@ -58,18 +59,41 @@ def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Handle
                 given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
                 if not hmac.compare_digest(given, expected):
                     raise refusal(web.HTTPUnauthorized, "the bearer token is missing or wrong")
+            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise refusal(web.HTTPUnsupportedMediaType, "compressed bodies are not read")
             return await handler(request)
         except web.HTTPException as error:
-            if error.content_type == "application/json":
-                raise
-            return web.json_response({"detail": error.reason}, status=error.status)
+            text = error.text
+            if error.content_type != "application/json":
+                text = json.dumps({"detail": error.reason})
+            headers = {name: error.headers[name] for name in _KEPT if name in error.headers}
+            return web.Response(
+                text=text,
+                status=error.status,
+                headers=headers,
+                content_type="application/json",
+            )
         except ValueError as error:
             return web.json_response({"detail": str(error)}, status=422)
         except Exception:
             logger.exception("event=error method=%s", request.method)
             return web.json_response({"detail": "Internal Server Error"}, status=500)
 
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await answer(request, handler)
+        if not request.content.at_eof():  # what comes next on this connection may be no request
+            response.force_close()
+        return response
+
     return guard
+
+
+def _host(request: web.Request) -> str | None:
+    try:
+        return request.url.host
+    except ValueError:  # no URL comes of what the header says
+        return None
 
 
 @contextlib.asynccontextmanager
@@ -120,7 +144,12 @@ async def serve(
             middlewares=[_guard(host, allowed_hosts, token)], client_max_size=limits.max_body_bytes
         )
         app.add_routes(served.routes())
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_S,
+            max_line_size=limits.max_body_bytes,  # the longest text by GET too, percent-encoded
+        )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, host, port)

@@ -6,6 +6,7 @@ handler's ValueError is told to the caller as a 422. Not here: which tasks there
 
 Calls (parameters in the query; `act` also as a JSON body by POST: typed text stays out of URLs):
     GET    /                          name and version
+    GET    /openapi.json              these calls, for programs
     GET    /status                    sessions, running and lately ended
     POST   /session                   type, n=1, seed, variant -> session_ids, sessions
     GET    /session/{id}              info; also for a while after its end
@@ -15,12 +16,14 @@ Calls (parameters in the query; `act` also as a JSON body by POST: typed text st
     GET    /session/{id}/progress     counts of the task, done, reward
     DELETE /session/{id}              {"deleted": id}
     any    /proxy/{id}/{endpoint}     the session as a container of the field (`field_calls`)
-Errors are {"detail": reason} with 401, 403, 404, 413, 422, 429, 500 or 503.
+Errors are {"detail": reason} with 401, 403, 404, 405, 408, 413, 415, 422, 429, 500
+or 503.
 """
 
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import logging
 import secrets
 import time
@@ -32,13 +35,13 @@ from aiohttp import web
 from uirl_jax import untrusted_json
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import field_calls, wire
+from uirl_jax.verifiers import calls, field_calls, wire
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
+from uirl_jax.verifiers.calls import ON_SCREEN, ON_SESSION, Call
 from uirl_jax.verifiers.open_session import (
     ActionRate,
     OpenSession,
     ServerLimits,
-    read_query,
     refusal,
 )
 from uirl_jax.verifiers.session_types import RunningTask, SessionTypes
@@ -47,6 +50,80 @@ logger = logging.getLogger(__name__)
 
 _ENDED_KEPT = 256
 _PROXY_TIMEOUT_S = 30.0  # the field's proxy's own
+
+_TEXT, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+_INFO = calls.whole(
+    id=_TEXT,
+    start_time=_NUMBER,
+    display={"type": "null"},
+    action_count=_INTEGER,
+    stop_time={"type": ["number", "null"]},
+)
+_OPENED = calls.whole(id=_TEXT, instruction=_TEXT, screen_width=_INTEGER, screen_height=_INTEGER)
+_CREATED = calls.whole(
+    session_ids={"type": "array", "items": _TEXT}, sessions={"type": "array", "items": _OPENED}
+)
+_JUDGED = {
+    "type": "object",  # and what the task counts
+    "properties": {"done": {"type": "boolean"}, "reward": {"type": ["number", "null"]}},
+    "required": ["done", "reward"],
+}
+_SESSION = "/session/{id}"
+_ACT = (*ON_SCREEN, 429)
+
+ROOT = Call("GET", "/", "name and version")
+PAGE = Call("GET", calls.PAGE_PATH, "this page", answers={"type": "object"})
+STATUS = Call(
+    "GET",
+    "/status",
+    "sessions, running and lately ended",
+    answers={"type": "object", "additionalProperties": _INFO},
+)
+CREATE = Call(
+    "POST",
+    "/session",
+    "opens n sessions of one task instance",
+    query=("type", "n", "seed", "variant"),
+    required=("type",),
+    statuses=(429, 503),
+    answers=_CREATED,
+)
+INFO = Call("GET", _SESSION, "a session, or one that ended", statuses=ON_SESSION, answers=_INFO)
+DELETE = Call(
+    "DELETE", _SESSION, "ends a session", statuses=ON_SESSION, answers=calls.whole(deleted=_TEXT)
+)
+ACT_GET = Call(
+    "GET",
+    f"{_SESSION}/act",
+    "applies an action; the screen after it",
+    query=tuple(wire.FIELD_TYPES),
+    required=("action_type",),
+    statuses=_ACT,
+    is_image=True,
+)
+ACT_POST = Call(
+    "POST",
+    f"{_SESSION}/act",
+    "applies an action; the screen after it",
+    has_body=True,
+    statuses=(*_ACT, 408, 413),
+    is_image=True,
+)
+SCREENSHOT = Call(
+    "GET",
+    f"{_SESSION}/screenshot",
+    "the screen as it stands",
+    query=("format",),
+    statuses=ON_SCREEN,
+    is_image=True,
+)
+PROGRESS = Call(
+    "GET",
+    f"{_SESSION}/progress",
+    "counts of the task, done and reward",
+    statuses=ON_SCREEN,
+    answers=_JUDGED,
+)
 
 
 class Sessions:
@@ -69,29 +146,46 @@ class Sessions:
             await self._end(session)
 
     def routes(self) -> list[web.RouteDef]:
-        session = "/session/{id}"
+        handled = [calls.route(call, handler) for call, handler in self._handlers()]
+        return [*handled, web.route("*", "/proxy/{id}/{endpoint:.*}", self.proxy)]
+
+    def _handlers(self) -> list[tuple[Call, calls.Handler]]:
         return [
-            web.get("/", self.root),
-            web.get("/status", self.status),
-            web.post("/session", self.create),
-            web.get(session, self.info),
-            web.delete(session, self.delete),
-            web.get(f"{session}/act", self.act, allow_head=False),
-            web.post(f"{session}/act", self.act),
-            web.get(f"{session}/screenshot", self.screenshot),
-            web.get(f"{session}/progress", self.progress),
-            web.route("*", "/proxy/{id}/{endpoint:.*}", self.proxy),
+            (ROOT, self.root),
+            (PAGE, self.page),
+            (STATUS, self.status),
+            (CREATE, self.create),
+            (INFO, self.info),
+            (DELETE, self.delete),
+            (ACT_GET, self.act),
+            (ACT_POST, self.act),
+            (SCREENSHOT, self.screenshot),
+            (PROGRESS, self.progress),
         ]
 
-    async def root(self, request: web.Request) -> web.Response:
+    async def page(self, request: web.Request, query: dict[str, str]) -> web.Response:
+        behind = [
+            dataclasses.replace(
+                call,
+                path=f"/proxy/{{id}}{call.path}",
+                statuses=(*call.statuses, 404, 500),
+                plain_errors=(404, 500),
+            )
+            for call in field_calls.CALLS.values()
+        ]
+        own = [call for call, _ in self._handlers()]
+        return web.json_response(
+            calls.page("uirl_jax verifier, dialects G1+ and G3", [*own, *behind], self._limits)
+        )
+
+    async def root(self, request: web.Request, query: dict[str, str]) -> web.Response:
         return web.Response(text="uirl_jax verifier: Session Server, dialect G1+\n")
 
-    async def status(self, request: web.Request) -> web.Response:
+    async def status(self, request: web.Request, query: dict[str, str]) -> web.Response:
         running = {key: session.info() for key, session in self._open.items()}
         return web.json_response({**self._ended, **running})
 
-    async def create(self, request: web.Request) -> web.Response:
-        query = read_query(request, ("type", "n", "seed", "variant"))
+    async def create(self, request: web.Request, query: dict[str, str]) -> web.Response:
         count = wire.whole_number("n", query.get("n", "1"))
         seed = secrets.randbelow(2**31)
         if "seed" in query:
@@ -150,18 +244,18 @@ class Sessions:
             raise ValueError(reason) from errors[0]
         raise errors[0]
 
-    async def info(self, request: web.Request) -> web.Response:
+    async def info(self, request: web.Request, query: dict[str, str]) -> web.Response:
         session_id = request.match_info["id"]
         if session_id in self._ended:
             return web.json_response(self._ended[session_id])
         return web.json_response(self._find(request).info())
 
-    async def act(self, request: web.Request) -> web.Response:
+    async def act(self, request: web.Request, query: dict[str, str]) -> web.Response:
         session = self._find(request)
         if request.method == "POST":
-            fields = untrusted_json.parse(await request.read())
+            fields = await calls.read_body(request)
         else:
-            fields = wire.read_query(read_query(request))
+            fields = wire.read_query(query)
         call = wire.read_call(
             fields,
             session.screen_size,
@@ -174,19 +268,18 @@ class Sessions:
         logger.debug("event=act session=%s kind=%s", session.session_id, kind)  # never its text
         return answer
 
-    async def screenshot(self, request: web.Request) -> web.Response:
-        query = read_query(request, ("format",))
+    async def screenshot(self, request: web.Request, query: dict[str, str]) -> web.Response:
         image_format = wire.read_image_format(query.get("format", "png"))
         session = self._find(request)
         async with self._in_turn(session):
             return await session.image(image_format)
 
-    async def progress(self, request: web.Request) -> web.Response:
+    async def progress(self, request: web.Request, query: dict[str, str]) -> web.Response:
         session = self._find(request)
         async with self._in_turn(session):
             return web.json_response(await session.task.progress())
 
-    async def delete(self, request: web.Request) -> web.Response:
+    async def delete(self, request: web.Request, query: dict[str, str]) -> web.Response:
         session = self._find(request)
         await self._end(session)
         return web.json_response({"deleted": session.session_id})
@@ -197,11 +290,11 @@ class Sessions:
         if session is None:
             return web.Response(text="Pod not found", status=404)
         session.touched_s = time.monotonic()
-        endpoint = request.match_info["endpoint"]
+        endpoint = f"/{request.match_info['endpoint']}"
         try:
             async with asyncio.timeout(_PROXY_TIMEOUT_S):
                 return await field_calls.answer(
-                    session, endpoint, request, self._limits.max_delay_s, self._in_turn
+                    session, endpoint, request, self._limits, self._in_turn
                 )
         except TimeoutError:
             return web.Response(text=f"no answer within {_PROXY_TIMEOUT_S:g} s", status=500)
@@ -220,21 +313,31 @@ class Sessions:
     async def _in_turn(self, session: OpenSession) -> AsyncIterator[None]:
         """One call at a time. A session whose browser is lost ends with the call that finds out."""
         async with session.lock:
+            session.check_open()
             try:
                 yield
             except BrowserError as error:
                 logger.warning("event=lost session=%s reason=%s", session.session_id, error)
-                await self._end(session)
+                if self._forget(session):
+                    await session.task.close()
                 reason = untrusted_json.printable(str(error), 300)
                 raise refusal(web.HTTPInternalServerError, reason) from error
 
     async def _end(self, session: OpenSession) -> None:
+        """Closes what a session holds, after the call that is using it."""
+        if self._forget(session):
+            async with session.lock:
+                await session.task.close()
+
+    def _forget(self, session: OpenSession) -> bool:
+        """Whether it was still open. The calls that wait for it are refused from now on."""
         if self._open.pop(session.session_id, None) is None:
-            return
+            return False
+        session.ended.set()
         self._ended[session.session_id] = session.info(stop_time_unix_s=time.time())
         if len(self._ended) > _ENDED_KEPT:
             self._ended.popitem(last=False)
-        await session.task.close()
+        return True
 
     def _find(self, request: web.Request) -> OpenSession:
         session = self._open.get(request.match_info["id"])

@@ -25,12 +25,14 @@ _KINDS = {
     for kind in actions.KINDS
     if kind not in ("terminate", "answer")
 }
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+ACTION_TYPES = ("screenshot", *_KINDS)
+FIELD_TYPES: dict[str, tuple[type, ...]] = {  # of an `act`; the last one is what a message names
     **dict.fromkeys(("x", "y", "x2", "y2", "amount"), (int,)),
     **dict.fromkeys(("seconds", "delay"), (int, float)),
     **dict.fromkeys(("action_type", "text", "keys", "direction", "format", "request_id"), (str,)),
 }
 _WHOLE = re.compile(r"-?[0-9]{1,10}")
+MAX_WHOLE = 10**10 - 1
 _DECIMAL = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
@@ -65,7 +67,7 @@ def read_query(query: Mapping[str, str]) -> dict[str, object]:
     """
     fields: dict[str, object] = {}
     for name, text in query.items():
-        types = _FIELD_TYPES.get(name, (str,))
+        types = FIELD_TYPES.get(name, (str,))
         if types == (int,):
             fields[name] = whole_number(name, text)
         elif types == (str,):
@@ -97,10 +99,10 @@ def read_call(
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
-        if name not in _FIELD_TYPES:
-            known = ", ".join(_FIELD_TYPES)
+        if name not in FIELD_TYPES:
+            known = ", ".join(FIELD_TYPES)
             raise ValueError(f"unknown field {untrusted_json.printable(name)!r}, known: {known}")
-        types = _FIELD_TYPES[name]
+        types = FIELD_TYPES[name]
         if not isinstance(value, types) or isinstance(value, bool):
             raise ValueError(f"{name} is a {type(value).__name__}, expected {types[-1].__name__}")
     request_id = given.pop("request_id", "")
@@ -112,10 +114,12 @@ def read_call(
         raise ValueError(f"delay is {delay_s:g} s, allowed: 0-{max_delay_s:g}")
     action_type = given.pop("action_type", "")
     if action_type == "screenshot":
+        if given:
+            raise ValueError(f"a screenshot takes no {', '.join(given)}")
         return ActCall(None, 0.0, image_format, request_id)
     if action_type not in _KINDS:
         shown = untrusted_json.printable(action_type)
-        raise ValueError(f"action_type is {shown!r}, known: screenshot, {', '.join(_KINDS)}")
+        raise ValueError(f"action_type is {shown!r}, known: {', '.join(ACTION_TYPES)}")
     if action_type == "scroll":
         given.setdefault("amount", DEFAULT_SCROLL_PX)
     action = Action(kind=_KINDS[action_type], **given)
