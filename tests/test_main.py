@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import BinaryIO
 
@@ -175,6 +176,43 @@ def test_main_told_to_stop_in_its_cold_start_saves_and_carries_on(tmp_path, mode
     assert said, log.read_text()
     saved = [int(path.name) for path in (tmp_path / "run/cold_start/checkpoints").glob("[0-9]*")]
     assert max(saved) == int(said[1]) < 400
+
+
+@pytest.mark.parametrize("role", ["eval", "all"])
+def test_main_told_to_stop_in_an_evaluation_gives_its_sessions_back(tmp_path, model_dir, role):
+    workdir, log = tmp_path / "run", tmp_path / "log"
+    arguments = (f"--role={role}", "--config.evaluation.episodes=4000")
+    started = []
+    try:
+        with log.open("wb") as file:
+            if role == "eval":
+                verifier = command(workdir, model_dir, "--role=verifier", arguments[1])
+                started.append(start(verifier, file))
+            started.append(start(command(workdir, model_dir, *arguments), file))
+        port_file, process = workdir / "verifier.port", started[-1]
+        while not port_file.exists() or not sessions_at(port_file):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 75, log.read_text()
+        stage = "version_0" if role == "eval" else "before"
+        assert f"error: stopped in the evaluation of stage '{stage}'" in log.read_text()
+        assert "Traceback" not in log.read_text()
+        assert not list(workdir.glob("eval/*"))
+        if role == "eval":  # the other's verifier has ended with it
+            sessions = sessions_at(port_file)
+            assert sessions and all(session["stop_time"] for session in sessions.values())
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def sessions_at(port_file: Path) -> dict[str, dict]:
+    """Of the verifier that wrote this file: open ones, and some that ended."""
+    url = f"http://127.0.0.1:{int(port_file.read_text())}/status"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return json.load(response)
 
 
 @pytest.mark.parametrize("after_saving", [False, True])

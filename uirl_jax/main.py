@@ -248,15 +248,18 @@ class Players:
             on_report=on_report,
         )
 
-    async def evaluate(self, stage: str) -> evaluate.EvalResult:
-        """Success on held-out instances with the policy that the engine holds; once a stage."""
+    async def evaluate(self, stage: str, stop: threading.Event) -> evaluate.EvalResult:
+        """Success on held-out instances with the policy that the engine holds; once a stage.
+
+        Raises: RestartError where `stop` was set; the stage begins anew with the same command.
+        """
         run, cfg = self.run, self.run.cfg.evaluation
         known = evaluate.read_results(run.workdir)
         if stage in known:
             return known[stage]
         started_s = time.monotonic()
         player = self.player("eval", temperature=cfg.temperature)
-        result = await evaluate.evaluate(
+        evaluating = evaluate.evaluate(
             lambda tasks: run_tasks(player, tasks, seed=run.cfg.seed),
             evaluate.eval_tasks(run.cfg.kinds, cfg.episodes),
             stage,
@@ -264,6 +267,7 @@ class Players:
             base_hash=self.model.base_hash,
             layout=run.layout(self.model),
         )
+        result = await _unless_stopped(evaluating, stop, f"in the evaluation of stage {stage!r}")
         run.say(
             "evaluated",
             stage=stage,
@@ -366,7 +370,7 @@ def run_all(
             return players
 
         players = enter_players(model)
-        background.run(players.evaluate("before"))
+        background.run(players.evaluate("before", stop))
         if cfg.cold_start.steps:
             path = run_cold_start(
                 cfg.cold_start,
@@ -381,7 +385,7 @@ def run_all(
             )
             model = run.load_model(mesh, path)
             players = enter_players(model)
-            background.run(players.evaluate("cold_start"))
+            background.run(players.evaluate("cold_start", stop))
 
         async_stop = asyncio.Event()
         acting = background.start(players.act(async_stop, 0, 1))
@@ -398,7 +402,7 @@ def run_all(
                 "run the same command again to carry on"
             )
         players.take_policy()
-        after = background.run(players.evaluate("after"))
+        after = background.run(players.evaluate("after", stop))
         peak_rss_gib = metrics.peak_rss_gib()  # here, where the verifier still lives
     _conclude(run, result, actor_metrics, peak_rss_gib)
     return after
@@ -473,13 +477,35 @@ async def _when_set(stop: threading.Event, event: asyncio.Event) -> None:
     event.set()
 
 
-def run_eval_role(run: Run, stage: str) -> None:
+async def _unless_stopped(
+    coroutine: Coroutine[Any, Any, T], stop: threading.Event, where: str
+) -> T:
+    """What the coroutine returns; it is cancelled, and has ended, where `stop` is set before.
+
+    Raises: RestartError: so it was.
+    """
+    working, watching = (
+        asyncio.create_task(coroutine),
+        asyncio.create_task(_when_set(stop, asyncio.Event())),
+    )
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RestartError(f"stopped {where}; run the same command again to make it")
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
     """Success of the newest published policy, or of the base where nothing is published yet."""
 
     async def measure() -> evaluate.EvalResult:
         async with Players(run, run.load_model(None, Path(run.cfg.model.path)), "eval") as players:
             version = players.take_policy()
-            return await players.evaluate(stage or f"version_{max(version, 0)}")
+            return await players.evaluate(stage or f"version_{max(version, 0)}", stop)
 
     print(evaluate.format_table([asyncio.run(measure())]), flush=True)
 
@@ -513,7 +539,7 @@ def run_role(role: Role, run: Run, stop: threading.Event) -> int:
         "all": lambda: run_all(run, stop),
         "learner": lambda: run_learner_role(run, stop),
         "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
-        "eval": lambda: run_eval_role(run, _STAGE.value),
+        "eval": lambda: run_eval_role(run, stop, _STAGE.value),
     }
     if role == "verifier":
         return run_verifier_role(run)
