@@ -7,14 +7,19 @@ import dataclasses
 import pytest
 
 from tests.sample_trajectories import make_trajectory
-from tools import bench_faults, fault_actor, fault_inputs, fault_proxy
+from tools import bench_faults, fault_actor, fault_dialects, fault_inputs, fault_proxy
 from uirl_jax.types import StopReason
 
 # One of each sort; each input alone is a test of the client or the record.
 INPUTS = ("png_ztxt_bomb", "png_pixels_no_zlib", "png_palette_alpha", "gzip_bomb")
 INPUTS += ("reward_NaN", "json_control_characters", "session_id_parent", "done_at_once")
 SETTINGS = bench_faults.Settings(
-    repeats=1, inputs=INPUTS, texts=("click_nan", "open_file"), mixed_episodes=24, at_once=6
+    repeats=1,
+    inputs=INPUTS,
+    texts=("click_nan", "open_file"),
+    mixed_episodes=24,
+    dialect_episodes=24,
+    at_once=6,
 )
 
 
@@ -52,6 +57,9 @@ def test_faults_that_pass_cost_retries_and_others_do_not(result):
         (lambda r: r["alone"]["cut"].update(peak_mib=101.0), "cut: 101 MiB on top"),
         (lambda r: r["alone"]["cut"].update(injected=0), "cut: was never injected"),
         (lambda r: r["inputs"]["gzip_bomb"].update(unlike=["completed"]), "gzip_bomb: completed"),
+        (lambda r: r["dialects"]["g3"].update(episodes=23), "24 started, the accounts have 23"),
+        (lambda r: r["dialects"]["g1"].update(paid=1), "g1: 1 episodes succeeded"),
+        (lambda r: r["dialects"]["g2b"].update(paid_wrongly=1), "g2b: 1 episodes have a reward"),
         (lambda r: r["mixed"].update(paid_wrongly=1), "mixed: 1 episodes have a reward"),
         (lambda r: r["mixed"].update(strays=2), "2 requests went where a redirect led"),
         (lambda r: r["mixed"].update(growth_mib=25.0), "grew by 25 MiB"),
@@ -66,6 +74,32 @@ def test_check_names_what_does_not_hold(result, change, word):
     (line,) = bench_faults.check(changed)
     assert word in line
     assert word in bench_faults.format_table(changed | {"wrong": [line]})
+
+
+def test_other_dialects_survive_the_mixture_too(result):
+    assert set(result["dialects"]) == {"g1", "g2a", "g2b", "g3"}
+    for name, row in result["dialects"].items():
+        assert row["episodes"] == 24 and row["injected"] > 20, name
+        assert row["ends"]["env_error"] > 0 and len(row["ends"]) > 1, name
+        assert (row["paid"] > 0) == (name != "g1"), name
+
+
+def test_reward_in_another_dialect_is_what_the_counts_are_worth():
+    def wrongly(reward, rows, **changes):
+        trajectory = dataclasses.replace(
+            make_trajectory(), **{"reward": reward, "success": reward == 1.0} | changes
+        )
+        counts = {"submitted_row_indices": rows, "num_incorrect_submissions": 0}
+        return fault_dialects.paid_wrongly(trajectory, counts)
+
+    done = {"stop_reason": StopReason.COMPLETED}
+    assert not wrongly(1.0, [0], **done) and not wrongly(0.75, [0, 0], **done)
+    assert (
+        wrongly(1.0, [], **done) and wrongly(1.0, [0, 0], **done) and wrongly(1.0, [0, 1], **done)
+    )
+    assert wrongly(1.0, [0], **done, success=False)
+    assert wrongly(1.0, [0], stop_reason=StopReason.ENV_ERROR)
+    assert not wrongly(0.0, [0], stop_reason=StopReason.ENV_ERROR, success=False)
 
 
 def test_paid_wrongly_counts_rewards_that_no_server_gave():

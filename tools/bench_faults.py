@@ -11,6 +11,7 @@ are short (LIMITS), so that what hangs ends soon; nothing else differs from a ru
            as `fault_proxy.survives` says. `run_tasks`, and no episode is played again.
   inputs   every answer of `fault_inputs`, each to be met as it says there; and bad actions.
   mixed    10 % of all calls go wrong, one way or another, while `run_actor` fills shards.
+  dialects the same mixture in the dialects of the field, episode by episode (`fault_dialects`).
 
 Exit code 1 where a check fails: something crashed, took longer than its time-out, grew, was paid
 for by a fault, ended otherwise than it should, or is in no account.
@@ -32,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from tools import fault_actor, fault_inputs, fault_proxy
+from tools import fault_actor, fault_dialects, fault_inputs, fault_proxy
 from tools.fault_actor import (
     LIMITS,
     ROLLOUT,
@@ -71,6 +72,7 @@ class Settings:
     inputs: tuple[str, ...] = tuple(fault_inputs.INPUTS)
     texts: tuple[str, ...] = tuple(fault_inputs.POLICY_TEXTS)
     mixed_episodes: int = 2000  # published ones; those that faults ended are played again on top
+    dialect_episodes: int = 200  # of each dialect but g1+
     concurrency: int = 32
     at_once: int = 1  # faults and inputs; with more, their memory is not told apart
 
@@ -255,16 +257,39 @@ async def play_mixed(world: World, episodes: int, workdir: Path) -> dict[str, An
     }
 
 
+async def play_dialect(world: World, dialect: str, settings: Settings) -> dict[str, Any]:
+    """The mixture in another dialect; none of its episodes is played again."""
+    async with Watch() as watch:
+        played = await fault_dialects.play(
+            world, dialect, settings.dialect_episodes, settings.concurrency
+        )
+    return played | {
+        "injected": sum(played["injected"].values()),
+        "peak_mib": watch.peak_mib - watch.before_mib,
+        "stalled_s": watch.stalled_s,
+    }
+
+
 # ------------------------------------------------------------------------------ what must hold
+
+
+def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        **result["alone"],
+        **result["inputs"],
+        "mixed": result["mixed"],
+        **result["dialects"],
+    }
 
 
 def check(result: dict[str, Any]) -> list[str]:
     """What does not hold, one line each."""
     wrong = []
-    rows = {**result["alone"], **result["inputs"], "mixed": result["mixed"]}
+    rows = rows_of(result)
     for name, row in rows.items():
         wrong += [f"{name}: {line}" for line in row.get("unlike", ())]
-        limit_s = MIXED_S if name == "mixed" else ALONE_S
+        is_mixed = name == "mixed" or name in result["dialects"]
+        limit_s = MIXED_S if is_mixed else ALONE_S
         if row["slowest_s"] > limit_s:
             wrong.append(f"{name}: an episode took {row['slowest_s']:.1f} s, limit {limit_s:.0f} s")
         if row["peak_mib"] > MAX_PEAK_MIB:
@@ -275,6 +300,11 @@ def check(result: dict[str, Any]) -> list[str]:
             wrong.append(f"{name}: {row['strays']} requests went where a redirect led")
         if not row["injected"] and name not in fault_inputs.POLICY_TEXTS:
             wrong.append(f"{name}: was never injected")
+    for name, row in result["dialects"].items():
+        if not row["wanted"] == row["episodes"] == sum(row["ends"].values()):
+            wrong.append(f"{name}: {row['wanted']} started, the accounts have {row['episodes']}")
+        if bool(row["paid"]) == (name == "g1"):
+            wrong.append(f"{name}: {row['paid']} episodes succeeded")
     mixed = result["mixed"]
     account = dict(mixed["account"])
     started, running = account.pop("started"), account["running"]
@@ -328,6 +358,11 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
         with tempfile.TemporaryDirectory(prefix="bench-faults-") as directory:
             result["mixed"] = await play_mixed(world, settings.mixed_episodes, Path(directory))
         say(format_row("mixed", result["mixed"]))
+        result["dialects"] = {}
+        for name in fault_dialects.DIALECTS:
+            played = await play_dialect(world, name, settings)
+            say(format_row(name, played))
+            result["dialects"][name] = played
         return result
 
     started_s = time.monotonic()
@@ -349,7 +384,7 @@ def format_row(name: str, row: dict[str, Any]) -> str:
 
 def format_table(result: dict[str, Any]) -> str:
     head = f"{'':26s}{'played':>6s}{'faults':>7s}{'again':>7s}{'max s':>8s}{'MiB':>7s}{'stall':>7s}"
-    rows = {**result["alone"], **result["inputs"], "mixed": result["mixed"]}
+    rows = rows_of(result)
     mixed = result["mixed"]
     account = " ".join(f"{name}={count}" for name, count in mixed["account"].items())
     return "\n".join(

@@ -62,7 +62,7 @@ class ScriptedEngine:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._tasks: dict[int, tuple[TaskSpec, np.ndarray | None]] = {}
-        self._playing: dict[str, desktop.Session] = {}
+        self._playing: dict[str, tuple[desktop.Session, np.ndarray | None]] = {}
         self._rng = np.random.default_rng(0)
         self._requests = 0
 
@@ -73,12 +73,12 @@ class ScriptedEngine:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         self._requests += 1
-        ids = None
         if request.episode not in self._playing:
-            task, ids = self._tasks[request.seed]
-            self._playing[request.episode] = desktop.open_session(task)
+            task, said = self._tasks[request.seed]
+            self._playing[request.episode] = desktop.open_session(task), said
+        session, ids = self._playing[request.episode]
         if ids is None:
-            ids = self._chat.completion_ids(self._demonstrated(self._playing[request.episode]))
+            ids = self._chat.completion_ids(self._demonstrated(session))
         logprobs = np.zeros(len(ids), np.float32)
         return SampleResult(ids, logprobs, 0, True, logprobs, np.zeros(len(ids), np.int32))
 
@@ -176,7 +176,7 @@ class World:
     """The proxy's process, and an actor's parts for whoever wants to play against it."""
 
     def __init__(self, port: int, concurrency: int) -> None:
-        self._port, self._concurrency = port, concurrency
+        self.port, self._concurrency = port, concurrency
         image_cfg = dataclasses.replace(ImageConfig.load(MODEL_DIR), max_pixels=28 * 28 * 12)
         cfg = ChatConfig(system_prompt="", prompt_template="{instruction}")
         self.chat = Chat(MODEL_DIR, cfg, image_cfg.merge_size)
@@ -184,13 +184,13 @@ class World:
             self.chat.vocab_size, self.chat.image_token_id, image_cfg.merge_size
         )
         self.engine = ScriptedEngine(self.chat)
-        self._image_cfg = image_cfg
+        self.image_cfg = image_cfg
 
     @contextlib.asynccontextmanager
     async def player(
         self, plan: str, concurrency: int | None = None
     ) -> AsyncIterator[NotingPlayer]:
-        urls = [f"http://127.0.0.1:{self._port}/{plan}/{lane}" for lane in range(LANES)]
+        urls = [f"http://127.0.0.1:{self.port}/{plan}/{lane}" for lane in range(LANES)]
 
         def client(url: str) -> VerifierClient:
             return VerifierClient(url, limits=LIMITS)
@@ -200,7 +200,7 @@ class World:
                 fleet,
                 self.engine,
                 self.chat,
-                self._image_cfg,
+                self.image_cfg,
                 ROLLOUT,
                 concurrency=concurrency or self._concurrency,
                 run_id=RUN_ID,
@@ -208,7 +208,7 @@ class World:
             )
 
     async def report(self, plan: str) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self._port}/report/{plan}"
+        url = f"http://127.0.0.1:{self.port}/report/{plan}"
         async with aiohttp.ClientSession() as http, http.get(url) as response:
             return await response.json()
 

@@ -6,7 +6,9 @@ For `bench_faults`, in a process of its own, so that the actor's memory is the a
 client's base URL says what goes wrong: http://127.0.0.1:PORT/PLAN/LANE, where PLAN is one of FAULTS
 (a session's seed says at which call, and whether once or always), one of `fault_inputs.INPUTS`,
 `mixed-10` (10 % of all calls, one fault or another) or `none`; LANE chooses the server behind it.
-GET /report/PLAN says what was done, and which rewards the servers really gave.
+Below it are the calls of g1+ and g3, those of g1 (a session's type is the field's), and at
+/g2a/SESSION those of g2a.
+GET /report/PLAN says what was done, and which rewards and counts the servers really gave.
 """
 
 import asyncio
@@ -23,6 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from tools import fault_inputs
+from uirl_jax.verifiers import dialects
 from uirl_jax.verifiers.server import serve
 from uirl_jax.verifiers.sessions import ServerLimits
 
@@ -54,6 +57,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
 RETRIED = frozenset({"http_500", "http_502", "hang", "drip", "cut"})  # on calls but `session`
 HARMLESS = frozenset({"png_hides_a_gigabyte", "applied_but_failed", "clock_jumps"})  # once
 RARE = frozenset({"server_restarted"})  # in a mixture: it takes everybody's sessions
+SHEET_VARIANT = "rows=2,columns=1"  # what the dialects of the field fill in
 LIE_REWARD = 777.0  # what every faulty answer claims
 _HANG_S = 30.0  # nobody waits that long
 
@@ -87,6 +91,7 @@ class _Report:
     retries: int = 0
     injected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     rewards: dict[int, set[float]] = dataclasses.field(default_factory=dict)  # by seed
+    counts: dict[str, dict[str, object]] = dataclasses.field(default_factory=dict)  # by session
 
 
 class _Server:
@@ -130,7 +135,8 @@ class Faulty:
         report = self._reports[request.match_info["plan"]]
         rewards = {str(seed): sorted(given) for seed, given in report.rewards.items()}
         told = {"requests": report.requests, "retries": report.retries, "rewards": rewards}
-        return web.json_response(told | {"injected": report.injected, "strays": self.strays})
+        told |= {"counts": report.counts, "injected": report.injected, "strays": self.strays}
+        return web.json_response(told)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         plan, path = request.match_info["plan"], request.match_info["path"]
@@ -143,10 +149,11 @@ class Faulty:
             session = _Session(int(request.query.get("seed", "0")), plan)
         else:
             session = self._sessions.get(path.split("/")[1]) or _Session(0, plan)
+        call = call or "session"  # what opens a container is a look at it
         report = self._reports[plan]
         report.requests += 1
         # Nothing asks twice for the same thing but to repeat itself: only an act comes between.
-        this = (call, body.decode("utf-8", "replace"))
+        this = (call, request.query_string + body.decode("utf-8", "replace"))
         report.retries += call != "session" and this == session.last
         session.last = this
         fault = self._choose(plan, call, session)
@@ -160,7 +167,7 @@ class Faulty:
 
     def _choose(self, plan: str, call: str, session: _Session) -> str | None:
         if plan.startswith("mixed-"):
-            if self._rng.random() >= int(plan.removeprefix("mixed-")) / 100:
+            if self._rng.random() >= int(plan.split("-")[1]) / 100:
                 return None
             here = [fault for fault, calls in FAULTS.items() if call in calls]
             return self._rng.choices(here, [0.1 if f in RARE else 1.0 for f in here])[0]
@@ -199,7 +206,8 @@ class Faulty:
             headers = {"Location": here, "Content-Type": "application/json"}
             return web.Response(status=302, body=lie, headers=headers)
         if fault == "session_gone":
-            await self._ask(request, server, path.rsplit("/", 1)[0], b"", "DELETE")
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # being restarted
+                await self._ask(request, server, f"session/{path.split('/')[1]}", b"", "DELETE")
         elif fault == "server_restarted":
             await server.restart()
         answer = await self._forward(request, server, path, body, call, session)
@@ -227,11 +235,19 @@ class Faulty:
             )
         except (aiohttp.ClientError, TimeoutError):  # it is just being restarted
             return web.Response(status=502)
-        if status == 200 and call == "session":
+        if status == 200 and call == "session" and request.method == "POST":
             self._sessions[json.loads(answer)["sessions"][0]["id"]] = session
         elif status == 200 and call == "progress":
-            reward = json.loads(answer)["reward"]
+            progress = json.loads(answer)
+            reward = progress.get("reward")
             self._reports[session.plan].rewards.setdefault(session.seed, set()).add(reward or 0.0)
+            if path.startswith("g2a/"):
+                right = len(progress.pop(dialects.ROWS))
+                progress = {dialects.CORRECT: right, **progress}
+                answer = json.dumps(progress).encode()
+            if not path.startswith("session/"):  # a container's, which does not judge
+                report = self._reports[request.match_info["plan"]]
+                report.counts[path.split("/")[1]] = progress
         elif status == 200 and call == "delete":
             self._sessions.pop(path.split("/")[1], None)
         return web.Response(status=status, body=answer, content_type=content_type)
@@ -246,9 +262,13 @@ class Faulty:
                 timeout=timeout,
                 connector=aiohttp.TCPConnector(limit=0),
             )
+        if path.startswith("g2a/"):
+            path = f"proxy/{path.removeprefix('g2a/')}"
         url = f"http://127.0.0.1:{server.port}/{path}"
         headers = {"Content-Type": request.content_type}
-        query = request.query if method == request.method else {}
+        query = dict(request.query) if method == request.method else {}
+        if query.get("type") == "simple_data_entry":  # g1 knows no other type
+            query |= {"type": "desktop/data_entry", "variant": SHEET_VARIANT}
         async with self._http.request(
             method, url, params=query, data=body, headers=headers
         ) as response:
@@ -263,7 +283,9 @@ def _lie() -> dict[str, object]:
     """An answer to any call that would do, if somebody believed it."""
     screen = {"screen_width": fault_inputs.WIDTH_PX, "screen_height": fault_inputs.HEIGHT_PX}
     session = {"id": "lie", "instruction": "Lie.", **screen}
-    return {"done": True, "reward": LIE_REWARD, "session_ids": ["lie"], "sessions": [session]}
+    counts = {dialects.ROWS: [0], dialects.CORRECT: 1, dialects.WRONG: 0}
+    judged = {"done": True, "reward": LIE_REWARD}
+    return judged | counts | {"session_ids": ["lie"], "sessions": [session]}
 
 
 async def _until_gone(request: web.Request) -> None:
