@@ -69,7 +69,8 @@ class Turn:
     token_ids: np.ndarray  # int32[S], sampled, the end-of-turn token included
     logprobs: np.ndarray  # float32[S], behaviour: of the distribution each token was sampled from
     full_logprobs: np.ndarray  # float32[S], before top-p and top-k cut that distribution
-    policy_versions: np.ndarray  # int32[S]: a new policy may come in the middle of a turn
+    # int32[S]: a new policy may come in the middle of a turn. All -1: nobody sampled it (recording)
+    policy_versions: np.ndarray
     image_keys: tuple[str, ...]  # screenshots in context_ids, in order; keys of Trajectory.images
     text: str  # token_ids decoded, without the end-of-turn token
     action: Action | None  # None where the text was no action

@@ -1,4 +1,6 @@
-"""The stage before RL: supervised steps on scripted demonstrations, written as a new base model.
+"""The stage before RL: supervised steps on demonstrations, written as a new base model.
+
+Scripts demonstrate the run's tasks, or people did: `cold_start.demonstrations`.
 
 What comes out is a model directory like any other (workdir/cold_start/model), so that GRPO starts
 from it with fresh adapters and takes it, adapters off, as its reference. Uses `supervised` for the
@@ -17,7 +19,7 @@ from flax import nnx
 
 from uirl_jax import metrics, seeds
 from uirl_jax.chat import Chat
-from uirl_jax.learner import supervised
+from uirl_jax.learner import recorded_demonstrations, supervised
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
@@ -25,7 +27,7 @@ from uirl_jax.models.lora import LoRAParam
 from uirl_jax.rl.rewards import turn_lengths
 from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
-from uirl_jax.types import TaskSpec, TrainBatch
+from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
 from uirl_jax.verifiers.demonstrations import Demonstrator
 
 TOKENIZER_FILES = (  # and the processor's
@@ -44,6 +46,8 @@ class ColdStartConfig:
     episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1})
     quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     train: Literal["lora", "all"] = "lora"
+    # Folders that tools.record_demo wrote: what people did there is learnt instead of scripts.
+    demonstrations: tuple[str, ...] = ()
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
 
@@ -61,10 +65,12 @@ def run_cold_start(
 ) -> Path:
     """Trains, and writes the merged model; returns its directory. Done once a workdir.
 
-    Raises: RestartError where `stop` was set; the same call carries on.
+    Raises:
+      RestartError: `stop` was set; the same call carries on.
+      ConfigError: cfg.demonstrations has none, or some that this run cannot learn from.
 
     Args:
-      kinds: the tasks that are demonstrated, in turn.
+      kinds: the tasks that scripts demonstrate, in turn.
       seed: of the instances, which come from the training range.
       task_dirs: where tasks of one's own are (own/<name>).
     """
@@ -75,16 +81,21 @@ def run_cold_start(
     kind_of_weight = nnx.Param if cfg.train == "all" else LoRAParam
     graphdef, trainable, frozen = nnx.split(whole, kind_of_weight, ...)
 
+    recorded: list[Trajectory] = []
+    if cfg.demonstrations:
+        recorded = recorded_demonstrations.load(cfg.demonstrations, chat, model.image_cfg)
+        print(recorded_demonstrations.describe(recorded), flush=True)
+
+    def trajectory_at(index: int) -> Trajectory:
+        if recorded:
+            return recorded_demonstrations.pick(recorded, index, seed)
+        task = dataclasses.replace(kinds[index % len(kinds)], seed=seeds.train_seed(seed, index))
+        rng = np.random.default_rng([seed, index])
+        return demonstrator.demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality)
+
     def batches_at(step: int) -> list[TrainBatch]:
-        trajectories = []
-        for index in range(step * cfg.episodes_per_step, (step + 1) * cfg.episodes_per_step):
-            task = dataclasses.replace(
-                kinds[index % len(kinds)], seed=seeds.train_seed(seed, index)
-            )
-            rng = np.random.default_rng([seed, index])
-            trajectories.append(
-                demonstrator.demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality)
-            )
+        first = step * cfg.episodes_per_step
+        trajectories = [trajectory_at(first + place) for place in range(cfg.episodes_per_step)]
         batches = batching.make_batches(
             trajectories,
             image_cfg=model.image_cfg,

@@ -36,7 +36,7 @@ class Entry:
     size_bytes: int  # of its frame
     episode_digest: bytes
     group_id: str
-    oldest_version: int  # -1: the episode has no turn
+    oldest_version: int  # -1: the episode has no turn that a policy sampled
     newest_version: int
 
 

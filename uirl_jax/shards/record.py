@@ -44,7 +44,7 @@ class TokenLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Record 0 of a shard. Versions are over all turns of the shard; -1 if it has no turn."""
+    """Record 0 of a shard. Versions are of all turns that a policy sampled; -1 without one."""
 
     run_id: str
     actor_id: str
@@ -314,7 +314,9 @@ def _validate_turn(
             )
         if dtype == np.float32 and not (np.isfinite(array) & (array <= 0)).all():
             raise RecordError(f"{where}: one of {name} is above 0 or not finite")
-    if turn.policy_version < 0:
+    # -1: nobody sampled it, as in a demonstration. A shard of those names no base model, so that
+    # the learner's queue never takes it for one of its run.
+    if turn.policy_version < 0 and np.any(turn.policy_versions != -1):
         raise RecordError(f"{where}: policy version {turn.policy_version}")
     if not math.isfinite(turn.reward):
         raise RecordError(f"{where}: reward is not finite: {turn.reward}")

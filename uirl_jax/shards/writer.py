@@ -94,7 +94,7 @@ def write_shard(
         raise ShardError(f"{path}: a shard needs at least one trajectory")
     if len({(t.run_id, t.actor_id) for t in trajectories}) > 1:
         raise ShardError(f"{path}: trajectories of several runs or actors, a shard holds one's")
-    versions = [v for t in trajectories for v in t.policy_versions if t.turns]
+    versions = [v for t in trajectories for v in t.policy_versions if v >= 0]
     header = record.Header(
         run_id=trajectories[0].run_id,
         actor_id=trajectories[0].actor_id,

@@ -1,0 +1,151 @@
+"""The trajectory of an episode that somebody demonstrates: a script, or a person.
+
+It looks like an actor's, but that nobody sampled it: its logprobs are 0 and its policy version is
+-1. What was done is kept as actions in pixels beside the tokens, so that a model of another
+tokenizer, action format or context is told the same demonstration again (`retell`). Here: what is
+seen, said and written down. Who plays is in `demonstrations` and, for people, `tools.record_demo`.
+"""
+
+import dataclasses
+import hashlib
+import uuid
+from collections.abc import Mapping
+
+import numpy as np
+from PIL import Image
+
+from uirl_jax import actions, vision_inputs
+from uirl_jax.chat import Chat, Context
+from uirl_jax.errors import ActionError
+from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
+
+
+class Recording:
+    """A trajectory in the making: `see`, then `act`, turn by turn."""
+
+    def __init__(
+        self,
+        task: TaskSpec,
+        instruction: str,
+        screen_size: tuple[int, int],
+        chat: Chat,
+        image_cfg: vision_inputs.ImageConfig,
+    ) -> None:
+        self._task = task
+        self._instruction = instruction
+        self._screen_size = screen_size
+        self._chat = chat
+        self._image_cfg = image_cfg
+        self._images: dict[str, bytes] = {}
+        self._grids: dict[str, tuple[int, int, int]] = {}
+        self._keys: list[str] = []
+        self._context: Context
+        self.turns: list[Turn] = []
+
+    def see(self, image: Image.Image, encoded: bytes) -> int:
+        """The screenshot before the next action; how many tokens a policy would read there."""
+        key = hashlib.sha256(encoded).hexdigest()
+        self._images[key] = encoded
+        self._grids[key] = vision_inputs.process_image(image, self._image_cfg)[1]
+        self._keys.append(key)
+        self._context = self._chat.context(
+            self._instruction,
+            [self._grids[key] for key in self._keys],
+            [turn.token_ids for turn in self.turns],
+        )
+        return len(self._context.ids)
+
+    @property
+    def cursor(self) -> tuple[int, int] | None:
+        """Where the pointer was left, in pixels of the screen."""
+        return actions.cursor_after(turn.action for turn in self.turns)
+
+    def say(self, action: Action) -> tuple[str, np.ndarray, Action]:
+        """An action on what was seen last, as the policy would say it.
+
+        Returns:
+          Its text, the text's int32[S] tokens with the end of the turn, and what that text means: a
+          coordinate of a coarse space (0-999) stands for the pixel next to it.
+
+        Raises:
+          ActionError: not valid on this screen, or the action format cannot say it.
+        """
+        how = {
+            "image_size": self._chat.image_size(self._grids[self._keys[-1]]),
+            "cursor": self.cursor,
+        }
+        action_format = self._chat.action_format
+        text = actions.format_action(action, self._screen_size, action_format, **how)
+        meant = actions.parse(text, self._screen_size, action_format, **how)
+        return text, self._chat.completion_ids(text), meant
+
+    def act(self, action: Action, progress: Mapping[str, object]) -> None:
+        """The action on what was seen last, and what came of it. Raises ActionError as `say`."""
+        text, token_ids, _ = self.say(action)
+        self.turns.append(
+            Turn(
+                context_ids=self._context.ids,
+                token_ids=token_ids,
+                logprobs=np.zeros(len(token_ids), np.float32),
+                image_keys=tuple(self._keys[index] for index in self._context.kept),
+                full_logprobs=np.zeros(len(token_ids), np.float32),
+                policy_versions=np.full(len(token_ids), -1, np.int32),
+                text=text,
+                action=action,
+                progress=dict(progress),
+            )
+        )
+
+    def trajectory(
+        self, progress: Mapping[str, object], *, success: bool, stop_reason: StopReason
+    ) -> Trajectory:
+        """What was recorded so far, with the verifier's last word."""
+        seen = {key for turn in self.turns for key in turn.image_keys}  # no screen after the end
+        return Trajectory(
+            episode_id=uuid.uuid4().hex,
+            group_id="demonstration",
+            task=self._task,
+            instruction=self._instruction,
+            turns=tuple(self.turns),
+            images={key: data for key, data in self._images.items() if key in seen},
+            image_grids={key: grid for key, grid in self._grids.items() if key in seen},
+            stop_reason=stop_reason,
+            reward=float(progress["reward"] or 0.0),
+            success=success,
+        )
+
+
+def retell(
+    demonstration: Trajectory, chat: Chat, image_cfg: vision_inputs.ImageConfig
+) -> Trajectory:
+    """A demonstration in the words of another chat: the same screenshots and actions, new tokens.
+
+    Raises:
+      ActionError: a turn without an action, or one that the chat's action format cannot say.
+      ImageError: a screenshot that cannot be read.
+    """
+    recording: Recording | None = None
+    for number, turn in enumerate(demonstration.turns):
+        if turn.action is None or not turn.image_keys:
+            raise ActionError(f"turn {number} has no action on a screenshot: no demonstration")
+        encoded = demonstration.images[turn.image_keys[-1]]  # the newest always stays in a context
+        image = vision_inputs.decode_image(encoded)
+        if recording is None:
+            recording = Recording(
+                demonstration.task, demonstration.instruction, image.size, chat, image_cfg
+            )
+        recording.see(image, encoded)
+        try:
+            recording.act(turn.action, turn.progress)
+        except ActionError as error:
+            raise ActionError(f"turn {number}: {error}") from error
+    if recording is None:
+        raise ActionError("it has no turn")
+    told = recording.trajectory(
+        {"reward": demonstration.reward},
+        success=demonstration.success,
+        stop_reason=demonstration.stop_reason,
+    )
+    return dataclasses.replace(
+        demonstration, turns=told.turns, images=told.images, image_grids=told.image_grids
+    )
