@@ -2,7 +2,8 @@
 
     python -m uirl_jax.main --config=configs/sft.py --workdir=runs/sft
 
-The trained model is a directory in Hugging Face's format: runs/sft/cold_start/model.
+The trained model is a directory in Hugging Face's format: runs/sft/cold_start/model. What you showed
+yourself (docs/demonstrations.md) is learnt instead with --config.cold_start.demonstrations="('demos',)".
 """
 
 from ml_collections import ConfigDict
