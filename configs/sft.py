@@ -2,8 +2,9 @@
 
     python -m uirl_jax.main --config=configs/sft.py --workdir=runs/sft
 
-The trained model is a directory in Hugging Face's format: runs/sft/cold_start/model. What you showed
-yourself (docs/demonstrations.md) is learnt instead with --config.cold_start.demonstrations="('demos',)".
+The trained model is a directory in Hugging Face's format: runs/sft/cold_start/model. With
+--config.cold_start.demonstrations="('demos',)" it learns what you showed it instead of scripts
+(docs/demonstrations.md).
 """
 
 from ml_collections import ConfigDict
