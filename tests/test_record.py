@@ -209,7 +209,7 @@ def test_header_in_place_of_a_footer_raises_shard_error():
 
 
 def test_trajectory_round_trip_keeps_every_field():
-    for versions in ((), (0,), (3, 4, 4)):
+    for versions in ((), (0,), (-1, -1), (3, 4, 4)):
         expected = make_trajectory(versions=versions)
         assert_same(record.decode(record.encode(expected, LAYOUT), LAYOUT), expected)
 
@@ -318,6 +318,7 @@ NAN, INF = float("nan"), float("inf")
         (changed_turn(context_ids=np.array([], np.int32)), r"runs of \[\] .* \[2\] visual"),
         (changed_turn(image_keys=("f" * 64,)), "'ffffffffffffffff' has no image"),
         (changed_turn(policy_versions=np.array([1, -2], np.int32)), "policy version -2"),
+        (changed_turn(policy_versions=np.array([1, -1], np.int32)), "policy version -1"),
         (changed_turn(reward=NAN), "reward is not finite"),
         (changed_turn(progress={"rate": INF}), "progress is no JSON"),
         (changed_turn(text="\ud800"), "no UTF-8"),

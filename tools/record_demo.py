@@ -100,7 +100,7 @@ def read_plan() -> Plan:
         raise ConfigError(
             "verifier.containers: the recorder starts none; start one and give its --url"
         )
-    task_dirs = (*cfg.verifier.task_dirs, *_TASK_DIR.value)
+    task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
     model_dir = Path(cfg.model.path)
     model_cfg = qwen2_vl_weights.read_config(model_dir)
     image_cfg = ImageConfig.load(model_dir)
@@ -206,6 +206,8 @@ def main(argv: list[str]) -> int:
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # before there was anything to lose
+        return 130
     for one in saved:
         fields = {"solved": one.trajectory.success, "reward": one.trajectory.reward}
         print(f"{one.path}: {len(one.trajectory.turns)} actions {json.dumps(fields)}")
