@@ -16,7 +16,6 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests import tiny_model
 from tests.actor_world import IMAGE_CFG, chat
@@ -46,7 +45,7 @@ MOUSE = {"kind": "mouse", "button": "left", "clicks": 1, "held_s": 0.1, "x": 9, 
 MOUSE |= {"x2": 9, "y2": 8}
 KEY = {"kind": "key", "key": "a", "code": "KeyA", "modifiers": []}
 WHEEL = {"kind": "wheel", "x": 9, "y": 8, "dx": 0, "dy": 0}
-COMMAND = (sys.executable, "-m", "tools.record_demo", "--config=configs/sft.py")
+COMMAND = (sys.executable, "-m", "tools.record_demo", "--config=configs/sft.py:enter_text")
 LAYOUT = TokenLayout(4096, 0, IMAGE_CFG.merge_size)
 
 
@@ -227,6 +226,17 @@ def test_page_is_for_nobody_else(tmp_path):
     asyncio.run(run())
 
 
+def test_port_that_is_in_use_is_told(tmp_path):
+    async def run(port):
+        async with recording(tmp_path) as (recorder, _, _), site.serve(recorder, port):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port={port}: the port is in use"):
+            asyncio.run(run(port))
+
+
 def test_gesture_on_an_earlier_screen_is_not_done(tmp_path):
     async def run():
         async with recording(tmp_path) as (recorder, http, _):
@@ -309,10 +319,7 @@ def test_limits_of_the_agent_are_those_of_the_person(tmp_path):
             assert "the agent says at most 4" in state["message"] and not state["turns"]
         async with recording(tmp_path, whom=agent(max_context_tokens=first)) as (_, http, _):
             state = await do(http, **MOUSE)
-            assert f"at most {first} fit" in state["message"] and state["ended"]
-        with pytest.raises(VerifierError, match="would read"):
-            async with recording(tmp_path, whom=agent(max_context_tokens=first - 1)):
-                pass
+            assert f"at most {first} fit" in state["message"] and not state["ended"]
 
     asyncio.run(run())
 
@@ -337,9 +344,11 @@ def test_drag_of_a_format_that_starts_at_the_cursor_moves_there_first(tmp_path):
         async with recording(tmp_path, whom=whom) as (recorder, http, _):
             state = await do(http, **(MOUSE | {"x2": 40}))
             assert len(state["turns"]) == 2, state
-            return [turn.action.kind for turn in recorder.demonstration.trajectory().turns]
+            return [turn.action for turn in recorder.demonstration.trajectory().turns]
 
-    assert asyncio.run(run()) == ["move", "drag"]
+    move, drag = asyncio.run(run())
+    assert (move.kind, drag.kind) == ("move", "drag")
+    assert (drag.x, drag.y) == (move.x, move.y) == (10, 8)  # its image has half the pixels: 9 is 10
 
 
 # --------------------------------------------------------------------------- learning from it
@@ -444,7 +453,7 @@ def test_cold_start_learns_what_was_recorded(tmp_path, recorded):
         demonstrations=(str(recorded),),
         optimizer=OptimizerConfig(lr=3e-2),
     )
-    path = cold_start.run_cold_start(
+    cold_start.run_cold_start(
         cfg,
         model,
         talk,
@@ -453,7 +462,7 @@ def test_cold_start_learns_what_was_recorded(tmp_path, recorded):
         seed=0,
         batch_cfg=batching.BatchConfig(
             rows=1,
-            row_lengths=(384,),
+            row_lengths=(320,),
             sampled_lengths=(160,),
             image_rows=(8,),
             patch_lengths=(192,),
@@ -462,8 +471,6 @@ def test_cold_start_learns_what_was_recorded(tmp_path, recorded):
     lines = (tmp_path / "run" / "cold_start" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["learner/loss"] for line in lines]
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
-    learnt = loading.load(path, lora=None, seed=0)
-    assert not nnx.state(learnt.lora)  # merged: a base like any other
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -490,37 +497,10 @@ def started(out: Path, *arguments: str):
             process.kill()
 
 
-def test_command_whose_port_is_in_use_or_that_is_interrupted_writes_nothing(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        failed = subprocess.run(
-            [*COMMAND, f"--out={tmp_path}", f"--port={port}"],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-    assert failed.returncode == 1
-    assert failed.stderr.startswith(f"error: --port={port}: the port is in use"), failed.stderr
-
-    async def click_somewhere(address):
-        async with aiohttp.ClientSession(address) as http:
-            await do(http, **MOUSE)
-
-    with started(tmp_path, "--seed=1") as (process, address):
-        asyncio.run(click_somewhere(address))
-        process.send_signal(signal.SIGINT)
-        said = process.stdout.read()
-        assert process.wait(60) == 1
-    assert "not saved and gone: a demonstration of 1 actions" in said
-    assert not list(tmp_path.iterdir())
-
-
 class TestInChromium:
     pytestmark = needs_chromium
 
-    def test_person_solves_a_task_on_the_page(self, tmp_path):
+    def test_person_solves_a_task_on_the_page_and_leaves_in_the_next_one(self, tmp_path):
         from playwright.async_api import async_playwright
 
         from uirl_jax.verifiers.browser.pool import find_chromium
@@ -548,31 +528,27 @@ class TestInChromium:
                 page.on("pageerror", lambda error: wrong.append(str(error)))
                 page.on("console", lambda said: wrong.append(said.text))
                 await page.goto(address)
-                await page.wait_for_function("state && pending === 0")
+                await page.get_by_text(desktop.open_session(task).instruction).wait_for()
                 screen = page.locator("#screen")
                 box = await screen.bounding_box()
-                assert await page.locator("#instruction").inner_text() == (
-                    desktop.open_session(task).instruction
-                )
                 seen = vision_inputs.decode_image(await screen.screenshot())
                 for number, action in enumerate(script):
                     await act(page, box, action)
                     if action.kind != "type":  # a text goes with the next click
-                        await page.wait_for_function(
-                            f"pending === 0 && state.turns.length === {number + 1}"
-                        )
+                        await page.locator("#turns li").nth(number).wait_for()
                 verdict = await page.locator("#verdict").inner_text()
                 turns = await page.locator("#turns").inner_text()
                 await page.locator("#save").click()
-                await page.wait_for_function("state.finished && pending === 0")
+                await page.get_by_text("demonstration 2 of 2").wait_for()
+                await page.keyboard.press("Control+a")
+                await page.get_by_text("keys(ctrl+a)").wait_for()
                 await browser.close()
             return seen, verdict, turns, wrong
 
-        with started(tmp_path, "--task=desktop/enter_text", "--max_turns=6", "--seed=11") as (
-            process,
-            address,
-        ):
+        arguments = ("--max_turns=6", "--seed=11", "--episodes=2")
+        with started(tmp_path, *arguments) as (process, address):
             seen, verdict, turns, wrong = asyncio.run(run(address))
+            process.send_signal(signal.SIGINT)  # in the second one
             said = process.stdout.read()
             assert process.wait(60) == 0, said
         assert wrong == []
@@ -586,3 +562,4 @@ class TestInChromium:
         assert turns.split("\n") == [turn.text for turn in got.turns]
         assert (got.reward, got.success, got.task) == (1.0, True, task)
         assert f"{path}: {len(script)} actions" in said
+        assert "not saved and gone: a demonstration of 1 actions" in said

@@ -39,7 +39,6 @@ class End(enum.StrEnum):
     DONE = "done"  # the verifier says so
     TERMINATED = "terminated"
     MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"  # the agent could not read on
     LOST = "lost"  # the session is gone, or nobody knows what became of an action
 
 
@@ -93,10 +92,12 @@ class Demonstration:
         Raises:
           ActionError: it cannot be done, or the agent could not say it; nothing has happened.
         """
-        start = (action.x, action.y)
-        says_no_start = self._agent.chat.action_format.cursor and action.kind == "drag"
-        if says_no_start and self._recording.cursor != start:
-            await self._act_once(Action("move", x=action.x, y=action.y))
+        if action.kind == "drag" and self._agent.chat.action_format.cursor:
+            # It drags from where the pointer is: a move there first, as near as it can say.
+            _, _, move = self._recording.say(Action("move", x=action.x, y=action.y))
+            if self._recording.cursor != (move.x, move.y):
+                await self._act_once(move)
+            action = dataclasses.replace(action, x=move.x, y=move.y)
         await self._act_once(action)
 
     async def _act_once(self, action: Action) -> None:
@@ -140,10 +141,8 @@ class Demonstration:
         elif self.ended in (End.DONE, End.TERMINATED):
             stop_reason = StopReason.FAILED
         else:
-            stop_reason = {
-                End.MAX_TOKENS: StopReason.MAX_TOKENS,
-                End.LOST: StopReason.ENV_ERROR,
-            }.get(self.ended, StopReason.MAX_TURNS)
+            lost = self.ended is End.LOST
+            stop_reason = StopReason.ENV_ERROR if lost else StopReason.MAX_TURNS
         return dataclasses.replace(
             self._recording.trajectory(self.progress, success=self.solved, stop_reason=stop_reason),
             started_unix_s=self._started_unix_s,
@@ -198,11 +197,10 @@ class Demonstration:
             return
         self.screenshot = screenshot
         if tokens > self._agent.max_context_tokens:
-            self._end(
-                End.MAX_TOKENS,
-                f"the agent would read {tokens} tokens here, at most "
+            self.message = (
+                f"The agent of this config never gets here: it would read {tokens} tokens, at most "
                 f"{self._agent.max_context_tokens} fit (actor.rollout.max_context_tokens, "
-                "engine.context_lengths)",
+                "engine.context_lengths; learner.batch.row_lengths for training)."
             )
 
     def _end(self, end: End, message: str) -> None:

@@ -99,10 +99,11 @@ class Recorder:
             try:
                 action = gestures.read(body, (session.width_px, session.height_px))
                 await demonstration.act(action)
+                message = ""
             except ActionError as error:
-                return self.state(str(error))
-            self._screens += 1
-            return self.state()
+                message = str(error)
+            self._screens += 1  # also then: a drag may have moved the pointer before it was refused
+            return self.state(message)
 
     async def end(self, how: str) -> dict[str, Any]:
         """Ends the episode: "save" it, start it "again", or "skip" this instance."""
