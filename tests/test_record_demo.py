@@ -226,6 +226,15 @@ def test_page_is_for_nobody_else(tmp_path):
     asyncio.run(run())
 
 
+def test_task_that_the_verifier_does_not_have_is_told(tmp_path):
+    async def run():
+        async with recording(tmp_path, TaskSpec("desktop/click_buton", seed=0)):
+            pass
+
+    with pytest.raises(VerifierError, match="did you mean 'desktop/click_button'"):
+        asyncio.run(run())
+
+
 def test_port_that_is_in_use_is_told(tmp_path):
     async def run(port):
         async with recording(tmp_path) as (recorder, _, _), site.serve(recorder, port):
