@@ -64,14 +64,17 @@ def task_names() -> tuple[str, ...]:
 
 def scripted_tasks() -> tuple[str, ...]:
     """Those that the demonstrator can play: the entries of `experts` in its script."""
-    entries = set(re.findall(r'^    "([a-z0-9-]+)": ', _read_script(), re.MULTILINE))
+    entries = set(re.findall(r'^  "([a-z0-9-]+)": ', _read_script(), re.MULTILINE))
     return tuple(name for name in task_names() if name.removeprefix(PREFIX) in entries)
 
 
 @functools.cache
 def _read_script() -> str:
-    path = importlib.resources.files("uirl_jax") / "assets/pages/miniwob_experts.js"
-    return path.read_text(encoding="utf-8")
+    """The demonstrator, a function of the task: all files of assets/pages/miniwob in one."""
+    folder = importlib.resources.files("uirl_jax") / "assets/pages/miniwob"
+    files = sorted(folder.iterdir(), key=lambda file: (file.name != "page.js", file.name))
+    parts = [file.read_text(encoding="utf-8") for file in files]
+    return "\n".join(["(name => {", *parts, "return experts[name] ? experts[name]() : null;", "})"])
 
 
 def parse_variant(name: str, variant: str) -> int:
@@ -150,7 +153,7 @@ class MiniWob:
         fields = await self._tab.evaluate(f"{_read_script()}({name})")
         if fields is None:
             return None
-        for key in ("x", "y", "x2", "y2"):
+        for key in ("x", "y", "x2", "y2", "amount"):
             if key in fields:
                 fields[key] = round(fields[key] * self._scale)
         return Action(**fields)

@@ -1,0 +1,115 @@
+// A click or a few: buttons, links, tabs, dialogs, checkboxes, menus.
+const listed = () => {
+  const names = query.match(/Select (.*) and click Submit/)[1];
+  return names === "nothing" ? [] : names.split(", ");
+};
+const check = wanted => {  // wanted: label text -> bool
+  const label = all("#area label").find(e => e.querySelector("input").checked !== wanted(text(e)));
+  return label ? click(label.querySelector("input")) : submit();
+};
+const checkboxes = () => { const names = listed(); return check(label => names.includes(label)); };
+const namedButton = () => click(withText("#area button", quoted[0]));
+const link = () => {  // a link that may be in a section or behind a tab that is closed
+  const target = all(".alink").find(e => text(e) === quoted[0]);
+  if (!target) return click(one("a[href='#tabs-2']"));  // click-tab-2-medium: that alone is asked for
+  if (shown(target)) return click(target);
+  const panel = target.closest(".ui-accordion-content, .ui-tabs-panel");
+  return click(panel.matches(".ui-tabs-panel") ? one(`a[href="#${panel.id}"]`) : panel.previousElementSibling);
+};
+const collapsible = () => click(one(".ui-accordion-content") ? one("#subbtn") : one("h3"));
+const tree = () => {
+  const target = all("#tree span").find(e => text(e) === quoted[0]);
+  if (shown(target)) return click(target);
+  let folder = target.closest("ul");
+  while (!shown(folder.parentElement)) folder = folder.parentElement.closest("ul");
+  return click(folder.parentElement.querySelector(".hitarea"));
+};
+const menu = () => {  // each level opens under the mouse
+  const path = query.replace("Select ", "").split(">");
+  let list = document.getElementById("menu");
+  for (const [depth, label] of path.entries()) {
+    const item = [...list.children].find(e => text(e.querySelector("div")) === label);
+    list = item.querySelector("ul");
+    if (depth === path.length - 1) return click(item.querySelector("div"));
+    if (shown(list)) continue;
+    const over = item.querySelector("div").classList.contains("ui-state-active");
+    return over ? {kind: "wait", seconds: 0.4} : {kind: "move", ...middle(item.querySelector("div"))};
+  }
+};
+const menu2 = () => {
+  if (!one("#menu")) return click(one("#open-menu"));
+  const icon = document.querySelector("#query .ui-icon");
+  const wanted = icon ? `.${icon.classList[1]}` : null;
+  const item = all("#menu li").find(e => !e.querySelector("ul") && (wanted ? e.querySelector(wanted) : text(e) === quoted[1]));
+  return click(shown(item) ? item.querySelector("div") : withText("#menu li > div", "Playback"));
+};
+const pie = () => {
+  const label = all("#divWheel text").find(e => text(e) === quoted[0] && e.getBoundingClientRect().width > 3);
+  return label && getComputedStyle(label).display !== "none" ? click(label) : click(one("#divWheel path"));
+};
+
+Object.assign(experts, {
+  "click-button": namedButton,
+  "click-button-sequence": () => {
+    state.next = state.next ? "TWO" : "ONE";
+    return click(withText("#area button", state.next));
+  },
+  "click-checkboxes": checkboxes,
+  "click-checkboxes-large": checkboxes,
+  "click-checkboxes-transfer": checkboxes,
+  "click-checkboxes-soft": () => {
+    const names = query.match(/similar to (.*) and click/)[1].split(", ");
+    return check(label => SYNONYMS.some(group => group.includes(label) && names.some(n => group.includes(n))));
+  },
+  "click-collapsible": collapsible,
+  "click-collapsible-nodelay": collapsible,
+  "click-collapsible-2": link,
+  "click-collapsible-2-nodelay": link,
+  "click-color": () => click(one(`[data-color="${core.getUtterance().match(/the (.*) colored/)[1]}"]`)),
+  "click-dialog": () => click(one(".ui-dialog-titlebar-close")),
+  "click-dialog-2": () => click(quoted[0] === "x" ? one(".ui-dialog-titlebar-close") : withText(".ui-dialog button", quoted[0])),
+  "click-link": link,
+  "click-menu": menu,
+  "click-menu-2": menu2,
+  "click-option": () => { const names = listed(); return check(label => label === names[0]); },
+  "click-pie": pie,
+  "click-pie-nodelay": pie,
+  "click-shades": () => {
+    const color = query.match(/shades of (\w+)/)[1];
+    const left = all("#area span").find(e => (e.dataset.color === color) !== /selected/.test(e.className));
+    return left ? click(left) : submit();
+  },
+  "click-tab": () => click(one(`a[href="#tabs-${query.match(/#(\d)/)[1]}"]`)),
+  "click-tab-2": link,
+  "click-tab-2-easy": link,
+  "click-tab-2-medium": link,
+  "click-tab-2-hard": link,
+  "click-test": () => click(one("#subbtn")),
+  "click-test-2": () => click(withText("#area button", "ONE")),
+  "click-test-transfer": () => click(withText("#area button", "ONE")),
+  "click-widget": () => {
+    const selector = {text: "input[type=text]", textarea: "textarea", button: "button", radio: "input[type=radio]",
+      checkbox: "input[type=checkbox]"}[quoted[0]];
+    return click(one(`#area ${selector}`));
+  },
+  "find-greatest": () => {
+    const cards = all(".card"), values = cards.map(e => parseInt(text(e), 10));
+    const best = cards[values.indexOf(Math.max(...values))];
+    return /hidden/.test(best.className) ? click(best) : submit();
+  },
+  "focus-text": () => click(one("#area input")),
+  "focus-text-2": () => click(all("#area input")[ordinal(query.match(/the (\d)/)[1])]),
+  "grid-coordinate": () => click(document.getElementById(query.match(/\(.*\)/)[0])),
+  "navigate-tree": tree,
+  "number-checkboxes": () => {
+    const pattern = PATTERNS[parseInt(quoted[0], 10)].flat();
+    const box = all("#checkboxes input").find((e, index) => e.checked !== Boolean(pattern[index]));
+    return box ? click(box) : submit();
+  },
+  "odd-or-even": () => {
+    const row = all(".row").find(e => !e.querySelector(".selected"));
+    if (!row) return submit();
+    return click(row.querySelector(parseInt(text(row.querySelector(".display-number")), 10) % 2 ? ".odd" : ".even"));
+  },
+  "unicode-test": namedButton,
+});
