@@ -41,6 +41,7 @@ _START = """(() => {
   core.countdownTimer = () => {};
   core.startEpisodeReal();
   core.startEpisode = () => {};  // the end would cover the page with a button for another episode
+  return core.getUtterance();
 })()"""
 _PROGRESS = """({done: WOB_DONE_GLOBAL, raw_reward: WOB_RAW_REWARD_GLOBAL,
   reason: WOB_REWARD_REASON})"""
@@ -115,9 +116,8 @@ class MiniWob:
                 viewport_px=_VIEWPORT_PX,
                 scale=session._scale,
             )
-            await tab.evaluate(_START.replace("SEED", json.dumps(str(task.seed))))
+            said = await tab.evaluate(_START.replace("SEED", json.dumps(str(task.seed))))
             await tab.settle()
-            said = await tab.evaluate("core.getUtterance()")
             session.instruction = said if isinstance(said, str) else said["utterance"]
         except BaseException:
             await pool.release(tab)
