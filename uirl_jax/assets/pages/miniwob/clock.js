@@ -30,7 +30,8 @@ Object.assign(experts, {
     const passed = (Date.now() - core.ept0) / 1000, next = 0.6 * (state.flashes.length + 1) + 0.1;
     if (passed < next + 0.3) return {kind: "wait", seconds: Math.max(next - passed, 0.05)};
     state.pushed = (state.pushed ?? -1) + 1;
-    return click(document.getElementById(state.flashes[state.pushed]));
+    const button = document.getElementById(state.flashes[state.pushed]);
+    return button && click(button);  // none is left where the first flash was over before the first turn
   },
   "stock-market": async () => {  // what holds over a tick, and has just ticked, holds until the click
     const limit = parseFloat(query.match(/\$([\d.]+)\.$/)[1]), price = () => parseFloat(text(one("#stock-price")).slice(1));

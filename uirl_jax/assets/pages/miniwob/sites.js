@@ -108,7 +108,9 @@ Object.assign(experts, {
     const listing = all(".terminal-line .command").find(e => text(e) === "ls" && e.id !== "active-input");
     const files = listing ? text(listing.parentElement.nextElementSibling).split(" ") : [];
     const ending = (query.match(/extension (\.\S+)$/) || [])[1];
-    const wanted = listing ? `rm ${files.find(file => ending ? file.endsWith(ending) : !file.includes("."))}` : "ls";
+    const named = files.filter(file => ending ? file.endsWith(ending) : !file.includes("."));
+    const paid = file => !ending || file.indexOf(ending.slice(1)) === file.length - ending.length + 1;  // not shark.sh
+    const wanted = listing ? `rm ${named.find(paid) || named[0]}` : "ls";
     const typed = one("#active-input") ? text(one("#active-input")) : "";
     if (document.activeElement !== document.getElementById("terminal-target")) return click(one("#terminal-header"));
     return typed === wanted ? keys("enter") : typed ? keys("backspace") : {kind: "type", text: wanted};
