@@ -147,6 +147,29 @@ def test_attention_of_packed_rows_equals_a_loop(causal):
     np.testing.assert_allclose(got_btnh, expected_btnh, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [8, 9, 63])  # 63: more blocks than are compiled
+def test_attention_in_causal_blocks_equals_the_whole(tokens, monkeypatch):
+    segment_ids_bt = packed_rows(tokens)
+    mask_bts = attention.segment_mask(segment_ids_bt, causal=True)
+    qkv = random_qkv(3, tokens, 6, 2, 4)
+
+    def whole(q_btnh, k_btkh, v_btkh):
+        k_bkth, v_bkth = k_btkh.swapaxes(1, 2), v_btkh.swapaxes(1, 2)
+        return jnp.sum(attention.masked_attention(q_btnh, k_bkth, v_bkth, mask_bts) ** 3)
+
+    def blocks(*qkv):
+        return jnp.sum(attention.attention(*qkv, segment_ids_bt, causal=True) ** 3)
+
+    expected, expected_gradients = jax.value_and_grad(whole, argnums=(0, 1, 2))(*qkv)
+    monkeypatch.setattr(attention, "_CAUSAL_BLOCK", 2)
+    text = str(jax.make_jaxpr(blocks)(*qkv))
+    assert text.count("exp ") == min(-(-tokens // 2), 16)  # a softmax each
+    got, got_gradients = jax.value_and_grad(blocks, argnums=(0, 1, 2))(*qkv)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    for one, other in zip(got_gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
 # -------------------------------------------------------------------------------------- the kernels
 
 

@@ -26,6 +26,11 @@ Implementation = Literal["auto", "splash", "cudnn", "xla"]
 # in chunks. 512 MiB is 16 heads of 2,900 x 2,900 in float32.
 _MAX_SCORES_BYTES = 512 * 2**20
 
+# Queries of a block that leaves out the keys behind it. Of 1,024 tokens on a CPU, forward and
+# backward: blocks of 512 took 0.60 of the time of the whole, 256 0.46, 128 0.58.
+_CAUSAL_BLOCK = 256
+_MAX_CAUSAL_BLOCKS = 16  # each is compiled
+
 # The TPU kernel's tiles are this many tokens at most: its float32 scores are then 1 MiB of the
 # 16 MiB of fast memory that a kernel may use.
 _SPLASH_BLOCK = 512
@@ -64,7 +69,8 @@ def attention(
         # no more than to read one that was made before the layers.
         mask_bts = segment_mask(segment_ids_bt, prefix_segments_bt, causal=causal)
         k_bkth, v_bkth = (x_btkh.swapaxes(1, 2) for x_btkh in (k_btkh, v_btkh))
-        return masked_attention(q_btnh, k_bkth, v_bkth, mask_bts)
+        plain = _causal_blocks if causal else masked_attention
+        return plain(q_btnh, k_bkth, v_bkth, mask_bts)
     if implementation == "splash":
         if prefix_segments_bt is not None:
             raise ModelError("attention by splash: no shared prompts; make batches without them")
@@ -334,6 +340,29 @@ def _cudnn(
     return jax.nn.dot_product_attention(
         q_btnh, k_btkh, v_btkh, mask=mask_b1ts, is_causal=causal, implementation="cudnn"
     )
+
+
+def _causal_blocks(
+    q_btnh: jax.Array, k_bkth: jax.Array, v_bkth: jax.Array, mask_btt: jax.Array
+) -> jax.Array:
+    """masked_attention() of a mask below the diagonal: half of the scores are never computed."""
+    batch, tokens, heads, _ = q_btnh.shape
+    block = max(_CAUSAL_BLOCK, -(-tokens // _MAX_CAUSAL_BLOCKS))
+    # Above that masked_attention has its own way, which the blocks would hide: a backward pass
+    # holds the scores of all of them.
+    if tokens <= block or 4 * batch * heads * tokens * tokens > _MAX_SCORES_BYTES:
+        return masked_attention(q_btnh, k_bkth, v_bkth, mask_btt)
+    ends = [min(first + block, tokens) for first in range(0, tokens, block)]
+    out = [
+        masked_attention(
+            q_btnh[:, first:end],
+            k_bkth[:, :, :end],
+            v_bkth[:, :, :end],
+            mask_btt[:, first:end, :end],
+        )
+        for first, end in zip(range(0, tokens, block), ends, strict=True)
+    ]
+    return jnp.concatenate(out, axis=1)
 
 
 def masked_attention(
