@@ -78,14 +78,15 @@ def assert_whole(workdir: Path, process: subprocess.CompletedProcess[str]) -> di
 
 
 def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model_dir):
-    process = run(tmp_path / "run", model_dir)
+    chance = "--config.evaluation.random=True"
+    process = run(tmp_path / "run", model_dir, chance)
     summary = assert_whole(tmp_path / "run", process)
     assert summary["episodes"]["lost"] == 0
-    assert "before" in process.stdout and "after" in process.stdout
+    table = [line.split()[0] for line in process.stdout.splitlines() if line.endswith("/4")]
+    assert table == ["random", "before", "after"], process.stdout
     assert "report.html" in process.stdout
-    again = run(
-        tmp_path / "run", model_dir
-    )  # a finished run says the same again, and trains nothing
+    # A finished run says the same again, and trains nothing.
+    again = run(tmp_path / "run", model_dir, chance)
     assert assert_whole(tmp_path / "run", again) == summary
 
 
@@ -245,17 +246,20 @@ def test_main_that_dies_around_a_checkpoint_tells_every_step_once(
 
 
 def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir):
+    """From the model that the learner's cold start makes, for which the actor waits."""
     workdir = tmp_path / "run"
+    cold = ("--config.cold_start.steps=2", "--config.cold_start.episodes=4")
+    cold += ("--config.cold_start.episodes_per_step=2",)
     others = []
     try:
         for role in ("verifier", "actor"):
             with open(tmp_path / f"{role}.log", "wb") as log:
-                others.append(start(command(workdir, model_dir, f"--role={role}"), log))
-        learner = run(workdir, model_dir, "--role=learner")
+                others.append(start(command(workdir, model_dir, f"--role={role}", *cold), log))
+        learner = run(workdir, model_dir, "--role=learner", *cold)
         assert learner.returncode == 0, learner.stderr[-2000:]
         assert f"trained={STEPS * GROUPS * MEMBERS}" in learner.stdout
         assert others[1].wait(60) == 0, (tmp_path / "actor.log").read_text()[-2000:]
-        evaluation = run(workdir, model_dir, "--role=eval", "--stage=after")
+        evaluation = run(workdir, model_dir, "--role=eval", "--stage=after", *cold)
         assert evaluation.returncode == 0, evaluation.stderr[-2000:]
         assert json.loads((workdir / "eval" / "after.json").read_text())["attempts"] == 4
         others[0].send_signal(signal.SIGTERM)

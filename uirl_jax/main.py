@@ -30,13 +30,15 @@ from uirl_jax import config, evaluate, metrics, platform_flags, policy_sync, rep
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
 from uirl_jax.actor.player import Player
+from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.chat import Chat
 from uirl_jax.curriculum import Curriculum
 from uirl_jax.engine.engine import Engine
+from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.algorithm import Advantages
-from uirl_jax.learner.cold_start import run_cold_start
+from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.models import loading, qwen2_vl_weights, sharding
 from uirl_jax.run_config import MeshConfig, RunConfig
@@ -147,6 +149,21 @@ class Run:
             adapter=cfg.adapter if path == Path(cfg.path) else "",
         )
 
+    def load_base(self, mesh: jax.sharding.Mesh | None) -> loading.PolicyModel:
+        """What the adapters are trained on: model.path, or what the run's cold start made of it.
+
+        Raises: ConfigError where that is still to be made.
+        """
+        if not self.cfg.cold_start.steps:
+            return self.load_model(mesh, Path(self.cfg.model.path))
+        path = self.workdir / MODEL_DIR
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path} is not there yet: the config has a cold start, which --role=all and "
+                "--role=learner make"
+            )
+        return self.load_model(mesh, path)
+
     def make_chat(self, model: loading.PolicyModel) -> Chat:
         image_cfg = model.image_cfg
         return Chat(model.path, self.cfg.chat, image_cfg.merge_size, image_cfg.patch_size)
@@ -197,11 +214,13 @@ class Players:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.__aexit__(None, None, None)
 
-    def player(self, actor_id: str, *, temperature: float) -> Player:
+    def player(
+        self, actor_id: str, *, temperature: float, engine: SamplingEngine | None = None
+    ) -> Player:
         cfg = self.run.cfg.actor
         return Player(
             self.fleet,
-            self.engine,
+            engine or self.engine,
             self.talk,
             self.model.image_cfg,
             dataclasses.replace(
@@ -248,9 +267,13 @@ class Players:
             on_report=on_report,
         )
 
-    async def evaluate(self, stage: str, stop: threading.Event) -> evaluate.EvalResult:
+    async def evaluate(
+        self, stage: str, stop: threading.Event, engine: SamplingEngine | None = None
+    ) -> evaluate.EvalResult:
         """Success on held-out instances with the policy that the engine holds; once a stage.
 
+        Args:
+          engine: plays in its place.
         Raises: RestartError where `stop` was set; the stage begins anew with the same command.
         """
         run, cfg = self.run, self.run.cfg.evaluation
@@ -258,7 +281,7 @@ class Players:
         if stage in known:
             return known[stage]
         started_s = time.monotonic()
-        player = self.player("eval", temperature=cfg.temperature)
+        player = self.player("eval", temperature=cfg.temperature, engine=engine)
         evaluating = evaluate.evaluate(
             lambda tasks: run_tasks(player, tasks, seed=run.cfg.seed),
             evaluate.eval_tasks(run.cfg.kinds, cfg.episodes),
@@ -370,20 +393,11 @@ def run_all(
             return players
 
         players = enter_players(model)
+        if cfg.evaluation.random:
+            background.run(players.evaluate("random", stop, RandomEngine(players.talk)))
         background.run(players.evaluate("before", stop))
         if cfg.cold_start.steps:
-            path = run_cold_start(
-                cfg.cold_start,
-                model,
-                run.make_chat(model),
-                cfg.kinds,
-                workdir=run.workdir,
-                seed=cfg.seed,
-                batch_cfg=cfg.learner.batch,
-                task_dirs=cfg.verifier.task_dirs,
-                stop=stop,
-            )
-            model = run.load_model(mesh, path)
+            model = make_cold_start(run, model, mesh, stop)
             players = enter_players(model)
             background.run(players.evaluate("cold_start", stop))
 
@@ -445,10 +459,31 @@ def _conclude(
     print(f"report:   {page}", flush=True)
 
 
+def make_cold_start(
+    run: Run, model: loading.PolicyModel, mesh: jax.sharding.Mesh, stop: threading.Event
+) -> loading.PolicyModel:
+    """The base that the cold start makes of `model`."""
+    cfg = run.cfg
+    path = run_cold_start(
+        cfg.cold_start,
+        model,
+        run.make_chat(model),
+        cfg.kinds,
+        workdir=run.workdir,
+        seed=cfg.seed,
+        batch_cfg=cfg.learner.batch,
+        task_dirs=cfg.verifier.task_dirs,
+        stop=stop,
+    )
+    return run.load_model(mesh, path)
+
+
 def run_learner_role(run: Run, stop: threading.Event) -> None:
     """The learner alone; actors of other processes fill the shard directory."""
     mesh = make_mesh(run.cfg.mesh)
     model = run.load_model(mesh, Path(run.cfg.model.path))
+    if run.cfg.cold_start.steps:
+        model = make_cold_start(run, model, mesh, stop)
     result = learn(run, model, mesh, stop)
     run.say("learner_ended", step=result.step, **result.accounting)
     if not result.finished:
@@ -459,7 +494,13 @@ def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: in
     """One actor process; the learner and the verifiers are elsewhere."""
 
     async def act() -> None:
-        model = run.load_model(None, Path(run.cfg.model.path))
+        if run.cfg.cold_start.steps and not (run.workdir / MODEL_DIR).is_dir():
+            run.say("waiting", file=run.workdir / MODEL_DIR)  # which the learner is making
+            while not (run.workdir / MODEL_DIR).is_dir():
+                if stop.is_set():
+                    return
+                await asyncio.sleep(0.5)
+        model = run.load_base(None)
         async with Players(run, model, f"a{actor_index}") as players:
             ended = asyncio.Event()
             watching = asyncio.create_task(_when_set(stop, ended))
@@ -503,7 +544,7 @@ def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
     """Success of the newest published policy, or of the base where nothing is published yet."""
 
     async def measure() -> evaluate.EvalResult:
-        async with Players(run, run.load_model(None, Path(run.cfg.model.path)), "eval") as players:
+        async with Players(run, run.load_base(None), "eval") as players:
             version = players.take_policy()
             return await players.evaluate(stage or f"version_{max(version, 0)}", stop)
 

@@ -84,6 +84,7 @@ class EvaluationConfig:
 
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
     temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0})  # 0 is greedy
+    random: bool = False  # first of all what random actions achieve: the stage `random`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from flax import nnx
 
-from uirl_jax import metrics, seeds
+from uirl_jax import metrics
 from uirl_jax.chat import Chat
 from uirl_jax.learner import recorded_demonstrations, supervised
+from uirl_jax.learner.scripted_demonstrations import ScriptedDemonstrations
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
@@ -29,6 +29,8 @@ from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
 from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
 from uirl_jax.verifiers.demonstrations import Demonstrator
+
+MODEL_DIR = Path("cold_start") / "model"  # in the workdir
 
 TOKENIZER_FILES = (  # and the processor's
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
@@ -45,6 +47,9 @@ class ColdStartConfig:
     steps: int = dataclasses.field(default=0, metadata={"min": 0, "help": "0: no such stage"})
     episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1})
     quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
+    # Scripted demonstrations that are played, kept and come back in epochs; 0: always new ones.
+    episodes: int = dataclasses.field(default=0, metadata={"min": 0})
+    browsers: int = dataclasses.field(default=2, metadata={"min": 1})  # that play them at once
     train: Literal["lora", "all"] = "lora"
     # Folders that tools.record_demo wrote: what people did there is learnt instead of scripts.
     demonstrations: tuple[str, ...] = ()
@@ -74,7 +79,7 @@ def run_cold_start(
       seed: of the instances, which come from the training range.
       task_dirs: where tasks of one's own are (own/<name>).
     """
-    target = workdir / "cold_start" / "model"
+    target = workdir / MODEL_DIR
     if target.is_dir():  # renamed into place when it was whole
         return target
     whole = nnx.merge(model.graphdef, model.lora, model.frozen)
@@ -86,16 +91,13 @@ def run_cold_start(
         recorded = recorded_demonstrations.load(cfg.demonstrations, chat, model.image_cfg)
         print(recorded_demonstrations.describe(recorded), flush=True)
 
-    def trajectory_at(index: int) -> Trajectory:
-        if recorded:
-            return recorded_demonstrations.pick(recorded, index, seed)
-        task = dataclasses.replace(kinds[index % len(kinds)], seed=seeds.train_seed(seed, index))
-        rng = np.random.default_rng([seed, index])
-        return demonstrator.demonstrate(task, chat, model.image_cfg, rng, quality=cfg.quality)
-
     def batches_at(step: int) -> list[TrainBatch]:
         first = step * cfg.episodes_per_step
-        trajectories = [trajectory_at(first + place) for place in range(cfg.episodes_per_step)]
+        if recorded:
+            numbers = range(first, first + cfg.episodes_per_step)
+            trajectories = [recorded_demonstrations.pick(recorded, n, seed) for n in numbers]
+        else:
+            trajectories = scripted.take(first, cfg.episodes_per_step)
         batches = batching.make_batches(
             trajectories,
             image_cfg=model.image_cfg,
@@ -111,8 +113,19 @@ def run_cold_start(
     progress = metrics.Progress("cold start", cfg.steps)
     with (
         metrics.MetricsWriter(workdir / "cold_start") as writer,
-        Demonstrator(task_dirs) as demonstrator,
+        Demonstrator(task_dirs, browsers=cfg.browsers) as demonstrator,
     ):
+        scripted = ScriptedDemonstrations(
+            demonstrator,
+            model,
+            chat,
+            kinds,
+            episodes=cfg.episodes,
+            seed=seed,
+            quality=cfg.quality,
+        )
+        if not recorded:
+            scripted.keep(workdir / "cold_start" / "demonstrations")
 
         def on_step(step: int, scalars: dict[str, float]) -> None:
             writer.write(step, scalars)

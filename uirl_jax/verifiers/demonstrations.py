@@ -76,12 +76,14 @@ class Demonstrator:
 
     Args:
       task_dirs: folders of tasks of one's own; ConfigError where one is none (own_tasks.load).
+      browsers: how many of them play at once.
     """
 
-    def __init__(self, task_dirs: Sequence[str] = ()) -> None:
+    def __init__(self, task_dirs: Sequence[str] = (), *, browsers: int = 1) -> None:
         own = own_tasks.load(task_dirs)
         self._runner = asyncio.Runner()
-        self._types = SessionTypes(warm_browsers=1, max_browsers=1, own=own)
+        self._types = SessionTypes(warm_browsers=browsers, max_browsers=browsers, own=own)
+        self._browsers = asyncio.Semaphore(browsers)
 
     def __enter__(self) -> "Demonstrator":
         return self
@@ -107,6 +109,28 @@ class Demonstrator:
         if task.name in desktop.TASKS:
             return demonstrate(task, chat, image_cfg, rng, quality=quality)
         return self._runner.run(self._play(task, chat, image_cfg, rng, quality))
+
+    def demonstrate_all(
+        self,
+        tasks: Sequence[TaskSpec],
+        chat: Chat,
+        image_cfg: vision_inputs.ImageConfig,
+        rngs: Sequence[np.random.Generator],
+        *,
+        quality: float = 1.0,
+    ) -> list[Trajectory]:
+        """As `demonstrate`, of several tasks, side by side where they run in browsers."""
+
+        async def play(task: TaskSpec, rng: np.random.Generator) -> Trajectory:
+            if task.name in desktop.TASKS:
+                return demonstrate(task, chat, image_cfg, rng, quality=quality)
+            async with self._browsers:
+                return await self._play(task, chat, image_cfg, rng, quality)
+
+        async def play_all() -> list[Trajectory]:
+            return list(await asyncio.gather(*map(play, tasks, rngs)))
+
+        return self._runner.run(play_all())
 
     async def _play(
         self,

@@ -26,14 +26,13 @@ from uirl_jax.verifiers.tasks import click_middle
 
 NAME = "simple_data_entry"
 NUM_ROWS = 100
-SCREENS_PX = {"full": (1280, 800), "small": (448, 336)}
+SCREENS_PX = {"full": (1280, 800), "small": (224, 168)}
 VARIANTS = {
     "rows": tuple("12345678"),  # how many the instruction names
     "within": ("8", "25", "50", "100"),  # they are among the first so many rows of the sheet
     "size": tuple(SCREENS_PX),  # small: a smaller screen with two columns and larger type on it
 }
 _URL = "https://verifier.invalid/"
-_SCROLL_PX = 300
 
 _FIRST = (
     *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ines", "Jon", "Kaya", "Leo"),
@@ -101,7 +100,10 @@ def make_sheet(task: TaskSpec) -> Sheet:
             )
         )
     num_columns = 2 if options.size == "small" else 4
-    wanted = sorted(int(index) for index in rng.permutation(options.within)[: options.rows])
+    # The first one by the seed itself: consecutive seeds ask for every row equally often.
+    first = task.seed % options.within
+    others = [int(index) for index in rng.permutation(options.within) if index != first]
+    wanted = sorted([first, *others[: options.rows - 1]])
     return Sheet(
         ("Name", "City", "Item", "Amount")[:num_columns],
         tuple(row[:num_columns] for row in rows),
@@ -219,6 +221,6 @@ def _reach(cell: list[float], area: list[float]) -> Action:
     if area[1] <= cell[1] and cell[3] <= area[3]:
         return _click(cell)
     down = cell[3] > area[3]
-    amount = max(_SCROLL_PX, round(abs((cell[1] + cell[3]) / 2 - middle_y) / 100) * 100)
+    amount = max(1, round(abs((cell[1] + cell[3]) / 2 - middle_y) / 100)) * 100
     direction = "down" if down else "up"
     return Action("scroll", x=middle_x, y=middle_y, direction=direction, amount=amount)

@@ -1,0 +1,48 @@
+"""`simple_data_entry` in Chromium, learnt on two CPU cores: a cold start, then GRPO.
+
+    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py --workdir=runs/data_entry
+
+One row an episode, any of the sheet's hundred: scroll to it, copy two cells into the form, submit.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    cfg = quickstart.get_config()
+    cfg.tasks = (
+        ConfigDict({"name": "simple_data_entry", "variant": "size=small", "max_turns": 12}),
+    )
+    cfg.chat.max_screenshots = 12  # all of them: an episode is one sequence
+    cfg.chat.drop_screenshots = 1
+
+    cfg.cold_start = ConfigDict({"train": "all", "steps": 300, "episodes_per_step": 8})
+    cfg.cold_start.episodes = 400
+    cfg.cold_start.optimizer = ConfigDict(
+        {"name": "muon", "lr": 3e-3, "warmup_steps": 20, "schedule": "cosine"}
+    )
+
+    cfg.actor.concurrency = 16
+    cfg.actor.rollout.max_new_tokens = 20
+
+    cfg.engine.max_new_tokens = 20
+    cfg.engine.slots = 16
+    cfg.engine.batch_sizes = (4, 16)
+    cfg.engine.context_lengths = (192, 384, 640, 1000)
+    cfg.engine.prefill_rows = (1, 4)
+    cfg.engine.prefill_lengths = (80, 128)
+    cfg.engine.image_rows = (1, 4)
+    cfg.engine.image_row_patches = 192
+
+    cfg.learner.groups_per_step = 8
+    cfg.learner.batch.rows = 8
+    cfg.learner.batch.row_lengths = (832, 928, 1024)
+    cfg.learner.batch.sampled_lengths = (192,)
+    cfg.learner.batch.image_rows = (96,)
+    cfg.learner.batch.patch_lengths = (192,)
+    cfg.learner.batch.share_prompts = False
+
+    cfg.evaluation.episodes = 300  # three of every row
+    return cfg

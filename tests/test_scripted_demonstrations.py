@@ -1,0 +1,98 @@
+"""Demonstrations of a cold start: new ones, or a few that are kept and come back in epochs."""
+
+import numpy as np
+import pytest
+
+from tests import tiny_model
+from uirl_jax import seeds
+from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.errors import ShardError
+from uirl_jax.learner import scripted_demonstrations
+from uirl_jax.models import loading
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.demonstrations import Demonstrator
+
+KINDS = [
+    TaskSpec("desktop/click_button", max_turns=2, seed=0),
+    TaskSpec("desktop/enter_text", max_turns=4, seed=0),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tiny_model.write(tmp_path_factory.mktemp("model"))
+    return loading.load(path, lora=None, seed=0)
+
+
+@pytest.fixture
+def make(model):
+    def make(demonstrator, episodes):
+        return scripted_demonstrations.ScriptedDemonstrations(
+            demonstrator,
+            model,
+            Chat(model.path, ChatConfig(), model.image_cfg.merge_size),
+            KINDS,
+            episodes=episodes,
+            seed=5,
+            quality=1.0,
+        )
+
+    return make
+
+
+def content(trajectories):
+    return [
+        (t.task, tuple(t.images), [(turn.text, turn.token_ids.tolist()) for turn in t.turns])
+        for t in trajectories
+    ]
+
+
+def test_without_a_number_every_demonstration_is_another(make, tmp_path):
+    with Demonstrator() as demonstrator:
+        demonstrations = make(demonstrator, 0)
+        demonstrations.keep(tmp_path / "kept")
+        taken = demonstrations.take(4, 6)
+        again = demonstrations.take(4, 6)
+    assert [t.task.seed for t in taken] == [seeds.train_seed(5, number) for number in range(4, 10)]
+    assert [t.task.name for t in taken] == [KINDS[n % 2].name for n in range(4, 10)]
+    assert all(t.success for t in taken)
+    assert content(taken) == content(again)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_kept_demonstrations_come_once_an_epoch_in_an_order_of_its_own(make, tmp_path):
+    with Demonstrator() as demonstrator:
+        demonstrations = make(demonstrator, 10)
+        demonstrations.keep(tmp_path)
+    first, second = (
+        [t.task.seed for t in demonstrations.take(epoch * 10, 10)] for epoch in range(2)
+    )
+    assert sorted(first) == sorted(seeds.train_seed(5, number) for number in range(10))
+    assert sorted(second) == sorted(first) and second != first
+
+
+def test_what_was_kept_is_not_played_again(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(scripted_demonstrations, "SHARD_EPISODES", 4)
+    with Demonstrator() as demonstrator:
+        played = make(demonstrator, 10)
+        played.keep(tmp_path)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["000000.tfrecord", "000004.tfrecord", "000008.tfrecord"]
+        # As after a kill: what was not written yet is played, and the same comes out.
+        (tmp_path / names[1]).unlink()
+        again = make(demonstrator, 10)
+        again.keep(tmp_path)
+    from_files = make(None, 10)
+    from_files.keep(tmp_path)
+    for demonstrations in (again, from_files):
+        taken, expected = demonstrations.take(3, 12), played.take(3, 12)
+        assert content(taken) == content(expected)
+        for one, other in zip(taken, expected, strict=True):
+            assert one.images == other.images
+            assert all(np.all(turn.policy_versions == -1) for turn in one.turns)
+
+
+def test_a_broken_shard_of_demonstrations_is_said(make, tmp_path):
+    (tmp_path / "000000.tfrecord").write_bytes(b"no shard")
+    with pytest.raises(ShardError, match=r"000000\.tfrecord"):
+        make(None, 10).keep(tmp_path)

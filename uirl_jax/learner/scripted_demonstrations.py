@@ -1,0 +1,95 @@
+"""Scripted demonstrations for the supervised steps: always new ones, or the same few in epochs.
+
+Drawn screens cost next to nothing, so every step may have its own. A browser plays one episode a
+second: those are played once, kept in the workdir as shards, and come back in a new order every
+epoch. Between verifiers.demonstrations, which plays, and cold_start, which trains.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from uirl_jax import seeds
+from uirl_jax.chat import Chat
+from uirl_jax.learner import recorded_demonstrations
+from uirl_jax.metrics import Progress
+from uirl_jax.models.loading import PolicyModel
+from uirl_jax.shards.reader import read_shard
+from uirl_jax.shards.record import TokenLayout
+from uirl_jax.shards.writer import write_shard
+from uirl_jax.types import TaskSpec, Trajectory
+from uirl_jax.verifiers.demonstrations import Demonstrator
+
+SHARD_EPISODES = 50  # so much is played again after a kill
+
+
+class ScriptedDemonstrations:
+    """Demonstrations by number; the kinds of task take turns.
+
+    Args:
+      kinds: what is demonstrated.
+      episodes: how many different ones there are; 0: as many as are asked for.
+      seed: of the instances, which come from the training range, and of the order.
+      quality: probability that an action is the right one (verifiers.demonstrations).
+    """
+
+    def __init__(
+        self,
+        demonstrator: Demonstrator,
+        model: PolicyModel,
+        chat: Chat,
+        kinds: Sequence[TaskSpec],
+        *,
+        episodes: int,
+        seed: int,
+        quality: float,
+    ) -> None:
+        self._demonstrator = demonstrator
+        self._model = model
+        self._chat = chat
+        self._kinds = tuple(kinds)
+        self._episodes = episodes
+        self._seed = seed
+        self._quality = quality
+        self._kept: list[Trajectory] = []
+
+    def keep(self, directory: Path) -> None:
+        """Plays what is not in `directory` yet, if there is a number of them to be kept.
+
+        Raises: ShardError for a file there that cannot be read or written.
+        """
+        if not self._episodes:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        cfg = self._model.cfg
+        layout = TokenLayout(cfg.vocab_size, cfg.image_token_id, self._model.image_cfg.merge_size)
+        progress = Progress("demonstrations", self._episodes)
+        for first in range(0, self._episodes, SHARD_EPISODES):
+            path = directory / f"{first:06d}.tfrecord"
+            if not path.exists():
+                played = self._play(range(first, min(first + SHARD_EPISODES, self._episodes)))
+                write_shard(path, played, base_hash=self._model.base_hash, layout=layout)
+            self._kept += read_shard(path)[1]
+            progress.update(len(self._kept))
+        progress.close()
+
+    def take(self, first: int, count: int) -> list[Trajectory]:
+        """Those with the numbers first, first + 1, ...: equal numbers give equal ones."""
+        numbers = range(first, first + count)
+        if not self._episodes:
+            return self._play(numbers)
+        return [recorded_demonstrations.pick(self._kept, number, self._seed) for number in numbers]
+
+    def _play(self, numbers: Sequence[int]) -> list[Trajectory]:
+        tasks = [
+            dataclasses.replace(
+                self._kinds[number % len(self._kinds)], seed=seeds.train_seed(self._seed, number)
+            )
+            for number in numbers
+        ]
+        rngs = [np.random.default_rng([self._seed, number]) for number in numbers]
+        return self._demonstrator.demonstrate_all(
+            tasks, self._chat, self._model.image_cfg, rngs, quality=self._quality
+        )
