@@ -6,10 +6,13 @@ Starts from the 2.7 M parameter base model that ships with the package: it sees,
 on demonstrations of which most are wrong. See docs/quickstart.md for what was measured.
 
 `quickstart.py:enter_text` (or `:enter_text,words=2`, a variant) is the same for a task of several
-turns, which that base does not know yet: docs/algorithms.md has what it was taught by.
+turns, and `:data_entry,rows=1,columns=1` for a longer one. That base does not know them yet:
+docs/algorithms.md has what it was taught by.
 """
 
 from ml_collections import ConfigDict
+
+from configs import desktop_tasks
 
 
 def get_config(task: str = "click_button") -> ConfigDict:
@@ -62,19 +65,10 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.evaluation = ConfigDict({"episodes": 200, "temperature": 0.0})
     name, _, variant = task.partition(",")
     if name == "enter_text":
-        _longer_episodes(cfg)
+        desktop_tasks.enter_text(cfg)
+    elif name == "data_entry":
+        desktop_tasks.data_entry(cfg)
     elif name != "click_button":
-        raise ValueError(f"{task!r}, expected click_button or enter_text")
+        raise ValueError(f"{task!r}, expected click_button, enter_text or data_entry")
     cfg.tasks[0].variant = variant
     return cfg
-
-
-def _longer_episodes(cfg: ConfigDict) -> None:
-    """Focus the field, type, press OK, and one turn to spare."""
-    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 4}),)
-    cfg.engine.context_lengths = (160, 320)
-    cfg.engine.prefill_lengths = (80,)
-    cfg.learner.groups_per_step = 4
-    cfg.learner.batch.row_lengths = (512,)
-    cfg.learner.batch.sampled_lengths = (128,)
-    cfg.learner.batch.image_rows = (32,)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import test_packed_step, test_sharding, test_step
+from tools import bench_algorithms
 from uirl_jax import config, run_config
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.learner import algorithm
@@ -261,11 +262,15 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "ppo", "rejection_sampling", "sft"],
+    ("name", "arguments"),
+    [
+        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "simple_data_entry_cpu")),
+        *((name, ()) for name in ("sft", "miniwob_cpu")),
+        *(("sft", (task,)) for task in bench_algorithms.TASKS.values()),
+    ],
 )
-def test_config_of_every_algorithm_is_one_that_runs(name: str):
-    cfg = importlib.import_module(f"configs.{name}").get_config()
+def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, arguments):
+    cfg = importlib.import_module(f"configs.{name}").get_config(*arguments)
     resolved = config.from_config(run_config.RunConfig, cfg)
     assert resolved.model.path.endswith("tiny-ui-base")
 

@@ -3,14 +3,16 @@
     python -m tools.bench algorithms --workdir=runs/algorithms --json=algorithms.json
     python -m tools.bench algorithms --task=enter_text --workdir=runs/algorithms
     python -m tools.bench algorithms --staleness 0 1 4 16 --names grpo --workdir=runs/algorithms
+    python -m tools.bench algorithms --task=data_entry --ablations --workdir=runs/ablations
 
 Every run is `uirl_jax.main` with a config and a workdir of its own; what is finished is not
 repeated, what was interrupted carries on. All of them play the same number of episodes a step from
 the same base and are evaluated, greedy, on the same held-out instances. Replaced groups (DAPO,
 rejection sampling) are episodes on top: they are in the table.
 
-The base of enter_text is made first, by a cold start (`configs/sft.py:enter_text`): the shipped one
-has never seen a field.
+The bases of enter_text and data_entry are made first, by cold starts (`configs/sft.py:enter_text`):
+the shipped one has never seen a field. Each context policy of the ablations has a base of its own,
+which was shown the contexts that it will see.
 """
 
 import argparse
@@ -32,8 +34,15 @@ ALGORITHMS = (
 # one after the other, with their steps. From twenty words a base learns where the field and the
 # button are and types always the same one; from 110 steps with two it reads, most of the time,
 # which of them is asked for (after 80 steps it does not yet, after 160 it is done).
-TASKS = {"click_button": "click_button", "enter_text": "enter_text,words=2"}
-COLD_STARTS = {"enter_text": (("enter_text", 300), ("enter_text,words=2", 110))}
+TASKS = {
+    "click_button": "click_button",
+    "enter_text": "enter_text,words=2",
+    "data_entry": "data_entry,rows=1,columns=1",
+}
+COLD_STARTS = {
+    "enter_text": (("enter_text", 300), ("enter_text,words=2", 110)),
+    "data_entry": (("data_entry,rows=1,columns=1", 60),),
+}
 COLD_START_FLAGS = (
     *("--config.cold_start.train=all", "--config.cold_start.optimizer.name=muon"),
     *("--config.cold_start.episodes_per_step=8", "--config.learner.batch.rows=4"),
@@ -47,6 +56,28 @@ class Variant:
     label: str
     algorithm: str
     flags: tuple[str, ...] = ()
+    base: str = "base"  # directory of the model that it starts from
+    base_flags: tuple[str, ...] = ()  # of the run and of its base's cold start
+
+
+def _context(most: int, dropped: int) -> tuple[str, ...]:
+    return (
+        f"--config.chat.max_screenshots={most}",
+        f"--config.chat.drop_screenshots={dropped}",
+    )
+
+
+_FILTER = ("--config.algorithm.skip_equal_groups=True",)
+_STALE = ("--config.learner.max_staleness=4", "--config.actor.policy_lag=4")
+ABLATIONS = (
+    Variant("all", "grpo", _FILTER),
+    Variant("no-kl", "grpo", (*_FILTER, "--config.algorithm.loss.kl_coefficient=0.0")),
+    Variant("no-filter", "grpo"),
+    Variant("staleness-4", "grpo", (*_FILTER, *_STALE)),
+    Variant("history-1", "grpo", _FILTER, "base-history-1", _context(1, 1)),
+    Variant("history-3-sliding", "grpo", _FILTER, "base-history-3-sliding", _context(3, 1)),
+    Variant("history-3-chunked", "grpo", _FILTER, "base-history-3-chunked", _context(3, 2)),
+)
 
 
 def add_command(commands: Any) -> None:
@@ -57,6 +88,7 @@ def add_command(commands: Any) -> None:
     add("--task", choices=TASKS, default="click_button")
     add("--names", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     add("--staleness", type=int, nargs="+", help="compare these, with and without the correction")
+    add("--ablations", action="store_true", help="compare GRPO without one thing at a time")
     add("--seeds", type=int, nargs="+", default=(0, 1, 2))
     add("--steps", type=int, default=30, help="click_button: of 64 episodes each; enter_text: 32")
     add("--at_once", type=int, default=1, help="runs side by side, each on its share of the cores")
@@ -65,8 +97,10 @@ def add_command(commands: Any) -> None:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Runs what is missing; by variant and seed the run's summary."""
-    base = _make_base(args) if args.task in COLD_STARTS else None
-    chosen = variants(args.names, args.staleness)
+    chosen = ABLATIONS if args.ablations else variants(args.names, args.staleness)
+    bases = {}
+    if args.task in COLD_STARTS:
+        bases = {variant.base: _make_base(args, variant) for variant in chosen}
     jobs = [(variant, seed) for seed in args.seeds for variant in chosen]
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= args.at_once <= len(cores):
@@ -76,9 +110,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     def run_share(number: int) -> None:
         while jobs:
             variant, seed = jobs.pop(0)  # all variants once before any a second time
-            flags = [*variant.flags, f"--config.seed={seed}"]
+            flags = [*variant.flags, *variant.base_flags, f"--config.seed={seed}"]
             flags += [f"--config.learner.steps={args.steps}"]
-            flags += [f"--config.model.path={base}"] if base else []
+            if variant.base in bases:
+                flags.append(f"--config.model.path={bases[variant.base]}")
             config = f"configs/{variant.algorithm}.py:{TASKS[args.task]}"
             _run(config, flags, _workdir(args, variant, seed), shares[number])
 
@@ -113,13 +148,13 @@ def _workdir(args: argparse.Namespace, variant: Variant, seed: int) -> Path:
     return args.workdir / args.task / f"{variant.label}-{args.steps}-{seed}"
 
 
-def _make_base(args: argparse.Namespace) -> Path:
-    """The base model of a task, made once a workdir."""
+def _make_base(args: argparse.Namespace, variant: Variant) -> Path:
+    """The model that a variant of the task starts from, made once a workdir."""
     cores, base = sorted(os.sched_getaffinity(0)), None
     for number, (task, steps) in enumerate(COLD_STARTS[args.task]):
-        flags = [*COLD_START_FLAGS, f"--config.cold_start.steps={steps}"]
+        flags = [*COLD_START_FLAGS, *variant.base_flags, f"--config.cold_start.steps={steps}"]
         flags += [f"--config.model.path={base}"] if base else []
-        workdir = args.workdir / args.task / f"base-{number}"
+        workdir = args.workdir / args.task / f"{variant.base}-{number}"
         _run(f"configs/sft.py:{task}", flags, workdir, cores)
         base = workdir / "cold_start" / "model"
     return base
