@@ -18,8 +18,8 @@ def get_config() -> ConfigDict:
     cfg.chat.max_screenshots = 12  # all of them: an episode is one sequence
     cfg.chat.drop_screenshots = 1
 
-    cfg.cold_start = ConfigDict({"train": "all", "steps": 300, "episodes_per_step": 8})
-    cfg.cold_start.episodes = 400
+    cfg.cold_start = ConfigDict({"train": "all", "steps": 130, "episodes_per_step": 8})
+    cfg.cold_start.episodes = 600  # played once: six of every row
     cfg.cold_start.optimizer = ConfigDict(
         {"name": "muon", "lr": 3e-3, "warmup_steps": 20, "schedule": "cosine"}
     )
@@ -36,6 +36,7 @@ def get_config() -> ConfigDict:
     cfg.engine.image_rows = (1, 4)
     cfg.engine.image_row_patches = 192
 
+    cfg.learner.steps = 60
     cfg.learner.groups_per_step = 8
     cfg.learner.batch.rows = 8
     cfg.learner.batch.row_lengths = (832, 928, 1024)
