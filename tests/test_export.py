@@ -12,12 +12,13 @@ from flax import nnx
 
 from tests import tiny_config, tiny_model
 from tools import export
-from uirl_jax import config, main, policy_sync
+from uirl_jax import config, policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.run import open_run
 from uirl_jax.run_config import RunConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
@@ -62,7 +63,7 @@ def write_run(workdir: Path, model_dir: Path, model, **changes) -> Path:
     cfg.model.path = str(model_dir)
     for name, value in changes.items():
         cfg.model[name] = value
-    run_id = main.open_run(workdir, config.from_config(RunConfig, cfg))
+    run_id = open_run(workdir, config.from_config(RunConfig, cfg))
     policy_sync.publish(
         workdir,
         version=3,

@@ -15,6 +15,7 @@ LAYERS = (
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluate"},
     {"report", "charts", "run_config"},
+    {"run"},
     {"main", "vlm"},
 )
 ALLOWED = {

@@ -20,6 +20,7 @@ import pytest
 from tests import tiny_config, tiny_model
 from uirl_jax import checkpoints, config, main, run_config
 from uirl_jax.errors import ConfigError
+from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
 
 ROOT = Path(__file__).parents[1]
@@ -234,7 +235,7 @@ def test_main_that_dies_around_a_checkpoint_tells_every_step_once(
     cfg = tiny_config.get_config()
     cfg.model.path = str(model_dir)
     resolved = config.from_config(run_config.RunConfig, cfg)
-    one_run = main.Run(resolved, tmp_path, main.open_run(tmp_path, resolved))
+    one_run = Run(resolved, tmp_path, open_run(tmp_path, resolved))
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints.Checkpointer, "save", save_and_die)
         with pytest.raises(Death):
@@ -310,8 +311,8 @@ def test_open_run_with_another_config_names_the_difference(tmp_path):
         tasks=(run_config.TaskConfig("desktop/click_button"),),
         learner=run_config.LearnerConfig(steps=3),
     )
-    run_id = main.open_run(tmp_path, cfg)
-    assert main.open_run(tmp_path, cfg) == run_id
+    run_id = open_run(tmp_path, cfg)
+    assert open_run(tmp_path, cfg) == run_id
     other = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=4))
     with pytest.raises(ConfigError, match=r"config\.learner\.steps is 3 there and 4 here"):
-        main.open_run(tmp_path, other)
+        open_run(tmp_path, other)

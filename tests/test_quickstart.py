@@ -9,6 +9,7 @@ import pytest
 
 from configs import quickstart
 from uirl_jax import config, evaluate, main, run_config
+from uirl_jax.run import Run, open_run
 
 STEPS = 60
 
@@ -26,7 +27,7 @@ def train(
     cfg.model.path = str(Path(__file__).parents[1] / cfg.model.path)
     cfg.learner.steps = steps
     resolved = config.from_config(run_config.RunConfig, cfg)
-    run = main.Run(resolved, workdir, main.open_run(workdir, resolved))
+    run = Run(resolved, workdir, open_run(workdir, resolved))
     main.run_all(run, threading.Event(), advantages)
     return evaluate.read_results(workdir)
 
