@@ -211,3 +211,28 @@ def test_unknown_task_or_variant_is_an_error_with_the_reason(name, variant, word
 
     with pytest.raises(VerifierError, match=word):
         miniwob.parse_variant(f"miniwob/{name}", variant)
+
+
+def test_demonstration_that_fails_ends_those_beside_it():
+    from tests.actor_world import IMAGE_CFG, chat
+    from uirl_jax.verifiers.demonstrations import Demonstrator
+
+    names = (
+        "email-inbox",
+        "moving-items",
+        "email-inbox",
+        "email-inbox",
+    )  # the second has no script
+    tasks = [TaskSpec(f"miniwob/{name}", 0, max_turns=20) for name in names]
+    rngs = [np.random.default_rng(0) for _ in tasks]
+    with Demonstrator(browsers=2) as demonstrator:
+        with pytest.raises(VerifierError, match="moving-items: there is no script"):
+            demonstrator.demonstrate_all(tasks, chat(), IMAGE_CFG, rngs)
+        played = demonstrator.demonstrate_all(tasks[:1] * 2, chat(), IMAGE_CFG, rngs[:2])
+    assert [one.success for one in played] == [True, True]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_click_widget_finds_every_kind_of_widget(world, seed):
+    pool, runner = world
+    assert runner.run(play(pool, spec("click-widget", seed)))["reward"] == 1.0

@@ -128,9 +128,15 @@ class Demonstrator:
                 return await self._play(task, chat, image_cfg, rng, quality)
 
         async def play_all() -> list[Trajectory]:
-            return list(await asyncio.gather(*map(play, tasks, rngs)))
+            # None of them goes on when one has failed: whoever catches that may close the browsers.
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(play(*one)) for one in zip(tasks, rngs, strict=True)]
+            return [task.result() for task in playing]
 
-        return self._runner.run(play_all())
+        try:
+            return self._runner.run(play_all())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _play(
         self,

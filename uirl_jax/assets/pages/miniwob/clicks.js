@@ -87,11 +87,7 @@ Object.assign(experts, {
   "click-test": () => click(one("#subbtn")),
   "click-test-2": () => click(withText("#area button", "ONE")),
   "click-test-transfer": () => click(withText("#area button", "ONE")),
-  "click-widget": () => {
-    const selector = {text: "input[type=text]", textarea: "textarea", button: "button", radio: "input[type=radio]",
-      checkbox: "input[type=checkbox]"}[quoted[0]];
-    return click(one(`#area ${selector}`));
-  },
+  "click-widget": () => click(one(`#area [data-type="${quoted[0]}"]`)),
   "find-greatest": () => {
     const cards = all(".card"), values = cards.map(e => parseInt(text(e), 10));
     const best = cards[values.indexOf(Math.max(...values))];
