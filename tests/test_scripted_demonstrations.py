@@ -1,12 +1,14 @@
 """Demonstrations of a cold start: new ones, or a few that are kept and come back in epochs."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from tests import tiny_model
 from uirl_jax import seeds
 from uirl_jax.chat import Chat, ChatConfig
-from uirl_jax.errors import ShardError
+from uirl_jax.errors import RestartError, ShardError
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.models import loading
 from uirl_jax.types import TaskSpec
@@ -90,6 +92,20 @@ def test_what_was_kept_is_not_played_again(make, tmp_path, monkeypatch):
         for one, other in zip(taken, expected, strict=True):
             assert one.images == other.images
             assert all(np.all(turn.policy_versions == -1) for turn in one.turns)
+
+
+def test_told_to_stop_keeps_what_was_played(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(scripted_demonstrations, "SHARD_EPISODES", 2)
+    stop = threading.Event()
+
+    class Stopping(Demonstrator):
+        def demonstrate_all(self, *args, **options):
+            stop.set()
+            return super().demonstrate_all(*args, **options)
+
+    with Stopping() as demonstrator, pytest.raises(RestartError, match="after 2 of 10"):
+        make(demonstrator, 10).keep(tmp_path, stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["000000.tfrecord"]
 
 
 def test_a_broken_shard_of_demonstrations_is_said(make, tmp_path):

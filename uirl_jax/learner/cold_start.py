@@ -125,7 +125,7 @@ def run_cold_start(
             quality=cfg.quality,
         )
         if not recorded:
-            scripted.keep(workdir / "cold_start" / "demonstrations")
+            scripted.keep(workdir / "cold_start" / "demonstrations", stop)
 
         def on_step(step: int, scalars: dict[str, float]) -> None:
             writer.write(step, scalars)

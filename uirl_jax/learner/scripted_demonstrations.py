@@ -6,6 +6,7 @@ epoch. Between verifiers.demonstrations, which plays, and cold_start, which trai
 """
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from uirl_jax import seeds
 from uirl_jax.chat import Chat
+from uirl_jax.errors import RestartError
 from uirl_jax.learner import recorded_demonstrations
 from uirl_jax.metrics import Progress
 from uirl_jax.models.loading import PolicyModel
@@ -55,10 +57,12 @@ class ScriptedDemonstrations:
         self._quality = quality
         self._kept: list[Trajectory] = []
 
-    def keep(self, directory: Path) -> None:
+    def keep(self, directory: Path, stop: threading.Event | None = None) -> None:
         """Plays what is not in `directory` yet, if there is a number of them to be kept.
 
-        Raises: ShardError for a file there that cannot be read or written.
+        Raises:
+          ShardError: a file there that cannot be read or written.
+          RestartError: `stop` was set; what was played is kept.
         """
         if not self._episodes:
             return
@@ -69,6 +73,11 @@ class ScriptedDemonstrations:
         for first in range(0, self._episodes, SHARD_EPISODES):
             path = directory / f"{first:06d}.tfrecord"
             if not path.exists():
+                if stop is not None and stop.is_set():
+                    raise RestartError(
+                        f"stopped after {first} of {self._episodes} demonstrations; run the same "
+                        "command again to carry on"
+                    )
                 played = self._play(range(first, min(first + SHARD_EPISODES, self._episodes)))
                 write_shard(path, played, base_hash=self._model.base_hash, layout=layout)
             self._kept += read_shard(path)[1]
