@@ -100,6 +100,7 @@ def engine() -> Engine:
         model_cfg=model_cfg(),
         end_token_ids=chat().end_token_ids,
         forbidden_ids=[i for i in range(model_cfg().vocab_size) if i not in allowed],
+        image_cfg=IMAGE_CFG,
         cfg=EngineConfig(
             batch_sizes=(8,),
             context_lengths=(CONTEXT_TOKENS,),
@@ -133,6 +134,7 @@ class ScriptedEngine:
     async def sample(self, request: SampleRequest) -> SampleResult:
         text = self._say(len(self.requests))
         self.requests.append(request)
+        request.patches[-1].check()  # as every engine: ImageError where it cannot be decoded
         ids = chat().completion_ids(text) if self._stopped else chat().encode(text)
         logprobs = np.full(len(ids), -0.5, np.float32)
         versions = np.full(len(ids), self._version, np.int32)

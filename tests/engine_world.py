@@ -99,6 +99,7 @@ def new_engine(
         end_token_ids=end,
         forbidden_ids=forbidden,
         cfg=cfg,
+        image_cfg=vision_inputs.PUBLISHED_IMAGES,
         decode_text=decode,
     )
 
@@ -106,8 +107,7 @@ def new_engine(
 @functools.cache
 def screenshot_patches(key: str) -> np.ndarray:
     rng = np.random.default_rng(ord(key))
-    features = 3 * 2 * 4 * 4
-    return rng.normal(size=(np.prod(GRIDS[key]), features)).astype(np.float32)
+    return rng.integers(0, 256, (np.prod(GRIDS[key]), 3 * 4 * 4), np.uint8)
 
 
 def request(seed=0, text=5, images="", *, temperature=1.0, max_new_tokens=8) -> SampleRequest:
@@ -152,7 +152,9 @@ MIXED = [
 def learner_pass(graphdef, frozen, lora, images, ids, vision_index, positions, segments, heat):
     """The learner's functions on one padded row: logits of every position, and token_logprobs."""
     model = nnx.merge(graphdef, lora, frozen)
-    visual_md = qwen2_vl.encode_images(model, *images)
+    patches_ipc, *where = images
+    patches_ipf = qwen2_vl.pixel_values(patches_ipc, vision_inputs.PUBLISHED_IMAGES)
+    visual_md = qwen2_vl.encode_images(model, patches_ipf, *where)
     x_btd = qwen2_vl.hidden(model, ids, visual_md, vision_index, positions, segments)
     forbidden_v = np.isin(np.arange(VOCAB), FORBIDDEN)
     scores_bt = scoring.token_logprobs(model, x_btd, ids, temperature=heat, forbidden_v=forbidden_v)
@@ -165,15 +167,15 @@ def without_cache(
     """Every screenshot in a row of its own, the whole sequence anew; (logits_tv, scores_t)."""
     ids = np.concatenate([asked.context_ids, np.array(sampled, np.int32)])
     length, row_patches = len(ids), 24
-    patches_ipf = np.zeros((4, row_patches, 96), np.float32)
+    patches_ipc = np.zeros((4, row_patches, 48), np.uint8)
     places_ip2 = np.zeros((4, row_patches, 2), np.int32)
     segments_ip = np.zeros((4, row_patches), np.int32)
     index = []
-    for row, (patches_pf, grid) in enumerate(zip(asked.patches, asked.grids, strict=True)):
-        patches_ipf[row, : len(patches_pf)] = patches_pf
-        places_ip2[row, : len(patches_pf)] = vision_inputs.patch_positions(grid, 2)
-        segments_ip[row, : len(patches_pf)] = 1
-        index += range(row * row_patches // 4, row * row_patches // 4 + len(patches_pf) // 4)
+    for row, (patches_pc, grid) in enumerate(zip(asked.patches, asked.grids, strict=True)):
+        patches_ipc[row, : len(patches_pc)] = patches_pc
+        places_ip2[row, : len(patches_pc)] = vision_inputs.patch_positions(grid, 2)
+        segments_ip[row, : len(patches_pc)] = 1
+        index += range(row * row_patches // 4, row * row_patches // 4 + len(patches_pc) // 4)
     token_ids_bt = np.zeros((1, ORACLE_TOKENS), np.int32)
     token_ids_bt[0, :length] = ids
     vision_index_bt = np.full((1, ORACLE_TOKENS), -1, np.int32)
@@ -185,7 +187,7 @@ def without_cache(
         policy.graphdef,
         policy.frozen,
         policy.lora if lora is None else lora,
-        (patches_ipf, places_ip2, segments_ip),
+        (patches_ipc, places_ip2, segments_ip),
         token_ids_bt,
         vision_index_bt,
         positions_3bt,

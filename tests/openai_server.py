@@ -77,6 +77,7 @@ def engine() -> Engine:
         end_token_ids=chat().end_token_ids,
         forbidden_ids=forbidden_ids(chat(), model()),
         cfg=ENGINE_CFG,
+        image_cfg=image_cfg(),
     )
 
 
@@ -220,7 +221,7 @@ class Server:
         encoded = [base64.b64decode(url.partition(";base64,")[2]) for url in images]
         assert all(url.startswith("data:image/png;") for url in images)
         cut = [
-            vision_inputs.process_image(vision_inputs.decode_image(data), self._image_cfg)
+            vision_inputs.cut_image(vision_inputs.decode_image(data), self._image_cfg)
             for data in encoded
         ]
         ids = self._tokenizer(text)["input_ids"]
@@ -229,7 +230,7 @@ class Server:
         expanded = [j for i in ids for j in [i] * (next(counts) if i == image else 1)]
         request = SampleRequest(
             context_ids=np.array(expanded, np.int32),
-            patches=tuple(patches_pf for patches_pf, _ in cut),
+            patches=tuple(patches_pc for patches_pc, _ in cut),
             grids=tuple(grid for _, grid in cut),
             image_keys=tuple(
                 f"{hashlib.sha256(data).hexdigest()} {grid}"

@@ -204,17 +204,17 @@ def test_batch_images_are_the_processed_screenshots_padded():
     small, large = png(1), png(2, 56, 56)
     turns = [turn([9, 9, 1, 9, 9, 9, 9], [50], (small[0], large[0]))]
     batch = batch_of([trajectory(turns, dict([small, large]))])
-    assert batch.patches_ipf.shape == (2, 16, 1176)
+    assert batch.patches_ipc.shape == (2, 16, 588)
     for row, (_, data) in enumerate([small, large]):
         image = vision_inputs.decode_image(data)
-        patches_pf, grid_thw = vision_inputs.process_image(image, IMAGE_CFG)
-        count = len(patches_pf)
-        np.testing.assert_array_equal(batch.patches_ipf[row, :count], patches_pf)
+        patches_pc, grid_thw = vision_inputs.cut_image(image, IMAGE_CFG)
+        count = len(patches_pc)
+        np.testing.assert_array_equal(batch.patches_ipc[row, :count], patches_pc)
         np.testing.assert_array_equal(
             batch.patch_positions_ip2[row, :count], vision_inputs.patch_positions(grid_thw, 2)
         )
         assert batch.patch_segments_ip[row].tolist() == [1] * count + [0] * (16 - count)
-        assert (batch.patches_ipf[row, count:] == 0).all()
+        assert (batch.patches_ipc[row, count:] == 0).all()
     # 16 patches a row are 4 visual tokens: the second screenshot's begin at row 4 of the table.
     assert batch.vision_index_bt[0, :7].tolist() == [0, 1, -1, 4, 5, 6, 7]
 
@@ -236,7 +236,7 @@ def test_batch_holds_a_screenshot_of_many_turns_and_episodes_once():
 
 def test_batch_without_screenshots_has_only_padding_in_its_image_rows():
     batch = batch_of([trajectory([turn([1], [50])])])
-    assert batch.patches_ipf.shape == (2, 8, 1176)
+    assert batch.patches_ipc.shape == (2, 8, 588)
     assert batch.patch_segments_ip.sum() == 0
 
 
@@ -256,7 +256,7 @@ def test_batch_takes_the_shortest_rows_that_fit(context_tokens, row_length):
 def test_batch_takes_the_fewest_image_rows_that_fit(images, image_rows):
     shots = [png(seed) for seed in range(images)]
     turns = [turn([9, 9, 1] * images, [50], tuple(key for key, _ in shots))]
-    assert batch_of([trajectory(turns, dict(shots))]).patches_ipf.shape[0] == image_rows
+    assert batch_of([trajectory(turns, dict(shots))]).patches_ipc.shape[0] == image_rows
 
 
 # ---------------------------------------------------------------- packing
@@ -415,8 +415,8 @@ def test_pack_changes_no_sequence_with_screenshots():
             row, token = np.divmod(index_t[at], 2)  # 8 patches a row are 2 visual tokens
             assert token.tolist() == [0, 1] and row[0] == row[1]
             image = vision_inputs.decode_image(shots[number][1])
-            patches_pf, _ = vision_inputs.process_image(image, IMAGE_CFG)
-            np.testing.assert_array_equal(batch.patches_ipf[row[0]], patches_pf)
+            patches_pc, _ = vision_inputs.cut_image(image, IMAGE_CFG)
+            np.testing.assert_array_equal(batch.patches_ipc[row[0]], patches_pc)
         for name in ("token_ids", "completion_mask"):
             np.testing.assert_array_equal(
                 getattr(packed, f"{name}_bt")[0, start : start + length],

@@ -249,7 +249,7 @@ def test_engine_close_fails_what_is_not_done_and_opens_again(engine):
         (dataclasses.replace(request(0, 5), top_p=0.0), "top_p 0"),
         (dataclasses.replace(request(0, 5), top_k=-1), "top_k -1"),
         (
-            dataclasses.replace(request(0, 5, "a"), patches=(np.zeros((36, 96), np.float32),)),
+            dataclasses.replace(request(0, 5, "a"), patches=(np.zeros((36, 48), np.uint8),)),
             r"36 patches.*32.*engine\.image_row_patches",
         ),
     ],
@@ -297,10 +297,10 @@ def test_image_arrays_share_rows_and_take_the_smallest_number_of_them():
         for key in images:
             assert requests.place_image(placed, key, screenshot_patches(key), GRIDS[key], cfg)
         table = {key: np.arange(len(screenshot_patches(key)) // 4) for key in images}
-        arrays = requests.image_arrays(placed, table, cfg, merge_size=2, patch_features=96)
+        arrays = requests.image_arrays(placed, table, cfg, merge_size=2, patch_levels=48)
         named = arrays.row_m[arrays.row_m < cfg.table_rows(2)]
         assert len(named) == sum(map(len, table.values()))
-        return len(arrays.patches_ipf)
+        return len(arrays.patches_ipc)
 
     assert rows("ac") == 1  # 16 + 8 patches
     assert rows("ab") == 2  # 16 + 24

@@ -43,9 +43,9 @@ def prompts(cfg: qwen2_vl.Qwen2VLConfig, forbidden: tuple[int, ...], most_new: i
         for _ in range(rng.integers(1, 4)):
             width, height = SIZES_PX[rng.integers(len(SIZES_PX))]
             pixels_hwc = rng.integers(0, 256, (height, width, 3), np.uint8)
-            patches_pf, grid = vision_inputs.process_image(Image.fromarray(pixels_hwc), IMAGE_CFG)
+            patches_pc, grid = vision_inputs.cut_image(Image.fromarray(pixels_hwc), IMAGE_CFG)
             visual = vision_inputs.num_visual_tokens(grid, IMAGE_CFG.merge_size)
-            patches.append(patches_pf)
+            patches.append(patches_pc)
             grids.append(grid)
             ids += [cfg.vision_start_token_id, *[cfg.image_token_id] * visual]
             ids += [cfg.vision_end_token_id, *rng.choice(words, rng.integers(1, 10)).tolist()]
@@ -67,7 +67,9 @@ def generated(model: torch.nn.Module, asked: SampleRequest, forbidden: tuple[int
         input_ids=ids_bt,
         attention_mask=torch.ones_like(ids_bt),
         mm_token_type_ids=(ids_bt == model.config.image_token_id).int(),
-        pixel_values=torch.tensor(np.concatenate(asked.patches)),
+        pixel_values=torch.tensor(
+            vision_inputs.pixel_values(np.concatenate(asked.patches), IMAGE_CFG)
+        ),
         image_grid_thw=torch.tensor(asked.grids),
         do_sample=False,
         suppress_tokens=list(forbidden),
@@ -99,6 +101,7 @@ def test_greedy_tokens_equal_transformers_generate(size, most_new, request):
         model_cfg=cfg,
         end_token_ids=[cfg.eos_token_id],
         forbidden_ids=forbidden,
+        image_cfg=IMAGE_CFG,
         cfg=EngineConfig(
             batch_sizes=(1, 4, 16),
             context_lengths=(64, 128),

@@ -27,7 +27,7 @@ from uirl_jax import config, run_config, vision_inputs
 from uirl_jax.actor.rollout import RolloutConfig, run_episode
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig, OpenAIConfig, SampleRequest
-from uirl_jax.errors import ConfigError, ContextError, EngineError, PolicyError
+from uirl_jax.errors import ConfigError, ContextError, EngineError, ImageError, PolicyError
 from uirl_jax.main import forbidden_ids, make_engine
 from uirl_jax.types import StopReason, TaskSpec
 
@@ -64,13 +64,12 @@ def request(seed=0, instruction="Click the red button.", sampled=(), **settings)
     """The turn after those that were sampled."""
     images = [openai_server.screenshot(100 * seed + turn) for turn in range(len(sampled) + 1)]
     seen = [
-        vision_inputs.process_image(vision_inputs.decode_image(image), image_cfg())
-        for image in images
+        vision_inputs.cut_image(vision_inputs.decode_image(image), image_cfg()) for image in images
     ]
     context = chat().context(instruction, [grid for _, grid in seen], sampled)
     return SampleRequest(
         context_ids=context.ids,
-        patches=tuple(patches_pf for patches_pf, _ in seen),
+        patches=tuple(patches_pc for patches_pc, _ in seen),
         grids=tuple(grid for _, grid in seen),
         image_keys=tuple(f"{seed}/{turn}" for turn in range(len(images))),
         max_new_tokens=settings.pop("max_new_tokens", NEW),
@@ -187,6 +186,22 @@ def test_openai_engine_text_that_spells_special_tokens_never_reaches_the_server(
     with pytest.raises(ContextError, match="spells special tokens"):
         sample_one(server, tmp_path, asked, max_context=400)
     assert not server.bodies
+
+
+def test_openai_engine_screenshot_that_cannot_be_decoded_never_reaches_the_server(tmp_path):
+    asked, size_px = request(), (224, 168)
+    whole = asked.screenshots[-1]
+    server = Server()
+    for png in (whole, whole[:-300] + bytes(300)):
+        patches = (vision_inputs.CompressedPatches(png, size_px, image_cfg()),)
+        one = dataclasses.replace(asked, patches=patches, screenshots=(png,))
+        if png is whole:
+            assert_same(sample_one(server, tmp_path, one), sampled_here(asked))
+            continue
+        bodies = len(server.bodies)
+        with pytest.raises(ImageError, match="no readable PNG"):
+            sample_one(server, tmp_path, one)
+        assert len(server.bodies) == bodies
 
 
 def test_openai_engine_plays_the_episode_that_the_jax_engine_plays(tmp_path):

@@ -26,6 +26,7 @@ from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 from uirl_jax.types import TrainBatch
+from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 EVERYWHERE = LoraConfig(rank=2, targets=("all", "vision", "merger"))
 SIZES = {"data": 2, "fsdp": 2, "model": 2}
@@ -145,7 +146,7 @@ def test_batch_shardings_cover_every_field_of_a_batch():
     assert set(sharding.batch_shardings(mesh)) == fields - {"trajectory_bs", "token_bs"}
     specs = {name: s.spec for name, s in sharding.batch_shardings(mesh).items()}
     assert specs["positions_3bt"] == PartitionSpec(None, ("data", "fsdp"), None)
-    assert specs["patches_ipf"] == PartitionSpec(("data", "fsdp"), None, None)
+    assert specs["patches_ipc"] == PartitionSpec(("data", "fsdp"), None, None)
 
 
 def test_constrain_without_a_mesh_returns_its_argument():
@@ -161,7 +162,7 @@ def loss_and_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
         "segment_ids_bt": np.repeat([[1, 1, 1, 2, 2, 0]], 8, 0).astype(np.int32),
         "positions_3bt": np.broadcast_to(np.arange(6, dtype=np.int32), (3, 8, 6)),
         "vision_index_bt": np.where(rng.random((8, 6)) < 0.5, rng.integers(0, 8, (8, 6)), -1),
-        "patches_ipf": rng.normal(size=(4, 8, 24)).astype(np.float32),
+        "patches_ipc": rng.integers(0, 256, (4, 8, 12), np.uint8),
         "patch_positions_ip2": rng.integers(0, 4, (4, 8, 2)).astype(np.int32),
         "patch_segments_ip": np.repeat([[1] * 4 + [2] * 4], 4, 0).astype(np.int32),
     }
@@ -179,7 +180,10 @@ def loss_and_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
         def loss(state):
             model = nnx.merge(graphdef, state)
             visual_md = qwen2_vl.encode_images(
-                model, rows["patches_ipf"], rows["patch_positions_ip2"], rows["patch_segments_ip"]
+                model,
+                qwen2_vl.pixel_values(rows["patches_ipc"], PUBLISHED_IMAGES),
+                rows["patch_positions_ip2"],
+                rows["patch_segments_ip"],
             )
             x_btd = qwen2_vl.hidden(
                 model,
@@ -249,7 +253,7 @@ def adapter_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
         "segment_ids_bt": np.repeat([[1, 1, 1, 2, 2, 0]], 8, 0).astype(np.int32),
         "positions_3bt": np.broadcast_to(np.arange(6, dtype=np.int32), (3, 8, 6)),
         "vision_index_bt": np.where(rng.random((8, 6)) < 0.5, rng.integers(0, 16, (8, 6)), -1),
-        "patches_ipf": rng.normal(size=(8, 8, 24)).astype(np.float32),
+        "patches_ipc": rng.integers(0, 256, (8, 8, 12), np.uint8),
         "patch_positions_ip2": rng.integers(0, 4, (8, 8, 2)).astype(np.int32),
         "patch_segments_ip": np.repeat([[1] * 4 + [2] * 4], 8, 0).astype(np.int32),
     }
@@ -269,7 +273,8 @@ def adapter_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
             model = nnx.merge(graphdef, adapters, frozen)
             visual_md = qwen2_vl.encode_images(
                 model,
-                *(batch[f"patch{name}"] for name in ("es_ipf", "_positions_ip2")),
+                qwen2_vl.pixel_values(batch["patches_ipc"], PUBLISHED_IMAGES),
+                batch["patch_positions_ip2"],
                 batch["patch_segments_ip"],
             )
             x_btd = qwen2_vl.hidden(

@@ -78,7 +78,7 @@ def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) 
         returns_bt=None,
         trajectory_bs=np.full((rows, 1), -1),
         token_bs=np.full((rows, 1), -1),
-        patches_ipf=rng.normal(0, 1, (images, 16, 96)).astype(np.float32),
+        patches_ipc=rng.integers(0, 256, (images, 16, 48), np.uint8),
         patch_positions_ip2=np.broadcast_to(patch_positions, (images, 16, 2)).astype(np.int32),
         patch_segments_ip=np.ones((images, 16), np.int32),
     )

@@ -9,6 +9,7 @@ from PIL import Image
 
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ImageError, ModelError
+from uirl_jax.models import qwen2_vl
 from uirl_jax.vision_inputs import ImageConfig
 
 MERGE = 2
@@ -63,6 +64,19 @@ def test_process_image_any_size_equals_transformers(size, options):
     assert list(grid) == expected["image_grid_thw"][0].tolist()
     assert patches_pf.dtype == np.float32
     np.testing.assert_allclose(patches_pf, expected["pixel_values"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(448, 336), (333, 517), (1280, 800)])
+def test_pixel_values_on_the_device_equal_those_of_the_table(size):
+    cfg = ImageConfig(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4), max_pixels=300_000)
+    patches_pf, grid = vision_inputs.process_image(screen(*size), cfg)
+    patches_pc, cut_grid = vision_inputs.cut_image(screen(*size), cfg)
+    assert cut_grid == grid == vision_inputs.image_grid(size, cfg)
+    assert (patches_pc.dtype, 8 * patches_pc.nbytes) == (np.uint8, patches_pf.nbytes)
+    on_device_ipf = qwen2_vl.pixel_values(patches_pc[None], cfg)
+    assert on_device_ipf.dtype == np.float32
+    # Rounded in float32 where the table is rounded once: two units in the last place of 3.
+    np.testing.assert_allclose(on_device_ipf[0], patches_pf, atol=1e-6, rtol=0)
 
 
 def test_image_config_round_trip_and_both_layouts_give_the_same():
@@ -207,12 +221,27 @@ def test_decode_image_bad_bytes_are_an_image_error(name):
 def test_compressed_patches_are_the_array_to_numpy():
     data = encoded(screen(130, 90), "PNG")
     cfg = ImageConfig(min_pixels=28 * 28)
-    patches_pf, _ = vision_inputs.process_image(vision_inputs.decode_image(data), cfg)
-    compressed = vision_inputs.CompressedPatches(data, cfg, len(patches_pf))
-    target = np.zeros((len(compressed) + 1, cfg.patch_features), np.float32)
+    patches_pc, grid = vision_inputs.cut_image(vision_inputs.decode_image(data), cfg)
+    compressed = vision_inputs.CompressedPatches(data, (130, 90), cfg)
+    assert compressed.grid_thw == grid
+    target = np.zeros((len(compressed) + 1, cfg.patch_levels), np.uint8)
     target[: len(compressed)] = compressed  # as the engine fills its rows
-    assert np.array_equal(target[:-1], patches_pf) and not target[-1].any()
+    assert np.array_equal(target[:-1], patches_pc) and not target[-1].any()
     assert np.asarray(compressed, np.float16).dtype == np.float16
+
+
+def test_compressed_patches_of_another_size_or_no_picture_are_an_image_error():
+    data, cfg = encoded(screen(130, 90), "PNG"), ImageConfig()
+    vision_inputs.CompressedPatches(data, (130, 90), cfg).check()
+    for size in ((130, 91), (90, 130)):
+        compressed = vision_inputs.CompressedPatches(data, size, cfg)
+        for read in (compressed.check, lambda of=compressed: np.asarray(of)):
+            with pytest.raises(ImageError, match=f"130x90 pixels, the screen has {size[0]}x"):
+                read()
+    with pytest.raises(ImageError, match="no readable"):
+        vision_inputs.CompressedPatches(data[:-200], (130, 90), cfg).check()
+    with pytest.raises(ImageError, match="200 to 1"):
+        vision_inputs.CompressedPatches(data, (1000, 4), cfg)
 
 
 def test_decode_image_too_many_pixels_is_refused_before_decoding():

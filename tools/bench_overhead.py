@@ -61,6 +61,7 @@ def _one(name: str, rounds: int) -> dict[str, float]:
         critic_cfg=critic_cfg,
         use_reference=cfg.algorithm.use_reference,
         recompute_old=cfg.algorithm.recompute_old,
+        image_cfg=model.image_cfg,
     )
     seconds = {part: [] for part in (*PARTS, "step")}
     made: list[TrainBatch] = []  # of a step

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tools import bench, bench_sample
+from uirl_jax import vision_inputs
 
 
 def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
@@ -118,7 +119,11 @@ def torch_generate(directory: Path) -> Callable[[str, int], dict[str, float]]:
             "input_ids": ids_bt,
             "attention_mask": torch.ones_like(ids_bt),
             "mm_token_type_ids": (ids_bt == model.config.image_token_id).int(),
-            "pixel_values": torch.tensor(np.concatenate([each.patches_pf for each in of])),
+            "pixel_values": torch.tensor(
+                vision_inputs.pixel_values(
+                    np.concatenate([each.patches_pc for each in of]), vision_inputs.PUBLISHED_IMAGES
+                )
+            ),
             "image_grid_thw": torch.tensor([each.grid_thw for each in of]),
         }
         first_s = generate(inputs, 1)

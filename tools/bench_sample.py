@@ -48,7 +48,7 @@ class Prompt:
     """Token ids with placeholders, and the screenshot's patches."""
 
     token_ids_c: np.ndarray
-    patches_pf: np.ndarray
+    patches_pc: np.ndarray
     grid_thw: tuple[int, int, int]
     key: str
 
@@ -72,7 +72,7 @@ def prompt(
 
     cfg, image_cfg = bench.model_config(), vision_inputs.ImageConfig()
     pixels_hwc = rng.integers(0, 256, (size_px[1], size_px[0], 3), np.uint8)
-    patches_pf, grid = vision_inputs.process_image(Image.fromarray(pixels_hwc), image_cfg)
+    patches_pc, grid = vision_inputs.cut_image(Image.fromarray(pixels_hwc), image_cfg)
     visual = vision_inputs.num_visual_tokens(grid, image_cfg.merge_size)
     ids = [
         *rng.integers(100, cfg["vocab_size"], words // 2).tolist(),
@@ -81,7 +81,7 @@ def prompt(
         cfg["vision_end_token_id"],
         *rng.integers(100, cfg["vocab_size"], words - words // 2).tolist(),
     ]
-    return Prompt(np.array(ids, np.int32), patches_pf, grid, key)
+    return Prompt(np.array(ids, np.int32), patches_pc, grid, key)
 
 
 # ---------------------------------------------------------------------------------------- ours
@@ -89,6 +89,7 @@ def prompt(
 
 def our_engine(directory: Path, **sizes: Any) -> Any:
     from uirl_jax.engine.engine import Engine, EngineConfig
+    from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
     graphdef, lora, frozen, cfg = bench.load_model(directory)
     return Engine(
@@ -100,6 +101,7 @@ def our_engine(directory: Path, **sizes: Any) -> Any:
         end_token_ids=[-1],  # never: every request samples as many tokens as it may
         forbidden_ids=[cfg.image_token_id, cfg.video_token_id, 12, 13],
         cfg=EngineConfig(max_new_tokens=SAMPLED, **sizes),
+        image_cfg=PUBLISHED_IMAGES,
     )
 
 
@@ -108,7 +110,7 @@ def sample_request(of: Prompt, seed: int, sampled: int = SAMPLED) -> Any:
 
     return SampleRequest(
         context_ids=of.token_ids_c,
-        patches=(of.patches_pf,),
+        patches=(of.patches_pc,),
         grids=(of.grid_thw,),
         image_keys=(of.key,),
         max_new_tokens=sampled,

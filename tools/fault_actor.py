@@ -73,6 +73,7 @@ class ScriptedEngine:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         self._requests += 1
+        request.patches[-1].check()  # as every engine: ImageError where it cannot be decoded
         if request.episode not in self._playing:
             task, said = self._tasks[request.seed]
             self._playing[request.episode] = desktop.open_session(task), said

@@ -172,7 +172,7 @@ class _Screen:
         session = desktop.open_session(task)
         self.targets = session.targets
         self.size = (session.width_px, session.height_px)
-        self.patches, self.grid = vision_inputs.process_image(session.screenshot(), IMAGE)
+        self.patches, self.grid = vision_inputs.cut_image(session.screenshot(), IMAGE)
         self.colors = [name for name in self.targets if not name.endswith("_plate")]
 
     def place(self, color: str, *, wrong: bool = False) -> tuple[int, int]:
@@ -195,7 +195,7 @@ def make_batch(
 ) -> TrainBatch:
     """Rows of a fixed length, one example each, its screens in its own image rows."""
     rows, images = len(examples), len(examples) * images_a_row
-    patches, features = examples[0].patches[0].shape
+    patches, levels = examples[0].patches[0].shape
     merge = IMAGE.merge_size
     shape_bt = (rows, row_tokens)
     arrays = {
@@ -204,7 +204,7 @@ def make_batch(
         "positions_3bt": np.zeros((3, *shape_bt), np.int32),
         "completion_mask_bt": np.zeros(shape_bt, np.float32),
         "vision_index_bt": np.full(shape_bt, -1, np.int32),
-        "patches_ipf": np.zeros((images, patches, features), np.float32),
+        "patches_ipc": np.zeros((images, patches, levels), np.uint8),
         "patch_positions_ip2": np.zeros((images, patches, 2), np.int32),
         "patch_segments_ip": np.zeros((images, patches), np.int32),
     }
@@ -217,10 +217,10 @@ def make_batch(
             example.token_ids_t, example.grids, image_token_id, merge
         )
         visual = []
-        for index, (patches_pf, grid) in enumerate(
+        for index, (patches_pc, grid) in enumerate(
             zip(example.patches, example.grids, strict=True), start=row * images_a_row
         ):
-            arrays["patches_ipf"][index] = patches_pf
+            arrays["patches_ipc"][index] = patches_pc
             arrays["patch_positions_ip2"][index] = vision_inputs.patch_positions(grid, merge)
             arrays["patch_segments_ip"][index] = 1
             tokens = vision_inputs.num_visual_tokens(grid, merge)
@@ -326,6 +326,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
             ),
             checkpoint_dir=workdir / stage.name,
             vision_trainable=True,
+            image_cfg=IMAGE,
             on_step=_printer(stage, started_s),
         )
     write_model(nnx.merge(graphdef, trainable, frozen), tokenizer, out)

@@ -302,7 +302,9 @@ def make_engine(cfg: RunConfig, model: loading.PolicyModel, talk: Chat) -> Engin
         "forbidden_ids": forbidden_ids(talk, model),
     }
     if cfg.engine.kind == "jax":
-        return Engine(*policy, model_cfg=model.cfg, cfg=cfg.engine, **ids)
+        return Engine(
+            *policy, model_cfg=model.cfg, cfg=cfg.engine, image_cfg=model.image_cfg, **ids
+        )
     return OpenAIEngine(
         *policy,
         cfg=cfg.engine,

@@ -155,7 +155,7 @@ class TrainBatch:
     weights_bt: np.ndarray  # float32, a token's share in the loss's mean; 0 outside of the mask
     values_bt: np.ndarray | None  # float32, of the critic before the update; None without one
     returns_bt: np.ndarray | None  # float32, what the critic is trained on
-    patches_ipf: np.ndarray  # float32[I,P,F], distinct screenshots, padded patches
+    patches_ipc: np.ndarray  # uint8, distinct screenshots, padded patches (vision_inputs.cut_image)
     patch_positions_ip2: np.ndarray  # int32, (height, width): the tower's rotary embedding
     patch_segments_ip: np.ndarray  # int32, 0 is padding
     # For the host: which of the trajectories, and which of its sampled tokens, stands at

@@ -1,9 +1,10 @@
 """Screenshots and their token positions as arrays: decode, resize, patchify, count, M-RoPE.
 
-On the data path it stands between bytes from a verifier and every array about images: the actor
+On the data path it stands between bytes from a verifier and every array about images: the engine
 (one screenshot a turn), the learner's batches and the tools use the same functions, so that
-policy and learner see the same numbers. numpy and Pillow on the host; nothing here imports
-JAX, knows a tokenizer or caches anything.
+policy and learner see the same numbers. Patches stay bytes, one frame each, until they are on the
+device (`models.qwen2_vl.pixel_values`). numpy and Pillow on the host; nothing here imports JAX,
+knows a tokenizer or caches anything.
 """
 
 import dataclasses
@@ -39,9 +40,14 @@ class ImageConfig:
     rescale_factor: float = 1 / 255
 
     @property
+    def patch_levels(self) -> int:
+        """C, the bytes of one patch of a still image: channels x height x width."""
+        return 3 * self.patch_size**2
+
+    @property
     def patch_features(self) -> int:
         """F, the floats of one patch: channels x time x height x width."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
+        return self.patch_levels * self.temporal_patch_size
 
     @classmethod
     def from_dict(cls, preprocessor_config: Mapping[str, Any]) -> "ImageConfig":
@@ -105,6 +111,9 @@ class ImageConfig:
         }
 
 
+PUBLISHED_IMAGES = ImageConfig()  # of the published Qwen2-VL models
+
+
 def decode_image(data: bytes, *, max_pixels: int = 16_000_000) -> Image.Image:
     """Untrusted bytes -> RGB image.
 
@@ -123,7 +132,8 @@ def decode_image(data: bytes, *, max_pixels: int = 16_000_000) -> Image.Image:
             )
         if image.format != "JPEG" and image.n_frames != 1:  # JPEG has no frames and no such field
             raise ImageError(f"image of {image.n_frames} frames, expected a still image")
-        return image.convert("RGB")
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
     except ImageError:
         raise
     except Exception as error:  # Pillow's decoders raise a dozen unrelated types on hostile bytes
@@ -160,31 +170,32 @@ def smart_resize(
     return height, width
 
 
-def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, GridTHW]:
-    """Resize, normalise and cut into patches.
+def image_grid(size_px: tuple[int, int], cfg: ImageConfig) -> GridTHW:
+    """What `cut_image` makes of an image of (width, height): 1, then height and width in patches.
+
+    Raises: ImageError, as smart_resize.
+    """
+    factor = cfg.patch_size * cfg.merge_size
+    width_px, height_px = size_px
+    height_px, width_px = smart_resize(height_px, width_px, factor, cfg.min_pixels, cfg.max_pixels)
+    return 1, height_px // cfg.patch_size, width_px // cfg.patch_size
+
+
+def cut_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, GridTHW]:
+    """Resize and cut into patches.
 
     Returns:
-      patches_pf: float32[P,F]; the merge_size**2 patches of one visual token stand side by side,
-        and F is (channel, time, height, width), the still image repeated in time.
+      patches_pc: uint8[P,C]; the merge_size**2 patches of one visual token stand side by side, and
+        C is (channel, height, width).
       grid_thw: (1, height, width) in patches.
     Source: transformers, models/qwen2_vl/image_processing_pil_qwen2_vl.py.
     """
     if image.mode != "RGB":
         image = image.convert("RGB")
-    factor = cfg.patch_size * cfg.merge_size
-    height_px, width_px = smart_resize(
-        image.height, image.width, factor, cfg.min_pixels, cfg.max_pixels
-    )
-    if (width_px, height_px) != image.size:  # bicubic to the same size is the identity
-        image = image.resize((width_px, height_px), Image.Resampling.BICUBIC)
-    # One table of 256 values a channel instead of arithmetic on every pixel. Rescaled in float64
-    # and normalised in float32, as the reference does.
-    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
-    mean_c = np.array(cfg.image_mean, np.float32)
-    std_c = np.array(cfg.image_std, np.float32)
-    table_cl = (level_l[None] - mean_c[:, None]) / std_c[:, None]
-
-    grid_h, grid_w = height_px // cfg.patch_size, width_px // cfg.patch_size
+    _, grid_h, grid_w = grid_thw = image_grid(image.size, cfg)
+    size_px = grid_w * cfg.patch_size, grid_h * cfg.patch_size
+    if size_px != image.size:  # bicubic to the same size is the identity
+        image = image.resize(size_px, Image.Resampling.BICUBIC)
     blocks = (
         np.asarray(image)
         .reshape(
@@ -198,34 +209,70 @@ def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Gri
         )
         .transpose(0, 3, 1, 4, 6, 2, 5)
     )  # block row, block column, row, column, channel, then pixels
-    # Moved while they are bytes, a quarter of the floats: 19 ms of a 1280x800 screen for 30.
-    levels_pcx = blocks.reshape(grid_h * grid_w, 3, cfg.patch_size**2)
-    patches_pctx = np.empty(
-        (len(levels_pcx), 3, cfg.temporal_patch_size, cfg.patch_size**2), np.float32
-    )
+    return blocks.reshape(grid_h * grid_w, cfg.patch_levels), grid_thw
+
+
+def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, GridTHW]:
+    """`cut_image` and `pixel_values`: what the reference's processor returns."""
+    patches_pc, grid_thw = cut_image(image, cfg)
+    return pixel_values(patches_pc, cfg), grid_thw
+
+
+def pixel_values(patches_pc: np.ndarray, cfg: ImageConfig) -> np.ndarray:
+    """What the vision tower reads of patches, on the host; `models.qwen2_vl` has the device's.
+
+    Returns: float32[P,F]; F is (channel, time, height, width), the still image repeated in time.
+    """
+    # One table of 256 values a channel instead of arithmetic on every pixel. Rescaled in float64
+    # and normalised in float32, as the reference does.
+    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
+    mean_c = np.array(cfg.image_mean, np.float32)
+    std_c = np.array(cfg.image_std, np.float32)
+    table_cl = (level_l[None] - mean_c[:, None]) / std_c[:, None]
+    area = cfg.patch_size**2
+    levels_pcx = patches_pc.reshape(-1, 3, area)
+    values_pctx = np.empty((len(levels_pcx), 3, cfg.temporal_patch_size, area), np.float32)
     for c in range(3):
-        patches_pctx[:, c] = table_cl[c][levels_pcx[:, c]][:, None]
-    return patches_pctx.reshape(len(levels_pcx), cfg.patch_features), (1, grid_h, grid_w)
+        values_pctx[:, c] = table_cl[c][levels_pcx[:, c]][:, None]
+    return values_pctx.reshape(len(levels_pcx), cfg.patch_features)
 
 
 class CompressedPatches:
-    """float32[P,F] of a screenshot that stays compressed until numpy asks for the array: 25 MB of a
+    """uint8[P,C] of a screenshot that stays compressed until numpy asks for the array: 3 MB of a
     1280x800 screen, which an engine that keeps its visual tokens does not read again.
 
     Args:
       screenshot: bytes that `decode_image` takes.
-      num_patches: P, as `process_image` has cut them.
+      size_px: (width, height) of the screen that it shows.
+
+    Raises: ImageError where no image of that size can be cut. Asked for the array, or to `check`:
+      where the bytes are no picture, or one of another size.
     """
 
-    def __init__(self, screenshot: bytes, cfg: ImageConfig, num_patches: int) -> None:
-        self._screenshot, self._cfg, self._num_patches = screenshot, cfg, num_patches
+    def __init__(self, screenshot: bytes, size_px: tuple[int, int], cfg: ImageConfig) -> None:
+        self.screenshot = screenshot
+        self.grid_thw = image_grid(size_px, cfg)
+        self._size_px, self._cfg = size_px, cfg
 
     def __len__(self) -> int:
-        return self._num_patches
+        return math.prod(self.grid_thw)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        patches_pf, _ = process_image(decode_image(self._screenshot), self._cfg)
-        return patches_pf if dtype is None else patches_pf.astype(dtype, copy=False)
+        patches_pc, _ = cut_image(self._decode(), self._cfg)
+        return patches_pc if dtype is None else patches_pc.astype(dtype, copy=False)
+
+    def check(self) -> None:
+        """Decodes it, and keeps nothing."""
+        self._decode()
+
+    def _decode(self) -> Image.Image:
+        image = decode_image(self.screenshot)
+        if image.size != self._size_px:  # a header can say it twice
+            raise ImageError(
+                f"a screenshot of {image.width}x{image.height} pixels, "
+                f"the screen has {self._size_px[0]}x{self._size_px[1]}"
+            )
+        return image
 
 
 def num_visual_tokens(grid_thw: GridTHW, merge_size: int) -> int:

@@ -31,6 +31,7 @@ from uirl_jax.models.lora import LoRAParam
 from uirl_jax.run_config import ModelConfig, RunConfig
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
+from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 PUBLISHED = Path(__file__).parents[2] / "uirl_jax" / "assets" / "published"
 TRAINING = ("score", "gradients")
@@ -40,7 +41,8 @@ _OUT_OF_MEMORY = re.compile(
     r"(Used |HLO temporaries \()(?P<size>[\d.]+)(?P<unit>[KMG])"
     r"( of [\d.]+[KMG] hbm|\) exceeds available HBM \([\d.]+[KMG]\))"
 )
-_BATCH_FLOATS = {"behaviour_logprobs_bt", "advantages_bt", "weights_bt", "patches_ipf"}
+_BATCH_FLOATS = {"behaviour_logprobs_bt", "advantages_bt", "weights_bt"}
+_BATCH_BYTES = {"patches_ipc"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +160,7 @@ def abstract_batch(
         "s": (*cfg.sampled_lengths, cfg.row_lengths[-1])[0],
         "i": cfg.image_rows[-1],
         "p": cfg.patch_lengths[-1],
-        "f": model_cfg.vision.patch_features,
+        "c": model_cfg.vision.patch_levels,
         "2": 2,
         "3": 3,
     }
@@ -169,6 +171,8 @@ def abstract_batch(
     for name in {field.name for field in dataclasses.fields(TrainBatch)} - left_out:
         letters = name.rpartition("_")[2]
         dtype = jnp.float32 if name in _BATCH_FLOATS else jnp.int32
+        if name in _BATCH_BYTES:
+            dtype = jnp.uint8
         batch[name] = jax.ShapeDtypeStruct([sizes[letter] for letter in letters], dtype)
     return _placed(batch, sharding.batch_shardings(mesh, batch))
 
@@ -187,6 +191,7 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
         use_reference=run.cfg.algorithm.use_reference,
         temperature=run.cfg.actor.rollout.temperature,
         forbidden_ids=_forbidden_ids(run.model_cfg),
+        image_cfg=PUBLISHED_IMAGES,
         state_shardings=jax.tree.map(lambda leaf: leaf.sharding, run.state),
     )
     done = []
@@ -251,6 +256,7 @@ def _lower_sampling(run: Run, name: str) -> Any:
         end_token_ids=(run.model_cfg.eos_token_id,),
         forbidden_v=forbidden_v,
         decode_steps=cfg.decode_steps,
+        image_cfg=PUBLISHED_IMAGES,
         cache_sharding=jax.tree.leaves(cache)[0].sharding,
         table_sharding=table_md.sharding,
     )
@@ -261,7 +267,7 @@ def _lower_sampling(run: Run, name: str) -> Any:
         return made.encode.lower(
             table_md,
             weights,
-            of(jnp.float32, *shape, vision.patch_features),
+            of(jnp.uint8, *shape, vision.patch_levels),
             of(jnp.int32, *shape, 2),
             of(jnp.int32, *shape),
             of(jnp.int32, tokens),

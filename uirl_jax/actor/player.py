@@ -107,7 +107,6 @@ class Statistics:
             duration_s=trajectory.duration_s,
             engine_s=waits_s.get("engine", 0.0),
             environment_s=waits_s.get("environment", 0.0),
-            images_s=waits_s.get("images", 0.0),
         )
 
     def read(self) -> dict[str, float]:
@@ -123,7 +122,6 @@ class Statistics:
             "actor/success": sums["success"] / episodes,
             "actor/turns": sums["turns"] / episodes,
             "actor/episode_s": sums["duration_s"] / episodes,
-            "actor/images_s": sums["images_s"] / episodes,
             "agent_loop/generate_sequences/mean": sums["engine_s"] / episodes,
             "agent_loop/tool_calls/mean": sums["environment_s"] / episodes,
         }

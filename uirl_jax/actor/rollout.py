@@ -88,8 +88,8 @@ async def run_episode(
 
     Args:
         seed: decides what is sampled, together with the policy and the screenshots.
-        waits_s: if given, the seconds spent waiting for "environment", "engine" and "images" are
-            added to it.
+        waits_s: if given, the seconds spent waiting for "environment" and "engine" are added to
+            it.
 
     Returns:
         The trajectory. A fault of the verifier, or a text that the engine's server would misread,
@@ -158,37 +158,34 @@ async def _play(
 ) -> StopReason:
     """Takes turns until something ends the episode; `episode` always holds what happened so far."""
     screen_size = (session.width_px, session.height_px)
-    image_keys: list[str] = []  # of every observation, in order
-    # float32[P,F] of the observations that the context holds.
-    patches: dict[int, np.ndarray | vision_inputs.CompressedPatches] = {}
+    grid = vision_inputs.image_grid(screen_size, image_cfg)
+    # Of every observation, in order. No pixel of them is looked at here: the engine decodes what
+    # it has not seen, and a screen that cannot be decoded ends the episode there.
+    image_keys: list[str] = []
+    screens: list[vision_inputs.CompressedPatches] = []
 
     with _stopwatch(waits_s, "environment"):
         screenshot = await client.screenshot(session.id)
 
     for turn_index in range(task.max_turns):
         # 1. Look.
-        with _stopwatch(waits_s, "images"):  # 30 ms for a 1280x800 screen: not on the event loop
-            patches_pf, grid = await asyncio.to_thread(_see, screenshot, screen_size, image_cfg)
         key = hashlib.sha256(screenshot).hexdigest()
-        episode.images[key] = screenshot
-        episode.image_grids[key] = grid
         image_keys.append(key)
-        patches[turn_index] = patches_pf
+        screens.append(vision_inputs.CompressedPatches(screenshot, screen_size, image_cfg))
 
         # 2. Think.
         context = chat.context(
             episode.instruction,
-            [episode.image_grids[image_key] for image_key in image_keys],
+            [grid] * len(image_keys),
             [turn.token_ids for turn in episode.turns],
         )
-        patches = {index: patches[index] for index in context.kept}  # what left never returns
         if len(context.ids) > cfg.max_context_tokens:
             return StopReason.MAX_TOKENS
         kept_keys = tuple(image_keys[index] for index in context.kept)
         request = SampleRequest(
             context_ids=context.ids,
-            patches=tuple(patches.values()),
-            grids=tuple(episode.image_grids[image_keys[index]] for index in context.kept),
+            patches=tuple(screens[index] for index in context.kept),
+            grids=(grid,) * len(context.kept),
             image_keys=kept_keys,
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
@@ -197,16 +194,11 @@ async def _play(
             seed=derive_seed(seed, turn_index),
             episode=episode.episode_id,
             messages=chat.messages(context.ids),
-            screenshots=tuple(episode.images[image_keys[index]] for index in context.kept),
+            screenshots=tuple(screens[index].screenshot for index in context.kept),
         )
         with _stopwatch(waits_s, "engine"):
             sample = await engine.sample(request)
-        # The engine has read it. Arrays are not kept while the environment acts: a 1280x800 screen
-        # is 25 MB, of each of 256 episodes.
-        patches[turn_index] = vision_inputs.CompressedPatches(
-            screenshot, image_cfg, len(patches_pf)
-        )
-        del patches_pf, request
+        episode.images[key], episode.image_grids[key] = screenshot, grid
         turn = Turn(
             context_ids=context.ids if sample.context_ids is None else sample.context_ids,
             token_ids=sample.token_ids,
@@ -278,22 +270,6 @@ def _append(episode: _Episode, turn: Turn, *, reward: float, error: str = "") ->
     """Ends a turn. Its reward is what it changed, so that the turns add up to the episode's."""
     episode.turns.append(dataclasses.replace(turn, reward=reward - episode.reward, error=error))
     episode.reward = reward
-
-
-def _see(
-    screenshot: bytes, screen_size: tuple[int, int], cfg: vision_inputs.ImageConfig
-) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Bytes, of which the client has checked the outside, to patches float32[P,F] and grid_thw.
-
-    Raises: ImageError where they are no picture, or not one of the screen's size.
-    """
-    image = vision_inputs.decode_image(screenshot)
-    if image.size != screen_size:  # a header can say it twice
-        raise ImageError(
-            f"a screenshot of {image.width}x{image.height} pixels, "
-            f"the screen has {screen_size[0]}x{screen_size[1]}"
-        )
-    return vision_inputs.process_image(image, cfg)
 
 
 def _verdict(progress: dict[str, Any]) -> tuple[bool, float]:

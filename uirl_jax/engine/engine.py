@@ -7,6 +7,7 @@ here, at its arrival. It does not tokenise, parse or retry.
 
 import asyncio
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,12 @@ from flax import nnx
 
 from uirl_jax.engine import requests
 from uirl_jax.engine.jobs import Job
+from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.rounds import Rounds
 from uirl_jax.engine.slots import contents
 from uirl_jax.models import qwen2_vl
+from uirl_jax.vision_inputs import CompressedPatches, ImageConfig
 
 __all__ = ["Engine", "EngineConfig", "SampleRequest", "SampleResult"]
 
@@ -36,6 +39,7 @@ class Engine:
       policy_version: version of lora.
       end_token_ids: sampling any of them ends a request.
       forbidden_ids: never sampled; they leave the softmax: logprobs are those of what is left.
+      image_cfg: of the same model directory.
       decode_text: token ids to text; needed by requests with stop strings.
     """
 
@@ -50,9 +54,11 @@ class Engine:
         end_token_ids: Sequence[int],
         forbidden_ids: Sequence[int],
         cfg: EngineConfig,
+        image_cfg: ImageConfig,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._cfg, self._model_cfg = cfg, model_cfg
+        self._pixels = PixelReader()
         self._decode_text = decode_text
         self._merge_size = model_cfg.vision.spatial_merge_size
         self._rounds = Rounds(
@@ -64,6 +70,8 @@ class Engine:
             end_token_ids=end_token_ids,
             forbidden_ids=forbidden_ids,
             cfg=cfg,
+            image_cfg=image_cfg,
+            pixels=self._pixels,
             decode_text=decode_text,
         )
         self._changed = asyncio.Event()  # something arrived, or `close` was called
@@ -76,6 +84,7 @@ class Engine:
         self._changed = asyncio.Event()  # an engine may be opened again, on another event loop
         # One thread: rounds run one after the other, and XLA already uses every core within one.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._pixels.open()
         self._open = True
         self._task = asyncio.create_task(self._serve(self._executor), name="engine")
         return self
@@ -107,6 +116,7 @@ class Engine:
 
         Raises:
           ConfigError: no slot holds the request; it names the limit and the key to change.
+          ImageError: the newest screenshot cannot be decoded.
           PolicyError: the policy in use gives NaN.
           ValueError: the request contradicts itself.
           RuntimeError: the engine is not open, or closed while the request waited.
@@ -122,6 +132,7 @@ class Engine:
             raise ValueError("a request with stop strings, and the engine has no decode_text")
         if not self._open:
             raise RuntimeError("sample() outside of `async with engine`")
+        request = await self._with_pixels(request)
         visual = requests.visual_tokens(request, self._merge_size)
         counts = [visual[key] for key in request.image_keys]
         contents_c = contents(
@@ -132,6 +143,20 @@ class Engine:
         self._rounds.waiting.append(Job(request, positions_3c, contents_c, visual, future, now_s))
         self._changed.set()
         return await future
+
+    async def _with_pixels(self, request: SampleRequest) -> SampleRequest:
+        """Its newest screenshot decoded, unless its tokens are there. Those before it were newest
+        once, and are rarely needed again."""
+        *before, newest = request.patches or (None,)
+        if not isinstance(newest, CompressedPatches):
+            return request
+        key = request.image_keys[-1]
+        if self._rounds.has_tokens_of(key):
+            return request
+        patches_pc = await self._pixels.read(key, newest)
+        if not self._open:
+            raise RuntimeError("the engine closed as a request waited")
+        return dataclasses.replace(request, patches=(*before, patches_pc))
 
     def release(self, episode: str) -> None:
         """The episode has no further turn: others may have its slot."""
@@ -172,6 +197,8 @@ class Engine:
             "engine/cache_hits": totals["cached_tokens"] / max(1, totals["context_tokens"]),
             "engine/images_encoded": totals["images_encoded"],
             "engine/images_cached": totals["images_cached"],
+            "engine/images_read": self._pixels.screens,
+            "engine/images_cpu_s": self._pixels.cpu_s,
             "engine/queue_s": seconds["queue"] / max(1, totals["admitted"]),
             "engine/slot_use": seconds["slots"] / max(1e-9, seconds["round"] * self._cfg.num_slots),
             "engine/busy_s": busy_s,
@@ -189,6 +216,7 @@ class Engine:
             await self._task
             self._executor.shutdown()
             self._task = self._executor = None
+            self._pixels.close()
         for job in [*self._rounds.waiting, *self._rounds.running]:
             if not job.future.done():
                 job.future.set_exception(RuntimeError("the engine closed as a request waited"))

@@ -25,6 +25,7 @@ from flax import nnx
 
 from uirl_jax.chat import Message, without_repeats
 from uirl_jax.engine import completions, requests
+from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.server_calls import ServerCalls
 from uirl_jax.engine.weights import check_fits
@@ -32,6 +33,7 @@ from uirl_jax.errors import ConfigError, ContextError, EngineError
 from uirl_jax.metrics import key_values
 from uirl_jax.models import peft_adapters
 from uirl_jax.models.qwen2_vl_weights import adapters_to_numpy
+from uirl_jax.vision_inputs import CompressedPatches
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class OpenAIEngine:
         self._forbidden_ids = frozenset(int(token_id) for token_id in forbidden_ids)
         self._image_token_id, self._as_read = image_token_id, as_read
         self._calls = ServerCalls(cfg.openai)
+        self._pixels = PixelReader()
         self._next_policy = _Policy(lora, policy_version)
         self._asked: _Policy | None = None  # the last that the server was asked to load
         self._loading: asyncio.Task[str] | None = None  # it; gives the name to sample from
@@ -104,6 +107,8 @@ class OpenAIEngine:
         stack = AsyncExitStack()
         try:
             await stack.enter_async_context(self._calls)
+            self._pixels.open()
+            stack.callback(self._pixels.close)
             self._places = asyncio.Semaphore(self._cfg.openai.concurrency)
             self._load_lock = asyncio.Lock()
             self._changed_s = time.perf_counter()
@@ -143,6 +148,7 @@ class OpenAIEngine:
           ConfigError: a limit is exceeded, or the server does not read what `chat` writes.
           ContextError: the server would misread this one context.
           EngineError: the server cannot be reached, or answers with something it must not.
+          ImageError: the newest screenshot cannot be decoded.
           RuntimeError: the engine is not open.
         """
         requests.check_settings(request, self._cfg)
@@ -156,6 +162,9 @@ class OpenAIEngine:
                 f"the server's tokenizer makes {len(expected)} tokens of a context of "
                 f"{len(request.context_ids)}, and {self._max_context} are the limit"
             )
+        if request.patches and isinstance(newest := request.patches[-1], CompressedPatches):
+            # The server cuts it itself. A screen that is none would be its error, not the task's.
+            await self._pixels.check(request.image_keys[-1], newest)
         arrived_s = time.perf_counter()
         async with self._places:
             self._seconds["queue"] += time.perf_counter() - arrived_s
@@ -242,6 +251,8 @@ class OpenAIEngine:
             "engine/requests": totals["requests"],
             "engine/tokens_sampled": totals["tokens_sampled"],
             "engine/decode_tokens_per_s": totals["tokens_sampled"] / max(busy_s, 1e-9),
+            "engine/images_read": self._pixels.screens,
+            "engine/images_cpu_s": self._pixels.cpu_s,
             "engine/queue_s": seconds["queue"] / max(1, totals["admitted"]),
             "engine/busy_s": busy_s,
             "engine/idle_s": seconds["idle"] + since_s * (self._running == 0),

@@ -25,6 +25,7 @@ from uirl_jax.engine import sampling
 from uirl_jax.engine.weights import Weights, merge
 from uirl_jax.models import qwen2_vl
 from uirl_jax.models.kv_cache import KVCache
+from uirl_jax.vision_inputs import ImageConfig
 
 # What the dimensions of the buffers mean, for models.sharding: slots over the data axes, heads over
 # the model's; any slot may read any visual token.
@@ -77,7 +78,7 @@ class Decoded(NamedTuple):
 class Programs(NamedTuple):
     """Jitted; the first argument of each, a buffer, is donated.
 
-    encode(table_md, weights, patches_ipf, patch_positions_ip2, patch_segments_ip, row_m)
+    encode(table_md, weights, patches_ipc, patch_positions_ip2, patch_segments_ip, row_m)
       -> table_md; row_m int32[M']: the table's row of every visual token, one past the last: none.
     prefill(cache, weights, table_md, slot_b, start_b, token_ids_bt, vision_index_bt,
       positions_3bt, *, places) -> cache
@@ -101,6 +102,7 @@ def make_programs(
     end_token_ids: Sequence[int],
     forbidden_v: np.ndarray,
     decode_steps: int,
+    image_cfg: ImageConfig,
     cache_sharding: Any = None,
     table_sharding: Any = None,
 ) -> Programs:
@@ -110,6 +112,7 @@ def make_programs(
       end_token_ids: sampling any of them ends a row.
       forbidden_v: bool[V], never sampled.
       decode_steps: the most that a call may be asked for.
+      image_cfg: what the levels of a screenshot mean to the model.
       cache_sharding, table_sharding: where the buffers lie; left to the compiler they may come back
         placed otherwise, and the next call compiles again.
     """
@@ -119,12 +122,13 @@ def make_programs(
     def encode(
         table_md: jax.Array,
         weights: Weights,
-        patches_ipf: jax.Array,
+        patches_ipc: jax.Array,
         patch_positions_ip2: jax.Array,
         patch_segments_ip: jax.Array,
         row_m: jax.Array,
     ) -> jax.Array:
         model, _ = merge(graphdef, weights)
+        patches_ipf = qwen2_vl.pixel_values(patches_ipc, image_cfg)
         visual_md = qwen2_vl.encode_images(
             model, patches_ipf, patch_positions_ip2, patch_segments_ip
         )

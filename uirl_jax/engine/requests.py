@@ -16,6 +16,8 @@ from uirl_jax.chat import Message
 from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.untrusted_http import check_base_url
 
+Patches = np.ndarray | vision_inputs.CompressedPatches
+
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows float32; 0 itself means greedy
 
 
@@ -130,8 +132,9 @@ class SampleRequest:
     """One turn to sample. Screenshots come in the order of their placeholders in context_ids."""
 
     context_ids: np.ndarray  # int32[C]
-    # float32[P,F] each, of vision_inputs.process_image.
-    patches: tuple[np.ndarray | vision_inputs.CompressedPatches, ...]
+    # uint8[P,C] each, of vision_inputs.cut_image. An engine reads what is compressed when it needs
+    # it, and raises ImageError where it cannot.
+    patches: tuple[Patches, ...]
     grids: tuple[tuple[int, int, int], ...]  # (t, h, w) each
     image_keys: tuple[str, ...]  # screenshots with equal keys are the same, and encoded once
     max_new_tokens: int
@@ -170,14 +173,14 @@ class PlacedImage:
     row: int
     start: int  # first patch within the row
     segment: int  # from 1, distinct within the row
-    patches_pf: np.ndarray | vision_inputs.CompressedPatches
+    patches_pc: Patches
     grid_thw: tuple[int, int, int]
 
 
 class ImageArrays(NamedTuple):
     """Screenshots in the rows of the vision tower, and where their tokens go in the table."""
 
-    patches_ipf: np.ndarray
+    patches_ipc: np.ndarray  # uint8
     patch_positions_ip2: np.ndarray
     patch_segments_ip: np.ndarray
     row_m: np.ndarray  # int32, one past the table's last at padding
@@ -197,7 +200,7 @@ def validated_positions(
     """
     length = len(request.context_ids)
     check_settings(request, cfg)
-    largest = max((len(patches_pf) for patches_pf in request.patches), default=0)
+    largest = max((len(patches_pc) for patches_pc in request.patches), default=0)
     if largest > cfg.image_row_patches:
         raise ConfigError(
             f"a screenshot of {largest} patches is larger than a row of the vision tower, "
@@ -215,9 +218,9 @@ def validated_positions(
             f"tokens, and the engine keeps {cfg.table_rows(merge_size)}: raise engine.image_tokens "
             "or keep fewer screenshots"
         )
-    for patches_pf, grid_thw in zip(request.patches, request.grids, strict=True):
-        if len(patches_pf) != math.prod(grid_thw):
-            raise ValueError(f"{len(patches_pf)} patches for an image of grid {grid_thw}")
+    for patches_pc, grid_thw in zip(request.patches, request.grids, strict=True):
+        if len(patches_pc) != math.prod(grid_thw):
+            raise ValueError(f"{len(patches_pc)} patches for an image of grid {grid_thw}")
     if request.context_ids[-1] == image_token_id:
         raise ValueError("a context that ends with a visual token: an image is cut, or no text")
     try:
@@ -263,7 +266,7 @@ def visual_tokens(request: SampleRequest, merge_size: int) -> dict[str, int]:
 def place_image(
     placed: dict[str, PlacedImage],
     key: str,
-    patches_pf: np.ndarray | vision_inputs.CompressedPatches,
+    patches_pc: Patches,
     grid_thw: tuple[int, int, int],
     cfg: EngineConfig,
 ) -> bool:
@@ -274,12 +277,12 @@ def place_image(
     row, start, segment = 0, 0, 1
     if placed:
         last = next(reversed(placed.values()))
-        row, start, segment = last.row, last.start + len(last.patches_pf), last.segment + 1
-        if start + len(patches_pf) > cfg.image_row_patches:
+        row, start, segment = last.row, last.start + len(last.patches_pc), last.segment + 1
+        if start + len(patches_pc) > cfg.image_row_patches:
             row, start, segment = row + 1, 0, 1
     if row >= cfg.image_rows[-1]:
         return False
-    placed[key] = PlacedImage(row, start, segment, patches_pf, grid_thw)
+    placed[key] = PlacedImage(row, start, segment, patches_pc, grid_thw)
     return True
 
 
@@ -289,7 +292,7 @@ def image_arrays(
     cfg: EngineConfig,
     *,
     merge_size: int,
-    patch_features: int,
+    patch_levels: int,
 ) -> ImageArrays:
     """The arrays of one call, in the smallest number of rows that holds the screenshots.
 
@@ -300,14 +303,14 @@ def image_arrays(
     rows, patches = smallest(cfg.image_rows, used), cfg.image_row_patches
     tokens = patches // merge_size**2
     arrays = ImageArrays(
-        np.zeros((rows, patches, patch_features), np.float32),
+        np.zeros((rows, patches, patch_levels), np.uint8),
         np.zeros((rows, patches, 2), np.int32),
         np.zeros((rows, patches), np.int32),
         np.full(rows * tokens, cfg.table_rows(merge_size), np.int32),
     )
     for key, image in placed.items():
-        span = slice(image.start, image.start + len(image.patches_pf))
-        arrays.patches_ipf[image.row, span] = image.patches_pf
+        span = slice(image.start, image.start + len(image.patches_pc))
+        arrays.patches_ipc[image.row, span] = image.patches_pc
         arrays.patch_positions_ip2[image.row, span] = vision_inputs.patch_positions(
             image.grid_thw, merge_size
         )

@@ -8,6 +8,7 @@ this, read it first. The jitted `programs` do the work on the device, `jobs` lay
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from uirl_jax.engine import requests
 from uirl_jax.engine.jobs import Job, decode_rows, prefill_arrays
+from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.programs import CACHE_AXES, TABLE_AXES, Decoded, make_programs
 from uirl_jax.engine.requests import EngineConfig, SampleResult
 from uirl_jax.engine.slots import SlotPool
@@ -29,6 +31,7 @@ from uirl_jax.engine.weights import Weights, check_fits, prepare, with_adapters
 from uirl_jax.errors import PolicyError
 from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.kv_cache import KVCache
+from uirl_jax.vision_inputs import ImageConfig
 
 
 class Policy(NamedTuple):
@@ -44,9 +47,10 @@ class Rounds:
     """The buffers on the device, and who has which part of them.
 
     The worker thread's own, but for what the event loop may do at any time: append to `waiting`,
-    `set_policy`, release an episode in `pool`, and read the counters.
+    `set_policy`, release an episode in `pool`, ask `has_tokens_of`, and read the counters.
 
-    Args: those of `engine.Engine`.
+    Args:
+      pixels: open while rounds run; the others are those of `engine.Engine`.
     """
 
     def __init__(
@@ -60,9 +64,11 @@ class Rounds:
         end_token_ids: Sequence[int],
         forbidden_ids: Sequence[int],
         cfg: EngineConfig,
+        image_cfg: ImageConfig,
+        pixels: PixelReader,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._cfg, self._model_cfg = cfg, model_cfg
+        self._cfg, self._model_cfg, self._pixels = cfg, model_cfg, pixels
         # Placed once, and what is made here beside it: jit tells an array that was placed from one
         # that merely lies somewhere, and would compile again for it.
         lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), lora)
@@ -93,6 +99,7 @@ class Rounds:
             end_token_ids=[int(token_id) for token_id in end_token_ids],
             forbidden_v=forbidden_v,
             decode_steps=cfg.decode_steps,
+            image_cfg=image_cfg,
             cache_sharding=self._cache_sharding,
             table_sharding=self._table_sharding,
         )
@@ -104,6 +111,10 @@ class Rounds:
 
     def compile_count(self) -> int:
         return self._programs.compile_count()
+
+    def has_tokens_of(self, key: str) -> bool:
+        """The screenshot need not be read; not for sure: its rows may soon be others'."""
+        return self._table.holds(key)
 
     def set_policy(self, lora: nnx.State, version: int) -> None:
         """As `Engine.set_policy`."""
@@ -207,14 +218,20 @@ class Rounds:
         placed: dict[str, requests.PlacedImage] = {}
         for job in self.running:
             reading, request = job.reading or {}, job.request
-            for key, patches_pf, grid in zip(
+            for key, patches_pc, grid in zip(
                 request.image_keys, request.patches, request.grids, strict=True
             ):
                 known = key not in reading or key in placed or self._table.is_encoded(key)
-                if not known and not requests.place_image(placed, key, patches_pf, grid, self._cfg):
+                if not known and not requests.place_image(placed, key, patches_pc, grid, self._cfg):
                     break
         if not placed:
             return
+        # The newest of a request was read at its arrival; others whose tokens were given up here.
+        read = self._pixels.read_all(image.patches_pc for image in placed.values())
+        placed = {
+            key: dataclasses.replace(image, patches_pc=patches_pc)
+            for (key, image), patches_pc in zip(placed.items(), read, strict=True)
+        }
         started_s = time.perf_counter()
         rows = {key: self._table.rows_of(key) for key in placed}
         arrays = requests.image_arrays(
@@ -222,7 +239,7 @@ class Rounds:
             rows,
             self._cfg,
             merge_size=self._merge_size,
-            patch_features=self._model_cfg.vision.patch_features,
+            patch_levels=self._model_cfg.vision.patch_levels,
         )
         self._table_md = self._programs.encode(self._table_md, self.policy.weights, *arrays)
         for key in placed:

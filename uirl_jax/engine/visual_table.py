@@ -61,6 +61,11 @@ class VisualTable:
             if not entry.readers and not entry.encoded:
                 self._drop(key)
 
+    def holds(self, key: str) -> bool:
+        """Its tokens; any thread may ask, and the answer is soon old."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.encoded
+
     def is_encoded(self, key: str) -> bool:
         return self._entries[key].encoded
 

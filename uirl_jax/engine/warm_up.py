@@ -30,7 +30,7 @@ def call_everything(
         table_md = programs.encode(
             table_md,
             weights,
-            np.zeros((*shape, vision.patch_features), np.float32),
+            np.zeros((*shape, vision.patch_levels), np.uint8),
             np.zeros((*shape, 2), np.int32),
             np.zeros(shape, np.int32),
             nowhere_m,

@@ -139,6 +139,7 @@ def run_cold_start(
             supervised.SupervisedConfig(steps=cfg.steps, optimizer=optimizer, log_every=1),
             checkpoint_dir=workdir / "cold_start" / "checkpoints",
             vision_trainable="visual" in trainable,
+            image_cfg=model.image_cfg,
             on_step=on_step,
             on_restore=writer.truncate_from,
             dropout_seed=seed,

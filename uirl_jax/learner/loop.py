@@ -111,6 +111,7 @@ def run_learner(
         recompute_old=algorithm_cfg.recompute_old,
         temperature=temperature,
         forbidden_ids=forbidden_ids,
+        image_cfg=model.image_cfg,
         dropout_seed=seed,
         state_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
     )

@@ -21,6 +21,7 @@ from uirl_jax.learner.state import Critic, CriticConfig, TrainState, make_critic
 from uirl_jax.models import qwen2_vl, scoring, sharding
 from uirl_jax.rl import losses
 from uirl_jax.types import TrainBatch
+from uirl_jax.vision_inputs import PUBLISHED_IMAGES, ImageConfig
 
 Arrays = dict[str, jax.Array]
 Sums = dict[str, jax.Array]  # of the loss, and of metrics over the sampled tokens
@@ -164,6 +165,7 @@ def make_steps(
     recompute_old: bool = False,
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
+    image_cfg: ImageConfig = PUBLISHED_IMAGES,
     dropout_seed: int = 0,
     state_shardings: Any = None,
 ) -> Steps:
@@ -181,6 +183,7 @@ def make_steps(
         dropout makes them differ, so with dropout there is one in any case.
       temperature, forbidden_ids: as the actor samples, so that both mean the same distribution:
         without them old and behaviour differ by what the forbidden tokens would have got.
+      image_cfg: of the model's directory: what the levels of a screenshot mean to it.
       dropout_seed: with it, and with `at`, the adapters' dropout draws what it zeroes
         (LoraConfig.dropout). Only passes that gradients are taken of drop anything.
       state_shardings: where a step leaves the train state. Left to the compiler it may come out
@@ -197,7 +200,7 @@ def make_steps(
     ) -> jax.Array:
         return qwen2_vl.encode_images(
             model,
-            batch["patches_ipf"],
+            qwen2_vl.pixel_values(batch["patches_ipc"], image_cfg),
             batch["patch_positions_ip2"],
             batch["patch_segments_ip"],
             adapters=adapters,

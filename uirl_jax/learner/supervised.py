@@ -20,6 +20,7 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.types import TrainBatch
+from uirl_jax.vision_inputs import ImageConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ def train(
     *,
     checkpoint_dir: Path,
     vision_trainable: bool,
+    image_cfg: ImageConfig,
     on_step: Callable[[int, dict[str, float]], None],
     on_restore: Callable[[int], object] = lambda step: None,
     dropout_seed: int = 0,
@@ -52,6 +54,7 @@ def train(
 
     Args:
       batches_at: of a step, all of one update; equal steps must give equal batches.
+      image_cfg: of the model's directory.
       on_step: called every `log_every` steps with the step and its metrics.
       on_restore: called once with the first step that is (again) to come.
       stop: ends the training after the step that is being made.
@@ -65,6 +68,7 @@ def train(
         optimizer,
         PolicyLossConfig(),
         vision_trainable=vision_trainable,
+        image_cfg=image_cfg,
         dropout_seed=dropout_seed,
     )
     state = learner_state.init_state(trainable, optimizer)

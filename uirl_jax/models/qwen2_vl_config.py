@@ -35,8 +35,13 @@ class VisionConfig:
         return int(self.embed_dim * self.mlp_ratio)
 
     @property
+    def patch_levels(self) -> int:
+        """Of one patch of a still image, before it is repeated in time."""
+        return self.in_channels * self.patch_size**2
+
+    @property
     def patch_features(self) -> int:
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+        return self.patch_levels * self.temporal_patch_size
 
 
 @dataclasses.dataclass(frozen=True)

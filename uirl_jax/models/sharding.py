@@ -89,7 +89,7 @@ BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
             name: ("batch", None)
             for name in ("turn_ids_bt", "advantages_bt", "weights_bt", "values_bt", "returns_bt")
         },
-        "patches_ipf": ("images", None, None),
+        "patches_ipc": ("images", None, None),
         "patch_positions_ip2": ("images", None, None),
         "patch_segments_ip": ("images", None),
     }

@@ -1,8 +1,8 @@
 """What an encoded screenshot says about itself, found without decoding it.
 
 On the data path: the client asks it about every image that a verifier sends, on the event loop.
-Whether the pixels are there is seen where they are needed, when `actor.rollout` makes patches of
-them. No Pillow here: opening a file with it inflates texts and allocates canvases.
+Whether the pixels are there is seen where they are needed, when an engine decodes them. No Pillow
+here: opening a file with it inflates texts and allocates canvases.
 """
 
 import struct

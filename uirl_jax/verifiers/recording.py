@@ -46,7 +46,7 @@ class Recording:
         """The screenshot before the next action; how many tokens a policy would read there."""
         key = hashlib.sha256(encoded).hexdigest()
         self._images[key] = encoded
-        self._grids[key] = vision_inputs.process_image(image, self._image_cfg)[1]
+        self._grids[key] = vision_inputs.image_grid(image.size, self._image_cfg)
         self._keys.append(key)
         self._context = self._chat.context(
             self._instruction,

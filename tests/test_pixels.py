@@ -1,0 +1,130 @@
+"""Screenshots that come to an engine compressed: read once, in threads, and refused alone."""
+
+import asyncio
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.engine_world import make_policy, new_engine, request, sample_all
+from uirl_jax.engine.engine import SampleRequest
+from uirl_jax.engine.pixels import PixelReader
+from uirl_jax.errors import ImageError
+from uirl_jax.vision_inputs import CompressedPatches, ImageConfig
+
+CFG = ImageConfig(patch_size=4, min_pixels=64)
+SIZE_PX = (16, 16)  # the grid of engine_world's screenshot a
+
+
+def png(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    pixels_hwc = np.random.default_rng(seed).integers(0, 256, (*SIZE_PX, 3), np.uint8)
+    Image.fromarray(pixels_hwc).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def compressed(seed: int = 0, *, whole: bool = True) -> CompressedPatches:
+    data = png(seed)
+    return CompressedPatches(data if whole else data[:60] + bytes(30) + data[90:], SIZE_PX, CFG)
+
+
+def read_with(work) -> PixelReader:
+    """A reader that `await work(reader)` was done with."""
+    reader = PixelReader()
+
+    async def run() -> None:
+        reader.open()
+        async with asyncio.timeout(60):
+            await work(reader)
+        reader.close()
+
+    asyncio.run(run())
+    return reader
+
+
+def test_reader_reads_a_screenshot_once_for_all_who_hold_it():
+    async def work(reader: PixelReader) -> None:
+        first, second = await asyncio.gather(*[reader.read("key", compressed()) for _ in range(2)])
+        assert first is second is await reader.read("key", compressed())
+        np.testing.assert_array_equal(first, np.asarray(compressed()))
+        assert reader.screens == 1
+        del first, second
+        await asyncio.sleep(0)  # the event loop itself held them for this step
+        await reader.read("key", compressed())
+        assert reader.screens == 2, "nobody held it: nothing is kept"
+
+    assert read_with(work).cpu_s > 0
+
+
+@pytest.mark.parametrize("how", ["read", "check"])
+def test_reader_tells_everybody_who_waits_that_it_is_no_picture(how):
+    async def work(reader: PixelReader) -> None:
+        asked = [getattr(reader, how)("key", compressed(whole=False)) for _ in range(2)]
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(error) for error in errors] == [ImageError, ImageError]
+
+    assert read_with(work).screens == 1
+
+
+def test_reader_goes_on_for_others_where_one_who_waits_is_cancelled():
+    async def work(reader: PixelReader) -> None:
+        first, second = (asyncio.create_task(reader.read("key", compressed())) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        np.testing.assert_array_equal(await second, np.asarray(compressed()))
+        assert first.cancelled()
+
+    assert read_with(work).screens == 1
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return new_engine(make_policy())
+
+
+def with_newest(asked: SampleRequest, newest: object, key: str) -> SampleRequest:
+    patches = (*asked.patches[:-1], newest)
+    return dataclasses.replace(asked, patches=patches, image_keys=("b", key))
+
+
+def test_engine_decodes_a_screenshot_once_and_a_broken_one_fails_alone(engine):
+    asked = request(0, 5, "ba")
+
+    async def run() -> list:
+        async with engine, asyncio.timeout(600):
+            first = await asyncio.gather(
+                engine.sample(with_newest(asked, np.asarray(compressed()), "array")),
+                *[engine.sample(with_newest(asked, compressed(), "png")) for _ in range(3)],
+                engine.sample(with_newest(asked, compressed(whole=False), "broken")),
+                return_exceptions=True,
+            )
+            read = engine.metrics()["engine/images_read"]
+            await engine.sample(request(3, 4))  # else the engine still has its last job, and array
+            again = await engine.sample(with_newest(asked, compressed(), "png"))
+            assert engine.metrics()["engine/images_read"] == read, "its tokens are in the table"
+            return [read, again, *first]
+
+    read, again, expected, *same, error = asyncio.run(run())
+    assert read == 2, "png once for three that wait for it, and broken"
+    assert isinstance(error, ImageError)
+    for result in (again, *same):
+        np.testing.assert_array_equal(result.token_ids, expected.token_ids)
+        np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+    assert engine.metrics()["engine/failed_rounds"] == 0
+
+
+def test_engine_decodes_older_screenshots_whose_tokens_it_lacks(engine):
+    asked = request(1, 5, "ab")
+    older = compressed(1)
+
+    def with_older(first: object, key: str) -> SampleRequest:
+        patches = (first, asked.patches[1])
+        return dataclasses.replace(asked, patches=patches, image_keys=(key, "b"))
+
+    (expected,) = sample_all(engine, [with_older(np.asarray(older), "array 1")])
+    before = engine.metrics()["engine/images_read"]
+    (result,) = sample_all(engine, [with_older(older, "png 1")])
+    assert engine.metrics()["engine/images_read"] == before + 1
+    np.testing.assert_array_equal(result.token_ids, expected.token_ids)

@@ -1,0 +1,93 @@
+"""Screenshots on their way into an engine: decoded and cut in threads, each once while needed.
+
+Between an engine's `sample`, on the event loop, and what it does with the pixels: 22 ms of CPU for
+a 1280x800 screen, which neither the loop nor the device should wait for. Pillow and numpy release
+the interpreter's lock for nearly all of it. Which screenshots have to be read is the engine's to
+know.
+"""
+
+import asyncio
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from uirl_jax.vision_inputs import CompressedPatches
+
+MAX_THREADS = 16
+
+
+class PixelReader:
+    """Threads, and the patches that somebody still holds.
+
+    cpu_s and screens count what was read since the start.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self.screens = 0
+        self._counting = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._reading: dict[str, asyncio.Future[Any]] = {}
+        # Members of a group begin with one screenshot: whoever asks while another has it gets the
+        # same array.
+        self._held: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+
+    def open(self) -> None:
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="pixels")
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+
+    async def read(self, key: str, patches: CompressedPatches) -> np.ndarray:
+        """uint8[P,C]. Raises: ImageError where the screenshot cannot be decoded."""
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = await self._once(key, lambda: np.asarray(patches))
+        return found
+
+    async def check(self, key: str, patches: CompressedPatches) -> None:
+        """For an engine whose server cuts them itself. Raises: ImageError, as read."""
+        await self._once(key, patches.check)
+
+    def read_all(
+        self, some: Iterable[np.ndarray | CompressedPatches]
+    ) -> list[np.ndarray | CompressedPatches]:
+        """Those that are compressed are read side by side; not for the event loop."""
+
+        def one(patches: np.ndarray | CompressedPatches) -> np.ndarray:
+            if isinstance(patches, np.ndarray):
+                return patches
+            return self._timed(lambda: np.asarray(patches))
+
+        assert self._threads is not None  # a round of an engine that is open
+        return list(self._threads.map(one, some))
+
+    async def _once(self, key: str, work: Callable[[], Any]) -> Any:
+        if key not in self._reading:
+            loop = asyncio.get_running_loop()
+            reading = self._reading[key] = loop.run_in_executor(self._threads, self._timed, work)
+            reading.add_done_callback(lambda done: self._forget(key, done))
+        return await asyncio.shield(self._reading[key])  # others may wait for it, too
+
+    def _forget(self, key: str, done: asyncio.Future[Any]) -> None:
+        del self._reading[key]
+        if not done.cancelled():
+            done.exception()  # or asyncio complains where everybody who waited was cancelled
+
+    def _timed(self, work: Callable[[], Any]) -> Any:
+        started_s = time.thread_time()
+        try:
+            return work()
+        finally:
+            with self._counting:
+                self.cpu_s += time.thread_time() - started_s
+                self.screens += 1
