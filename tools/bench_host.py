@@ -4,12 +4,16 @@
 
 One `Player` plays so many episodes at once against a server in a process of its own that takes
 1.2 s for an action and answers with screenshots of a desktop, drawn and encoded beforehand. The
-engine answers at once with a click, so that all that this process does is the host's: HTTP, the
-checks of what comes back, contexts, records, and what is done to a screenshot before an engine sees
-it. Measured from when all episodes play, for a while: CPU seconds of this process over wall
-seconds; the high-water mark of its memory; turns; and how much later than 1.2 s after an answer of
-the engine an episode asks it again (`late_ms`, median). What one screenshot costs to decode and to
-cut into patches is told beside that.
+engine answers with a click, so that all that this process does is the host's (HTTP, the checks of
+what comes back, contexts, records) and the pixels, which are the engine's own input: it has them
+decoded and cut into patches as `engine.Engine` does, every screen as if it had never been seen. A
+second play is of an engine that has all their tokens and reads no pixel (`known`): the host alone.
+
+Measured from when all episodes play, for a while: CPU seconds over wall seconds of this process
+less those that the threads for pixels took (`cores`), and of these threads (`pixel_cores`); the
+high-water mark of its memory; turns; both a turn; and how much later than 1.2 s after an answer of
+the engine an episode asks it again (`late_ms`, median). What one screenshot costs to decode, to
+resize and to cut is told beside that.
 """
 
 import argparse
@@ -34,10 +38,17 @@ from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import desktop
-from uirl_jax.vision_inputs import ImageConfig, decode_image, process_image
+from uirl_jax.vision_inputs import (
+    PUBLISHED_IMAGES,
+    ImageConfig,
+    cut_image,
+    decode_image,
+    image_grid,
+)
 
 ACT_S = 1.2
 WARM_S = 4 * ACT_S  # until every episode has taken a turn or two
@@ -47,16 +58,17 @@ TARGETS = {"cores": 1.0, "peak_gib": 2.0}
 
 
 def measure(sizes: Sequence[str], episodes: int, seconds: float) -> dict[str, Any]:
-    """{"ours": {size: numbers}, "targets": ...}."""
-    return {
-        "ours": {size: measure_apart(size, episodes, seconds) for size in sizes},
-        "targets": TARGETS,
-    }
+    """{"ours": {play: numbers}, "targets": ...}."""
+    ours = {}
+    for size in sizes:
+        ours[size] = measure_apart("host", size, episodes, seconds)
+        ours[f"{size} known"] = measure_apart("host-known", size, episodes, seconds)
+    return {"ours": ours, "targets": TARGETS}
 
 
-def measure_apart(size: str, episodes: int, seconds: float) -> dict[str, float]:
-    """One size in a process of its own, whose high-water mark is its own too."""
-    command = [sys.executable, "-m", "tools.bench_host", "host", size, str(episodes), str(seconds)]
+def measure_apart(role: str, size: str, episodes: int, seconds: float) -> dict[str, float]:
+    """One play in a process of its own, whose high-water mark is its own too."""
+    command = [sys.executable, "-m", "tools.bench_host", role, size, str(episodes), str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -65,23 +77,27 @@ def format_table(result: dict[str, Any]) -> str:
     names = (
         "cores",
         "peak_gib",
+        "pixel_cores",
         "turns_per_s",
-        "cpu_ms_a_turn",
-        "decode_cpu_ms",
-        "patches_cpu_ms",
+        "ms_a_turn",
+        "pixel_ms_a_turn",
+        "decode_ms",
+        "resize_ms",
+        "cut_ms",
         "late_ms",
     )
-    lines = [f"{'':12}" + "".join(f"{name:>16}" for name in names)]
-    for size, numbers in result["ours"].items():
-        lines.append(f"{size:12}" + "".join(f"{numbers[name]:16.2f}" for name in names))
+    lines = [f"{'':16}" + "".join(f"{name:>16}" for name in names)]
+    for play, numbers in result["ours"].items():
+        lines.append(f"{play:16}" + "".join(f"{numbers[name]:16.2f}" for name in names))
     limits = "".join(f"{TARGETS[name]:16.2f}" if name in TARGETS else "" for name in names)
-    return "\n".join([*lines, f"{'at most':12}{limits}"])
+    return "\n".join([*lines, f"{'at most':16}{limits}"])
 
 
 class ClickingEngine:
-    """Answers at once: a click on another place every time. A `SamplingEngine`."""
+    """Answers a click on another place every time, once it has the pixels. A `SamplingEngine`."""
 
-    def __init__(self, chat: Chat, size: tuple[int, int]) -> None:
+    def __init__(self, chat: Chat, size: tuple[int, int], pixels: PixelReader | None) -> None:
+        self._pixels = pixels
         places = ((x * size[0] // 8, y * size[1] // 8) for x in range(1, 8) for y in range(1, 8))
         self._answers = itertools.cycle(
             [chat.completion_ids(f"click({x}, {y})") for x, y in places]
@@ -95,7 +111,10 @@ class ClickingEngine:
         now_s = time.perf_counter()
         if request.episode in self._answered_s:
             self.between_s.append(now_s - self._answered_s[request.episode])
-        self._answered_s[request.episode] = now_s
+        if self._pixels is not None:
+            # The server has few screens; a key of its own makes each a new one.
+            await self._pixels.read(f"{self.turns}", request.patches[-1])
+        self._answered_s[request.episode] = time.perf_counter()
         ids = next(self._answers)
         logprobs = np.full(len(ids), -0.5, np.float32)
         return SampleResult(ids, logprobs, 0, True, logprobs, np.zeros(len(ids), np.int32))
@@ -110,11 +129,15 @@ class ClickingEngine:
         return {"engine/requests": float(self.turns)}
 
 
-async def play(url: str, size: tuple[int, int], episodes: int, seconds: float) -> dict[str, float]:
+async def play(
+    url: str, size: tuple[int, int], episodes: int, seconds: float, *, known: bool
+) -> dict[str, float]:
     """The host's own numbers."""
-    image_cfg = ImageConfig()  # Qwen2-VL's
+    image_cfg = PUBLISHED_IMAGES
     chat = Chat(MODEL, ChatConfig(), image_cfg.merge_size)
-    engine = ClickingEngine(chat, size)
+    pixels = PixelReader()
+    pixels.open()
+    engine = ClickingEngine(chat, size, None if known else pixels)
     cfg = RolloutConfig(max_context_tokens=100_000, episode_timeout_s=600.0)
     async with Fleet(lambda: [url]) as fleet:
         player = Player(fleet, engine, chat, image_cfg, cfg, concurrency=episodes)
@@ -132,18 +155,23 @@ async def play(url: str, size: tuple[int, int], episodes: int, seconds: float) -
                 await asyncio.sleep(0.1)
             engine.between_s.clear()
             turns, cpu_s, start_s = engine.turns, time.process_time(), time.perf_counter()
+            pixels_s = pixels.cpu_s
             await asyncio.sleep(seconds)
             wall_s = time.perf_counter() - start_s
-            cpu_s, turns = time.process_time() - cpu_s, engine.turns - turns
+            pixels_s = pixels.cpu_s - pixels_s
+            cpu_s, turns = time.process_time() - cpu_s - pixels_s, engine.turns - turns
             between_s = statistics.median(engine.between_s)
             env_errors = player.statistics.read()["actor/env_errors"]
             for task in tasks:
                 task.cancel()
+    pixels.close()
     return {
         "cores": cpu_s / wall_s,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "turns_per_s": turns / wall_s,
-        "cpu_ms_a_turn": 1e3 * cpu_s / turns,
+        "pixel_cores": pixels_s / wall_s,
+        "ms_a_turn": 1e3 * cpu_s / turns,
+        "pixel_ms_a_turn": 1e3 * pixels_s / turns,
         **image_cpu_ms(size, image_cfg),
         "late_ms": 1e3 * (between_s - ACT_S),
         "env_errors": env_errors,
@@ -151,15 +179,20 @@ async def play(url: str, size: tuple[int, int], episodes: int, seconds: float) -
 
 
 def image_cpu_ms(size: tuple[int, int], cfg: ImageConfig) -> dict[str, float]:
-    """What a screenshot costs by itself: to decode it, and to make patches of it."""
-    took_s: dict[str, list[float]] = {"decode_cpu_ms": [], "patches_cpu_ms": []}
+    """What a screenshot costs by itself, CPU: to decode it, to resize it and to cut it."""
+    took_s: dict[str, list[float]] = {"decode_ms": [], "resize_ms": [], "cut_ms": []}
+    _, grid_h, grid_w = image_grid(size, cfg)
+    size_px = grid_w * cfg.patch_size, grid_h * cfg.patch_size
     for screen in list(itertools.islice(draw(size), 2)) * 5:
-        start_s = time.thread_time()
+        times_s = [time.thread_time()]
         image = decode_image(screen)
-        decoded_s = time.thread_time()
-        process_image(image, cfg)
-        took_s["decode_cpu_ms"].append(decoded_s - start_s)
-        took_s["patches_cpu_ms"].append(time.thread_time() - decoded_s)
+        times_s.append(time.thread_time())
+        image = image.resize(size_px, Image.Resampling.BICUBIC)
+        times_s.append(time.thread_time())
+        cut_image(image, cfg)
+        times_s.append(time.thread_time())
+        for name, (before_s, after_s) in zip(took_s, itertools.pairwise(times_s), strict=True):
+            took_s[name].append(after_s - before_s)
     return {name: 1e3 * statistics.median(each_s) for name, each_s in took_s.items()}
 
 
@@ -228,14 +261,15 @@ def serve(size: tuple[int, int]) -> None:
     asyncio.run(run())
 
 
-async def host(size: str, episodes: int, seconds: float) -> dict[str, float]:
+async def host(size: str, episodes: int, seconds: float, *, known: bool) -> dict[str, float]:
     """Starts the server, plays against it, ends it."""
     server = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tools.bench_host", "serve", size), stdin=-1, stdout=-1
     )
     try:
         port = int(await server.stdout.readline())
-        return await play(f"http://127.0.0.1:{port}", _pixels(size), episodes, seconds)
+        url = f"http://127.0.0.1:{port}"
+        return await play(url, _pixels(size), episodes, seconds, known=known)
     finally:
         server.terminate()
         await server.wait()
@@ -249,7 +283,7 @@ def _pixels(size: str) -> tuple[int, int]:
 def main() -> None:
     """The server's process, and the host's (used by `python -m tools.bench host`)."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench_host", allow_abbrev=False)
-    parser.add_argument("role", choices=("serve", "host"))
+    parser.add_argument("role", choices=("serve", "host", "host-known"))
     parser.add_argument("size")
     parser.add_argument("episodes", type=int, nargs="?", default=256)
     parser.add_argument("seconds", type=float, nargs="?", default=20.0)
@@ -257,7 +291,8 @@ def main() -> None:
     if args.role == "serve":
         serve(_pixels(args.size))
     else:
-        print(json.dumps(asyncio.run(host(args.size, args.episodes, args.seconds))))
+        known = args.role == "host-known"
+        print(json.dumps(asyncio.run(host(args.size, args.episodes, args.seconds, known=known))))
 
 
 if __name__ == "__main__":
