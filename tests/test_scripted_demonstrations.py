@@ -1,5 +1,6 @@
 """Demonstrations of a cold start: new ones, or a few that are kept and come back in epochs."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from tests import tiny_model
 from uirl_jax import seeds
 from uirl_jax.chat import Chat, ChatConfig
-from uirl_jax.errors import RestartError, ShardError
+from uirl_jax.errors import ConfigError, RestartError, ShardError
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.models import loading
 from uirl_jax.types import TaskSpec
@@ -28,15 +29,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def make(model):
-    def make(demonstrator, episodes):
+    def make(demonstrator, episodes, *, kinds=KINDS, quality=1.0):
         return scripted_demonstrations.ScriptedDemonstrations(
             demonstrator,
             model,
             Chat(model.path, ChatConfig(), model.image_cfg.merge_size),
-            KINDS,
+            kinds,
             episodes=episodes,
             seed=5,
-            quality=1.0,
+            quality=quality,
         )
 
     return make
@@ -106,6 +107,20 @@ def test_told_to_stop_keeps_what_was_played(make, tmp_path, monkeypatch):
     with Stopping() as demonstrator, pytest.raises(RestartError, match="after 2 of 10"):
         make(demonstrator, 10).keep(tmp_path, stop)
     assert [path.name for path in tmp_path.iterdir()] == ["000000.tfrecord"]
+
+
+def test_what_did_not_solve_its_task_is_not_learnt_from(make, tmp_path, capsys):
+    hasty = [KINDS[0], dataclasses.replace(KINDS[1], max_turns=2)]  # of three that it takes
+    with Demonstrator() as demonstrator:
+        half = make(demonstrator, 6, kinds=hasty)
+        half.keep(tmp_path / "half")
+        assert {one.task.name for one in half.take(0, 12)} == {"desktop/click_button"}
+        assert "3 of 6 solved" in capsys.readouterr().out
+        with pytest.raises(ConfigError, match="no script solved desktop/enter_text"):
+            make(demonstrator, 2, kinds=hasty[1:]).keep(tmp_path / "none")
+        mistaken = make(demonstrator, 6, kinds=hasty, quality=0.5)
+        mistaken.keep(tmp_path / "mistaken")
+    assert len({one.task for one in mistaken.take(0, 6)}) == 6
 
 
 def test_a_broken_shard_of_demonstrations_is_said(make, tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 
 from uirl_jax import seeds
 from uirl_jax.chat import Chat
-from uirl_jax.errors import RestartError
+from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner import recorded_demonstrations
 from uirl_jax.metrics import Progress
 from uirl_jax.models.loading import PolicyModel
@@ -60,7 +60,11 @@ class ScriptedDemonstrations:
     def keep(self, directory: Path, stop: threading.Event | None = None) -> None:
         """Plays what is not in `directory` yet, if there is a number of them to be kept.
 
+        Scripts fail now and then. With quality 1 what did not solve its task is not learnt from;
+        below it, failures are the point.
+
         Raises:
+          ConfigError: no demonstration solved its task.
           ShardError: a file there that cannot be read or written.
           RestartError: `stop` was set; what was played is kept.
         """
@@ -83,6 +87,15 @@ class ScriptedDemonstrations:
             self._kept += read_shard(path)[1]
             progress.update(len(self._kept))
         progress.close()
+        if self._quality < 1.0:
+            return
+        self._kept = [one for one in self._kept if one.success]
+        print(
+            f"demonstrations: {len(self._kept)} of {self._episodes} solved their task", flush=True
+        )
+        if not self._kept:
+            names = ", ".join(sorted({kind.name for kind in self._kinds}))
+            raise ConfigError(f"cold_start: no script solved {names} within max_turns")
 
     def take(self, first: int, count: int) -> list[Trajectory]:
         """Those with the numbers first, first + 1, ...: equal numbers give equal ones."""
