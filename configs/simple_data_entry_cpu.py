@@ -36,7 +36,11 @@ def get_config() -> ConfigDict:
     cfg.engine.image_rows = (1, 4)
     cfg.engine.image_row_patches = 192
 
-    cfg.learner.steps = 60
+    cfg.algorithm.loss.kl_coefficient = 0.0
+    cfg.algorithm.drop_equal_groups = True
+    cfg.algorithm.minibatches = 4
+
+    cfg.learner.steps = 120
     cfg.learner.groups_per_step = 8
     cfg.learner.batch.rows = 8
     cfg.learner.batch.row_lengths = (832, 928, 1024)

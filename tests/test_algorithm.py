@@ -144,6 +144,25 @@ def test_learn_does_not_hang_on_the_layout_or_the_order_in_a_group(name: str):
         assert got[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
 
 
+def test_learn_without_equal_groups_computes_less_and_pulls_the_same_way():
+    cfg = dataclasses.replace(CONFIGS["grpo"], loss=PolicyLossConfig(kl_coefficient=0.0))
+    mixed, equal = groups([0.0, 1.0] * 8)[:1], groups([1.0] * 16)[1:]
+    expected, all_of_them, dropping = (
+        Learner(dataclasses.replace(cfg, drop_equal_groups=drop)) for drop in (False, False, True)
+    )
+    alone = expected.step(mixed)
+    whole = all_of_them.step([*mixed, *equal])
+    dropped = dropping.step([*mixed, *equal])
+    assert dropped["learner/tokens"] == alone["learner/tokens"] < whole["learner/tokens"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(dropping.state.trainable),
+        jax.device_get(expected.state.trainable),
+    )
+    # Nothing but equal ones: a step all the same, which changes nothing.
+    assert dropping.step(equal)["learner/grad_norm"] == 0.0
+
+
 def test_learn_with_equal_rewards_and_no_kl_changes_nothing():
     for cfg in (CONFIGS["grpo"], CONFIGS["dr_grpo"], CONFIGS["rloo"], CONFIGS["turns"]):
         cfg = dataclasses.replace(cfg, loss=PolicyLossConfig(kl_coefficient=0.0))
@@ -283,6 +302,10 @@ def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, argume
         ({"advantage": {"credit": "token"}}, "credit='token' it is 'batch' or 'none'"),
         ({"reward": {"overlong_max_tokens": 5}}, "overlong_buffer_tokens=0, expected 1 to"),
         ({"epochs": 0}, "algorithm.epochs"),
+        (
+            {"drop_equal_groups": True, "loss": {"kl_coefficient": 0.1}},
+            "needs loss.kl_coefficient=0",
+        ),
         ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
     ],
 )

@@ -51,6 +51,9 @@ class AlgorithmConfig:
     # Groups whose rewards are all equal teach nothing: taken out and refilled (DAPO's dynamic
     # sampling, arXiv:2503.14476, section 3.2).
     skip_equal_groups: bool = False
+    # Those groups are not computed: for a loss in which nothing but the advantage pulls. Means are
+    # over the other groups then.
+    drop_equal_groups: bool = False
     # A group that failed as a whole gets a stored success of its instance (learner.replay); needs
     # curriculum.instances, so that instances come back.
     replay: bool = False
@@ -64,6 +67,17 @@ class AlgorithmConfig:
             raise ConfigError(
                 "algorithm.aggregation='constant_length' needs algorithm.max_tokens, the most "
                 "tokens that an episode may sample (max_turns x max_new_tokens)"
+            )
+        within_groups = self.advantage.normalise not in ("batch", "none")
+        if self.drop_equal_groups and not (
+            within_groups
+            and self.advantage.credit == "episode"
+            and self.loss.kl_coefficient == self.loss.entropy_coefficient == 0.0
+        ):
+            raise ConfigError(
+                "algorithm.drop_equal_groups: there is more to learn from such a group than its "
+                "advantages of 0; it needs loss.kl_coefficient=0, loss.entropy_coefficient=0, "
+                "advantage.credit='episode' and advantages within groups"
             )
         if self.replay and self.objective == "policy" and self.loss.importance == "none":
             raise ConfigError(
@@ -96,7 +110,12 @@ def useful(group: Group, cfg: AlgorithmConfig) -> bool:
     """Whether a step may learn from the group; others are counted and replaced by fresh ones."""
     if cfg.objective == "imitation":
         return bool(kept(group, cfg))
-    return not cfg.skip_equal_groups or bool(np.ptp([of.reward for of in group]) > 0)
+    return not cfg.skip_equal_groups or differs(group)
+
+
+def differs(group: Group) -> bool:
+    """Whether its episodes were paid differently."""
+    return bool(np.ptp([of.reward for of in group]) > 0)
 
 
 def kept(group: Group, cfg: AlgorithmConfig) -> Group:
@@ -138,6 +157,8 @@ def learn(
     started_s = time.monotonic()
     if cfg.objective == "imitation":
         groups = [kept(group, cfg) for group in groups]
+    elif cfg.drop_equal_groups:
+        groups = [group for group in groups if differs(group)] or groups
     rng = np.random.default_rng([seed, int(state.step)])
     parts = [_Minibatch(of, make_batches(of)) for of in _split(groups, cfg.minibatches)]
     batched_s = time.monotonic()
