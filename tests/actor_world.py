@@ -49,6 +49,14 @@ def chat() -> Chat:
 
 
 @functools.cache
+def talking(action_format: str) -> Chat:
+    """The same tokenizer, another way to speak."""
+    chat()  # which writes the directory
+    cfg = ChatConfig(action_format=action_format, system_prompt="", prompt_template="{instruction}")
+    return Chat(Path(_temporary_directory().name), cfg, IMAGE_CFG.merge_size)
+
+
+@functools.cache
 def _temporary_directory():
     return tempfile.TemporaryDirectory()
 

@@ -1,0 +1,147 @@
+"""What people recorded, as a cold start's demonstrations."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import actor_world as world
+from tests import tiny_model
+from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.errors import ConfigError
+from uirl_jax.learner import cold_start, recorded_demonstrations
+from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.models import loading
+from uirl_jax.models.lora import LoraConfig
+from uirl_jax.shards import batching, reader
+from uirl_jax.shards.writer import write_shard
+from uirl_jax.types import Action, StopReason, TaskSpec
+from uirl_jax.verifiers.demonstrations import demonstrate
+
+TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=5)
+
+
+def scripted(task: TaskSpec, talk: Chat | None = None):
+    """The scripted demonstrator's episode: in place of a person's."""
+    return demonstrate(task, talk or world.chat(), world.IMAGE_CFG, np.random.default_rng(0))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """A folder of two solved demonstrations and one that is not."""
+    folder = tmp_path_factory.mktemp("demos")
+    for seed, cut in ((3, 9), (4, 9), (5, 1)):
+        told = scripted(dataclasses.replace(TEXT, seed=seed))
+        if cut < len(told.turns):
+            told = dataclasses.replace(
+                told, turns=told.turns[:cut], success=False, stop_reason=StopReason.MAX_TURNS
+            )
+        write_shard(folder / f"{seed}.tfrecord", [told], base_hash="", layout=world.layout())
+    return folder
+
+
+def test_demonstration_is_told_again_in_the_words_of_the_run(recorded):
+    other = world.talking("coordinates")
+    told = recorded_demonstrations.load([str(recorded)], other, world.IMAGE_CFG)
+    assert [len(one.turns) for one in told] == [3, 3, 1]
+    assert "3 recorded demonstrations, 2 of them solved, 7 turns" in (
+        recorded_demonstrations.describe(told)
+    )
+    for one in told[:2]:
+        expected = scripted(one.task, other)
+        for got, wanted in zip(one.turns, expected.turns, strict=True):
+            assert got.text == wanted.text and got.text.endswith((" click", " type"))
+            np.testing.assert_array_equal(got.context_ids, wanted.context_ids)
+            np.testing.assert_array_equal(got.token_ids, wanted.token_ids)
+    cfg = batching.BatchConfig(
+        rows=2,
+        row_lengths=(512,),
+        sampled_lengths=(128,),
+        image_rows=(16,),
+        patch_lengths=(192,),
+    )
+    batches = batching.make_batches(
+        told, image_cfg=world.IMAGE_CFG, image_token_id=other.image_token_id, cfg=cfg
+    )
+    trained = [  # of every turn the action's tokens and no other
+        other.decode(batch.token_ids_bt[row][batch.turn_ids_bt[row] == turn])
+        for batch in batches
+        for row in range(2)
+        for turn in range(1, batch.turn_ids_bt[row].max() + 1)
+    ]
+    assert sorted(trained) == sorted(turn.text for one in told for turn in one.turns)
+    assert all(
+        np.array_equal(batch.completion_mask_bt > 0, batch.turn_ids_bt > 0) for batch in batches
+    )
+
+
+def test_every_demonstration_is_picked_once_a_pass(recorded):
+    told = recorded_demonstrations.load([str(recorded)], world.chat(), world.IMAGE_CFG)
+    picked = [recorded_demonstrations.pick(told, index, seed=1).task.seed for index in range(30)]
+    passes = [picked[at : at + 3] for at in range(0, 30, 3)]
+    assert all(sorted(one) == [3, 4, 5] for one in passes)
+    assert len(set(map(tuple, passes))) > 1
+
+
+def test_folder_that_holds_no_demonstrations_is_told_with_all_its_faults(tmp_path, recorded):
+    (tmp_path / "broken.tfrecord").write_bytes((recorded / "3.tfrecord").read_bytes()[:-9])
+    drag = scripted(TEXT)
+    first = dataclasses.replace(drag.turns[0], action=Action("triple_click", x=1, y=1))
+    write_shard(
+        tmp_path / "unsaid.tfrecord",
+        [dataclasses.replace(drag, turns=(first,))],
+        base_hash="",
+        layout=world.layout(),
+    )
+    with pytest.raises(ConfigError) as told:
+        recorded_demonstrations.load(
+            [str(tmp_path), str(tmp_path / "none")], world.talking("ui_tars"), world.IMAGE_CFG
+        )
+    for part in ("broken.tfrecord", "unsaid.tfrecord: turn 0", "triple_click", "none: no *.tfrec"):
+        assert part in str(told.value)
+
+
+def test_learner_takes_no_demonstration_for_its_actors(tmp_path, recorded):
+    name = f"a0-{'0' * 32}-00000000-v0.tfrecord"
+    (tmp_path / "shards" / "a0").mkdir(parents=True)
+    (tmp_path / "shards" / "a0" / name).write_bytes((recorded / "3.tfrecord").read_bytes())
+    queue = reader.ShardQueue(tmp_path, "run", "base")
+    queue.poll()
+    assert queue.take_groups(1, 0, 10) is None
+    assert len(list((tmp_path / "quarantine").glob("*.reason"))) == 1
+
+
+def test_cold_start_learns_what_was_recorded(tmp_path, recorded):
+    model_dir = tiny_model.write(tmp_path / "model")
+    model = loading.load(model_dir, lora=LoraConfig(4, 8.0, ("attention", "mlp")), seed=0)
+    talk = Chat(
+        model_dir,
+        ChatConfig(system_prompt="", prompt_template="{instruction}"),
+        model.image_cfg.merge_size,
+    )
+    cfg = cold_start.ColdStartConfig(
+        steps=6,
+        episodes_per_step=2,
+        demonstrations=(str(recorded),),
+        optimizer=OptimizerConfig(lr=3e-2),
+    )
+    cold_start.run_cold_start(
+        cfg,
+        model,
+        talk,
+        [TaskSpec("desktop/no_such_task", 0)],  # no script is asked
+        workdir=tmp_path / "run",
+        seed=0,
+        batch_cfg=batching.BatchConfig(
+            rows=1,
+            row_lengths=(320,),
+            sampled_lengths=(160,),
+            image_rows=(8,),
+            patch_lengths=(192,),
+        ),
+    )
+    lines = (tmp_path / "run" / "cold_start" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["learner/loss"] for line in lines]
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
