@@ -4,16 +4,18 @@ Three actions of four are clicks at a uniformly random place of the screen, the 
 of what was said. Client, rollout, instances and judge stay those of the run.
 """
 
+import asyncio
+import contextlib
+
 import numpy as np
 
-from uirl_jax import actions
+from uirl_jax import actions, vision_inputs
 from uirl_jax.chat import Chat
 from uirl_jax.engine.requests import SampleRequest, SampleResult
+from uirl_jax.errors import ActionError
 from uirl_jax.types import Action
-from uirl_jax.verifiers import image_header
 
 _TYPED_SHARE = 0.25
-_MAX_SCREEN_PIXELS = 2**26  # the client has refused larger ones
 
 
 class RandomEngine:
@@ -23,17 +25,31 @@ class RandomEngine:
         self._chat = chat
 
     async def sample(self, request: SampleRequest) -> SampleResult:
+        """Raises: ImageError where the newest screenshot cannot be decoded, as every engine."""
+        image = await asyncio.to_thread(vision_inputs.decode_image, request.screenshots[-1])
+        screen = image.size
         rng = np.random.default_rng(request.seed)
-        screen = image_header.image_size(request.screenshots[-1], max_pixels=_MAX_SCREEN_PIXELS)
-        if rng.random() < _TYPED_SHARE:
-            said = " ".join(part for m in request.messages for part in m.parts if part)
-            action = Action("type", text=str(rng.choice(said.split())).strip("\"'.,"))
-        else:
-            action = Action("click", x=int(rng.integers(screen[0])), y=int(rng.integers(screen[1])))
-        text = actions.format_action(action, screen, self._chat.action_format, image_size=screen)
+        words = [
+            word for m in request.messages for part in m.parts if part for word in part.split()
+        ]
+        text = ""
+        if rng.random() < _TYPED_SHARE and words:
+            word = words[int(rng.integers(len(words)))].strip("\"'.,")
+            with contextlib.suppress(ActionError):  # no key types it, or the format has no typing
+                text = self._say(Action("type", text=word), screen, request)
+        if not text:
+            x, y = (int(rng.integers(side)) for side in screen)
+            text = self._say(Action("click", x=x, y=y), screen, request)
         ids = self._chat.completion_ids(text)
         logprobs = np.zeros(len(ids), np.float32)  # of no model: nothing is trained on it
         return SampleResult(ids, logprobs, 0, True, logprobs, np.zeros(len(ids), np.int32))
+
+    def _say(self, action: Action, screen: tuple[int, int], request: SampleRequest) -> str:
+        """In the words and the coordinates that the rollout will read."""
+        image_size = self._chat.image_size(request.grids[-1])
+        return actions.format_action(
+            action, screen, self._chat.action_format, image_size=image_size
+        )
 
     def release(self, episode: str) -> None:
         pass  # nothing is kept of it
