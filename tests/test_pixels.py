@@ -3,12 +3,14 @@
 import asyncio
 import dataclasses
 import io
+import threading
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.engine_world import make_policy, new_engine, request, sample_all
+from uirl_jax.engine import pixels
 from uirl_jax.engine.engine import SampleRequest
 from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.errors import ImageError
@@ -77,6 +79,30 @@ def test_reader_goes_on_for_others_where_one_who_waits_is_cancelled():
         assert first.cancelled()
 
     assert read_with(work).screens == 1
+
+
+def test_reader_that_closes_tells_who_waits_and_cancels_nobody(monkeypatch):
+    monkeypatch.setattr(pixels, "MAX_THREADS", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(CompressedPatches):
+        def check(self) -> None:
+            begun.set()
+            assert go_on.wait(60)
+
+    async def run() -> list:
+        reader = PixelReader()
+        reader.open()
+        slow = Slow(png(0), SIZE_PX, CFG)
+        waiting = [asyncio.create_task(reader.check(key, slow)) for key in ("first", "second")]
+        await asyncio.to_thread(begun.wait, 60)
+        threading.Timer(0.1, go_on.set).start()
+        reader.close()
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    first, second = asyncio.run(run())
+    assert first is None
+    assert isinstance(second, RuntimeError) and "engine closed" in str(second)
 
 
 @pytest.fixture(scope="module")

@@ -48,14 +48,19 @@ class PixelReader:
             self._threads = None
 
     async def read(self, key: str, patches: CompressedPatches) -> np.ndarray:
-        """uint8[P,C]. Raises: ImageError where the screenshot cannot be decoded."""
+        """uint8[P,C].
+
+        Raises:
+          ImageError: the screenshot cannot be decoded.
+          RuntimeError: the reader was closed before its turn came.
+        """
         found = self._held.get(key)
         if found is None:
             found = self._held[key] = await self._once(key, lambda: np.asarray(patches))
         return found
 
     async def check(self, key: str, patches: CompressedPatches) -> None:
-        """For an engine whose server cuts them itself. Raises: ImageError, as read."""
+        """For an engine whose server cuts them itself. Raises: as read."""
         await self._once(key, patches.check)
 
     def read_all(
@@ -76,7 +81,13 @@ class PixelReader:
             loop = asyncio.get_running_loop()
             reading = self._reading[key] = loop.run_in_executor(self._threads, self._timed, work)
             reading.add_done_callback(lambda done: self._forget(key, done))
-        return await asyncio.shield(self._reading[key])  # others may wait for it, too
+        reading = self._reading[key]
+        try:
+            return await asyncio.shield(reading)  # others may wait for it, too
+        except asyncio.CancelledError:
+            if reading.cancelled() and not asyncio.current_task().cancelling():
+                raise RuntimeError("the engine closed as a request waited") from None
+            raise
 
     def _forget(self, key: str, done: asyncio.Future[Any]) -> None:
         del self._reading[key]
