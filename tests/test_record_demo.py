@@ -88,14 +88,21 @@ class TestInChromium:
                 turns = await page.locator("#turns").inner_text()
                 await page.locator("#save").click()
                 await page.get_by_text("demonstration 2 of 2").wait_for()
+                # Faster than the pauses after which a click and the wheel are done by themselves.
+                await page.mouse.click(box["x"] + 9, box["y"] + 9)
+                await page.keyboard.type("ab")
+                await page.locator("#turns li").nth(0).wait_for()
+                await page.wait_for_function("pending === 0")
+                await page.mouse.wheel(0, 100)
                 await page.keyboard.press("Control+a")
                 await page.get_by_text("keys(ctrl+a)").wait_for()
+                hasty = await page.locator("#turns li").all_inner_texts()
                 await browser.close()
-            return seen, verdict, turns, wrong
+            return seen, verdict, turns, hasty, wrong
 
         arguments = ("--max_turns=6", "--seed=11", "--episodes=2")
         with started(tmp_path, *arguments) as (process, address):
-            seen, verdict, turns, wrong = asyncio.run(run(address))
+            seen, verdict, turns, hasty, wrong = asyncio.run(run(address))
             process.send_signal(signal.SIGINT)  # in the second one
             said = process.stdout.read()
             assert process.wait(60) == 0, said
@@ -110,4 +117,5 @@ class TestInChromium:
         assert turns.split("\n") == [turn.text for turn in got.turns]
         assert (got.reward, got.success, got.task) == (1.0, True, task)
         assert f"{path}: {len(script)} actions" in said
-        assert "not saved and gone: a demonstration of 1 actions" in said
+        assert [text.partition("(")[0] for text in hasty] == ["click", "type", "scroll", "keys"]
+        assert "not saved and gone: a demonstration of 4 actions" in said

@@ -126,6 +126,7 @@ screen.addEventListener("contextmenu", event => event.preventDefault());
 screen.addEventListener("pointerdown", event => {
   event.preventDefault();
   text.focus({preventScroll: true}); // the keyboard belongs to the screen
+  finishWheel();
   if (!ready() || (event.button !== 0 && event.button !== 2)) return;
   screen.setPointerCapture(event.pointerId);
   down = {event, at_ms: event.timeStamp};
@@ -163,19 +164,24 @@ function finishClicks() {
 
 screen.addEventListener("wheel", event => {
   event.preventDefault();
+  finishClicks(); // they came first; the wheel counts from the screen after them
   if (!ready()) return;
   const unit = [1, LINE_PX, state.height][event.deltaMode];
   wheel = wheel || {kind: "wheel", dx: 0, dy: 0, ...place(event)};
   wheel.dx += event.deltaX * unit;
   wheel.dy += event.deltaY * unit;
   clearTimeout(wheel.timer);
-  const {timer, ...gesture} = wheel;
-  wheel.timer = setTimeout(() => {
-    wheel = null;
-    sendText();
-    send({...gesture, dx: Math.round(gesture.dx), dy: Math.round(gesture.dy)});
-  }, WHEEL_PAUSE_MS);
+  wheel.timer = setTimeout(finishWheel, WHEEL_PAUSE_MS);
 }, {passive: false});
+
+function finishWheel() {
+  if (!wheel) return;
+  const {timer, ...gesture} = wheel;
+  clearTimeout(timer);
+  wheel = null;
+  sendText();
+  send({...gesture, dx: Math.round(gesture.dx), dy: Math.round(gesture.dy)});
+}
 
 // ----------------------------------------------------------------------- the keyboard
 
@@ -187,6 +193,8 @@ function sendText() {
 
 text.addEventListener("keydown", event => {
   if (event.isComposing || LONE.includes(event.key)) return;
+  finishWheel();
+  finishClicks(); // or what is typed within their pause would be sent before them
   const types = event.key.length === 1 && !event.metaKey
     && (event.getModifierState("AltGraph") || (!event.ctrlKey && !event.altKey));
   if (types || (text.value && EDITS.includes(event.key) && !event.ctrlKey)) return; // into the field
@@ -196,7 +204,6 @@ text.addEventListener("keydown", event => {
     text.value = "";
     return;
   }
-  finishClicks();
   sendText();
   const held = {ctrl: event.ctrlKey, alt: event.altKey, shift: event.shiftKey, meta: event.metaKey};
   const modifiers = Object.keys(held).filter(name => held[name]);
@@ -206,8 +213,21 @@ at("send").addEventListener("click", () => { sendText(); text.focus(); });
 
 // ------------------------------------------------------------------------ the buttons
 
-function say(words) {
+function finish() { // all that was begun, in its order: at most one of wheel and clicks is
+  finishWheel();
+  finishClicks();
   sendText();
+}
+
+function drop() { // or it would be done in the next session
+  clearTimeout(clicks?.timer);
+  clearTimeout(wheel?.timer);
+  clicks = wheel = null;
+  text.value = "";
+}
+
+function say(words) {
+  finish();
   send({kind: "words", text: words});
 }
 
@@ -219,14 +239,16 @@ at("spoken").addEventListener("submit", event => {
 });
 for (const button of document.querySelectorAll(".say"))
   button.addEventListener("click", () => say(button.dataset.words));
-at("save").addEventListener("click", () => {
+at("save").addEventListener("click", async () => {
+  finish();
+  await waiting;
   const sure = state.solved || confirm("The task does not count this as solved. What is saved is "
     + "learnt from like any other demonstration. Save it?");
   if (sure) ask("end", () => ({how: "save"})).then(() => text.focus());
 });
 for (const how of ["again", "skip"])
   at(how).addEventListener("click", () => {
-    text.value = "";
+    drop();
     ask("end", () => ({how})).then(() => text.focus());
   });
 
