@@ -19,9 +19,10 @@ import pytest
 
 from tests import tiny_config, tiny_model
 from uirl_jax import checkpoints, config, main, run_config
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
+from uirl_jax.verifiers import supervisor
 
 ROOT = Path(__file__).parents[1]
 SHIPPED_MODEL = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
@@ -180,34 +181,35 @@ def test_main_told_to_stop_in_its_cold_start_saves_and_carries_on(tmp_path, mode
     assert max(saved) == int(said[1]) < 400
 
 
-@pytest.mark.parametrize("role", ["eval", "all"])
-def test_main_told_to_stop_in_an_evaluation_gives_its_sessions_back(tmp_path, model_dir, role):
-    workdir, log = tmp_path / "run", tmp_path / "log"
-    arguments = (f"--role={role}", "--config.evaluation.episodes=4000")
-    started = []
-    try:
-        with log.open("wb") as file:
-            if role == "eval":
-                verifier = command(workdir, model_dir, "--role=verifier", arguments[1])
-                started.append(start(verifier, file))
-            started.append(start(command(workdir, model_dir, *arguments), file))
-        port_file, process = workdir / "verifier.port", started[-1]
-        while not port_file.exists() or not sessions_at(port_file):
-            assert process.poll() is None, log.read_text()
+@pytest.mark.parametrize(("role", "stage"), [("eval", "version_0"), ("all", "random")])
+def test_main_told_to_stop_in_an_evaluation_gives_its_sessions_back(
+    tmp_path, model_dir, role, stage
+):
+    port_file, workdir, stop = tmp_path / "port", tmp_path / "run", threading.Event()
+
+    def stop_when_it_plays() -> None:
+        while not sessions_at(port_file):
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 75, log.read_text()
-        stage = "version_0" if role == "eval" else "before"
-        assert f"error: stopped in the evaluation of stage '{stage}'" in log.read_text()
-        assert "Traceback" not in log.read_text()
-        assert not list(workdir.glob("eval/*"))
-        if role == "eval":  # the other's verifier has ended with it
-            sessions = sessions_at(port_file)
-            assert sessions and all(session["stop_time"] for session in sessions.values())
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        stop.set()
+
+    with supervisor.bundled_server(port_file, tmp_path / "log"):
+        cfg = tiny_config.get_config()
+        cfg.model.path = str(model_dir)
+        cfg.evaluation = {"episodes": 4000, "random": True}
+        cfg.verifier = {"urls": tuple(supervisor.read_urls(port_file))}
+        resolved = config.from_config(run_config.RunConfig, cfg)
+        one_run = Run(resolved, workdir, open_run(workdir, resolved))
+        watching = threading.Thread(target=stop_when_it_plays)
+        watching.start()
+        with pytest.raises(RestartError, match=f"stopped in the evaluation of stage '{stage}'"):
+            if role == "eval":
+                main.run_eval_role(one_run, stop, "")
+            else:
+                main.run_all(one_run, stop)
+        watching.join()
+        sessions = sessions_at(port_file)
+    assert sessions and all(session["stop_time"] for session in sessions.values())
+    assert not list(workdir.glob("eval/*"))
 
 
 def sessions_at(port_file: Path) -> dict[str, dict]:

@@ -20,6 +20,7 @@ from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers.demonstrations import demonstrate
 
+SHIPPED = Path(__file__).parents[1] / "uirl_jax" / "assets" / "tiny-ui-base"
 TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=5)
 
 
@@ -113,26 +114,21 @@ def test_learner_takes_no_demonstration_for_its_actors(tmp_path, recorded):
     assert len(list((tmp_path / "quarantine").glob("*.reason"))) == 1
 
 
-def test_cold_start_learns_what_was_recorded(tmp_path, recorded):
-    model_dir = tiny_model.write(tmp_path / "model")
-    model = loading.load(model_dir, lora=LoraConfig(4, 8.0, ("attention", "mlp")), seed=0)
+def cold_start_on(recorded, model, workdir, **options) -> Chat:
+    """A cold start of six steps, two demonstrations each; how its model speaks."""
     talk = Chat(
-        model_dir,
+        model.path,
         ChatConfig(system_prompt="", prompt_template="{instruction}"),
         model.image_cfg.merge_size,
     )
-    cfg = cold_start.ColdStartConfig(
-        steps=6,
-        episodes_per_step=2,
-        demonstrations=(str(recorded),),
-        optimizer=OptimizerConfig(lr=3e-2),
-    )
     cold_start.run_cold_start(
-        cfg,
+        cold_start.ColdStartConfig(
+            steps=6, episodes_per_step=2, demonstrations=(str(recorded),), **options
+        ),
         model,
         talk,
         [TaskSpec("desktop/no_such_task", 0)],  # no script is asked
-        workdir=tmp_path / "run",
+        workdir=workdir,
         seed=0,
         batch_cfg=batching.BatchConfig(
             rows=1,
@@ -142,6 +138,37 @@ def test_cold_start_learns_what_was_recorded(tmp_path, recorded):
             patch_lengths=(192,),
         ),
     )
+    return talk
+
+
+def test_cold_start_is_given_what_was_recorded(tmp_path, recorded, monkeypatch):
+    given = []
+
+    def note(graphdef, trainable, frozen, batches_at, cfg, **options):
+        given.extend(batches_at(step) for step in range(cfg.steps))
+        return trainable
+
+    monkeypatch.setattr(cold_start.supervised, "train", note)
+    model = loading.load(SHIPPED, lora=None, seed=0)
+    talk = cold_start_on(recorded, model, tmp_path, train="all")
+    told = recorded_demonstrations.load([str(recorded)], talk, model.image_cfg)
+    for step, batches in enumerate(given):
+        trained = [  # of every turn the action's tokens
+            talk.decode(batch.token_ids_bt[row][batch.turn_ids_bt[row] == turn])
+            for batch in batches
+            for row in range(len(batch.turn_ids_bt))
+            for turn in range(1, batch.turn_ids_bt[row].max() + 1)
+        ]
+        picked = [recorded_demonstrations.pick(told, 2 * step + n, seed=0) for n in range(2)]
+        assert sorted(trained) == sorted(turn.text for one in picked for turn in one.turns)
+    assert len(given) == 6 and (tmp_path / cold_start.MODEL_DIR / "config.json").exists()
+
+
+@pytest.mark.slow  # half a minute of compilation, for what the cold start of scripts does as well
+def test_cold_start_learns_what_was_recorded(tmp_path, recorded):
+    model_dir = tiny_model.write(tmp_path / "model")
+    model = loading.load(model_dir, lora=LoraConfig(4, 8.0, ("attention", "mlp")), seed=0)
+    cold_start_on(recorded, model, tmp_path / "run", optimizer=OptimizerConfig(lr=3e-2))
     lines = (tmp_path / "run" / "cold_start" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["learner/loss"] for line in lines]
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
