@@ -357,6 +357,15 @@ def test_report_running_run_shows_what_there_is(tmp_path: Path) -> None:
     assert len(page.of_class("div", "side")) == 6  # one stage: nothing beside it
 
 
+def test_report_chance_is_in_the_table_and_no_policy_to_begin_from(tmp_path: Path) -> None:
+    for stage, quality in ((evaluate.CHANCE, 0.0), ("before", 0.5), ("after", 1.0)):
+        evaluate_stage(tmp_path, stage, quality, n=2)
+    text = words(Page(report.write_report(tmp_path).read_text()).text)
+    assert "Success on held-out tasks, before and after" in text
+    table, _, episodes = text.partition("not picked by outcome")
+    assert "random" in table and "random" not in episodes and "before" in episodes
+
+
 def test_report_broken_files_are_named_on_the_page(tmp_path: Path) -> None:
     write_metrics(tmp_path, 3)
     evaluate_stage(tmp_path, "before", 0.5)

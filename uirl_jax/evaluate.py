@@ -29,6 +29,7 @@ from uirl_jax.types import StopReason, TaskSpec, Trajectory
 EVAL_DIR = "eval"
 EPISODES_FILE = "episodes.tfrecord"
 SUMMARY_FILE = "summary.json"
+CHANCE = "random"  # the stage that no policy plays
 KEPT_EPISODES = 12
 FATES = ("trained", "stale", "quarantined", "duplicate", "pending")
 

@@ -91,7 +91,7 @@ def run_all(
 
         players = enter_players(model)
         if cfg.evaluation.random:
-            background.run(players.evaluate("random", stop, RandomEngine(players.talk)))
+            background.run(players.evaluate(evaluate.CHANCE, stop, RandomEngine(players.talk)))
         background.run(players.evaluate("before", stop))
         if cfg.cold_start.steps:
             model = make_cold_start(run, model, mesh, stop)

@@ -158,6 +158,8 @@ def write_report(workdir: str | os.PathLike[str]) -> Path:
     except UirlError as error:
         notes.append(str(error))
         results = []
+    # What chance achieves is a row of the table, and not where a policy began.
+    played = [result for result in results if result.stage != evaluate.CHANCE]
     css = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -178,12 +180,12 @@ def write_report(workdir: str | os.PathLike[str]) -> Path:
         name=root.resolve().name,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         status=_status(rows, summary),
-        headline=_headline(results),
+        headline=_headline(played),
         results=results,
         tasks=sorted({label for result in results for label in result.per_task}),
         sections=_curves(rows, cold_rows),
         chart=charts,
-        pairs=_pairs(root, [result.stage for result in results], notes),
+        pairs=_pairs(root, [result.stage for result in played], notes),
         max_turns=MAX_TURNS,
         accounting=_accounting(summary, rows),
         facts=_facts(summary, rows),
