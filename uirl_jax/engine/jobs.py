@@ -1,6 +1,6 @@
 """A request on its way through the engine, and the arrays of the calls that several share.
 
-Host side, numpy only: `engine.engine` decides who shares a call, here it is laid out. Rows of
+Host side, numpy only: `rounds` decides who shares a call, here it is laid out. Rows of
 padding name the slot past the last, so that nothing of them is written.
 """
 

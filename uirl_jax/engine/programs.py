@@ -2,7 +2,7 @@
 
 Four jitted functions on two buffers that live on the device, the cache and the table of visual
 tokens; each gives back the buffer that it was given (donated). All shapes are fixed: which requests
-share a call is decided in `engine.engine`, how they are laid out in `jobs` and `requests`.
+share a call is decided in `rounds`, how they are laid out in `jobs` and `requests`.
 
 A context of 6 tokens c with 3 sampled ones, a b and e, the end token: prefill writes all but the
 last c, which the first decode step reads. What was sampled last is never written.

@@ -2,7 +2,7 @@
 
 A screenshot that was encoded stays until its rows are needed, the one used longest ago first; those
 that a prefill still reads (`take` until `give_back`) never go. The table itself is on the device
-and belongs to `engine.engine`.
+and belongs to `rounds`.
 """
 
 import collections

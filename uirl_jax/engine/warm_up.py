@@ -1,6 +1,6 @@
 """Every program of the engine called once at every size, with nothing but padding.
 
-What a run compiles is then compiled before its first request. Beside `engine.engine`, which owns
+What a run compiles is then compiled before its first request. Beside `rounds`, which owns
 the buffers.
 """
 
