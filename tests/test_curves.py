@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from tools import curves
+from uirl_jax.errors import ConfigError
 
 
 def write_run(workdir, values):
@@ -24,6 +25,14 @@ def test_points_are_placed_by_what_was_asked_for(tmp_path, x, last):
     points = curves.read_points(workdir, "success/mean", x)
     assert points[-1] == (last, 1.0)
     assert [value for _, value in points] == [0.1, 0.2, 0.4, 0.8, 1.0]
+
+
+def test_run_that_trained_no_episodes_has_no_curve_over_them(tmp_path):
+    """As the metrics of a cold start."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "learner/loss": 2.0}\n')
+    assert curves.read_points(tmp_path, "learner/loss", "steps") == ((1.0, 2.0),)
+    with pytest.raises(ConfigError, match="--x=episodes needs 'records/trained'"):
+        curves.read_points(tmp_path, "learner/loss", "episodes")
 
 
 def test_picture_names_every_run_and_is_xml(tmp_path, capsys):

@@ -69,7 +69,7 @@ def read_points(workdir: Path, metric: str, x: str) -> tuple[tuple[float, float]
         raise ConfigError(f"{path}: no metrics of a run ({error})") from error
     points = [
         (at, float(row[metric]))
-        for at, row in zip(_places(rows, x), rows, strict=True)
+        for at, row in zip(_places(path, rows, x), rows, strict=True)
         if metric in row
     ]
     if not points:
@@ -78,10 +78,12 @@ def read_points(workdir: Path, metric: str, x: str) -> tuple[tuple[float, float]
     return tuple(points)
 
 
-def _places(rows: Sequence[Mapping[str, Any]], x: str) -> list[float]:
+def _places(path: Path, rows: Sequence[Mapping[str, Any]], x: str) -> list[float]:
     if x == "minutes":  # of training alone: a run may have rested between two processes
         return [s / 60 for s in itertools.accumulate(row.get("time/step_s", 0.0) for row in rows)]
     name = {"steps": "step", "episodes": "records/trained"}[x]
+    if not all(name in row for row in rows):
+        raise ConfigError(f"{path}: --x={x} needs {name!r} in every line")
     return [float(row[name]) for row in rows]
 
 
