@@ -1,4 +1,4 @@
-"""Fifteen tasks of MiniWoB++ in Chromium, one model, on two CPU cores: a cold start, then GRPO.
+"""Sixteen tasks of MiniWoB++ in Chromium, one model, on two CPU cores: a cold start, then GRPO.
 
     python -m uirl_jax.main --config=configs/miniwob_cpu.py --workdir=runs/miniwob
 

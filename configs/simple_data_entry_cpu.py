@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     cfg.chat.drop_screenshots = 1
 
     cfg.cold_start = ConfigDict({"train": "all", "steps": 110, "episodes_per_step": 8})
-    cfg.cold_start.episodes = 600  # played once: six of every row
+    cfg.cold_start.episodes = 600  # played once: about six of every row
     cfg.cold_start.optimizer = ConfigDict(
         {"name": "muon", "lr": 3e-3, "warmup_steps": 20, "schedule": "cosine"}
     )

@@ -12,6 +12,7 @@ from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.errors import ConfigError, RestartError, ShardError
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.models import loading
+from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.demonstrations import Demonstrator
 
@@ -81,6 +82,7 @@ def test_what_was_kept_is_not_played_again(make, tmp_path, monkeypatch):
         played.keep(tmp_path)
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["000000.tfrecord", "000004.tfrecord", "000008.tfrecord"]
+        assert read_shard(tmp_path / names[0])[0].base_hash == ""  # no learner's actor wrote it
         # As after a kill: what was not written yet is played, and the same comes out.
         (tmp_path / names[1]).unlink()
         again = make(demonstrator, 10)

@@ -70,14 +70,16 @@ def run_cold_start(
 ) -> Path:
     """Trains, and writes the merged model; returns its directory. Done once a workdir.
 
-    Raises:
-      RestartError: `stop` was set; the same call carries on.
-      ConfigError: cfg.demonstrations has none, or some that this run cannot learn from.
-
     Args:
       kinds: the tasks that scripts demonstrate, in turn.
       seed: of the instances, which come from the training range.
       task_dirs: where tasks of one's own are (own/<name>).
+
+    Raises:
+      RestartError: `stop` was set; the same call carries on.
+      ConfigError: cfg.demonstrations has none, or some that this run cannot learn from; or no
+        script solved its task.
+      VerifierError: a task that no script demonstrates, or no browser.
     """
     target = workdir / MODEL_DIR
     if target.is_dir():  # renamed into place when it was whole

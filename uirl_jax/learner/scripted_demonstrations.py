@@ -83,7 +83,7 @@ class ScriptedDemonstrations:
                         "command again to carry on"
                     )
                 played = self._play(range(first, min(first + SHARD_EPISODES, self._episodes)))
-                write_shard(path, played, base_hash=self._model.base_hash, layout=layout)
+                write_shard(path, played, base_hash="", layout=layout)  # no weights took part
             self._kept += read_shard(path)[1]
             progress.update(len(self._kept))
         progress.close()
