@@ -306,6 +306,14 @@ def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, argume
             {"drop_equal_groups": True, "loss": {"kl_coefficient": 0.1}},
             "needs loss.kl_coefficient=0",
         ),
+        (
+            {
+                "drop_equal_groups": True,
+                "loss": {"kl_coefficient": 0.0},
+                "reward": {"overlong_max_tokens": 8, "overlong_buffer_tokens": 4},
+            },
+            "no overlong shaping",
+        ),
         ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
     ],
 )

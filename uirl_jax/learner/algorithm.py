@@ -73,11 +73,12 @@ class AlgorithmConfig:
             within_groups
             and self.advantage.credit == "episode"
             and self.loss.kl_coefficient == self.loss.entropy_coefficient == 0.0
+            and not self.reward.overlong_max_tokens
         ):
             raise ConfigError(
                 "algorithm.drop_equal_groups: there is more to learn from such a group than its "
                 "advantages of 0; it needs loss.kl_coefficient=0, loss.entropy_coefficient=0, "
-                "advantage.credit='episode' and advantages within groups"
+                "advantage.credit='episode', advantages within groups and no overlong shaping"
             )
         if self.replay and self.objective == "policy" and self.loss.importance == "none":
             raise ConfigError(
