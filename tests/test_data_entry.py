@@ -113,6 +113,28 @@ def test_demonstrator_solves_it_with_mouse_and_keyboard(world, variant):
     assert progress["num_incorrect_submissions"] == 0 and progress["reward"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("size", "row"), [("small", row) for row in (9, 10, 50, 98, 99)] + [("full", 57)]
+)
+def test_demonstrator_scrolls_once_by_pages_and_shows_the_row(world, size, row):
+    pool, runner = world
+
+    async def run():
+        session = await open_session(pool, row, f"size={size}")  # seed 50 asks for the 51st row
+        first = await session.scripted_action(np.random.default_rng(0))
+        await session.act(first)
+        second = await session.scripted_action(np.random.default_rng(0))
+        await session.close()
+        return session.sheet.wanted, first, second
+
+    wanted, first, second = runner.run(run())
+    assert wanted == (row,)
+    kinds = ["click", "keys"] if row == 9 and size == "small" else ["scroll", "click"]
+    assert [first.kind, second.kind] == kinds
+    if size == "small" and first.kind == "scroll":
+        assert (first.direction, first.amount) == ("down", min((row + 1) // 10 * 140, 1260))
+
+
 def test_demonstrator_with_mistakes_submits_incomplete_rows(world):
     pool, runner = world
 

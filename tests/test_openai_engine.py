@@ -28,7 +28,7 @@ from uirl_jax.actor.rollout import RolloutConfig, run_episode
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig, OpenAIConfig, SampleRequest
 from uirl_jax.errors import ConfigError, ContextError, EngineError, ImageError, PolicyError
-from uirl_jax.main import forbidden_ids, make_engine
+from uirl_jax.run import forbidden_ids, make_engine
 from uirl_jax.types import StopReason, TaskSpec
 
 OFFICIAL_TEMPLATE_START = (

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import importlib.resources
 import json
+from typing import Any
 
 import numpy as np
 
@@ -178,7 +179,7 @@ class DataEntry:
             if view["copied"] != value:
                 if view["sheetFocused"] and view["selected"] == [row + 1, column]:
                     return Action("keys", keys="ctrl+c")
-                return _reach(view["cells"][column], view["sheet"])
+                return _reach(row + 1, view["cells"][column], view)
             if not field["focused"]:
                 return _click(field["box"])
             if field["value"] and not field["allSelected"]:
@@ -215,12 +216,18 @@ def _click(box: list[float]) -> Action:
     return click_middle((x0, y0, x1, y1))
 
 
-def _reach(cell: list[float], area: list[float]) -> Action:
-    """A click on a cell of the sheet; before that, as much scrolling as shows it."""
-    middle_x, middle_y = round((area[0] + area[2]) / 2), round((area[1] + area[3]) / 2)
+def _reach(row: int, cell: list[float], view: dict[str, Any]) -> Action:
+    """A click on a cell of the sheet's row (from 0); before that, the scrolling that shows it.
+
+    By pages of ten rows, or as many tens as fit: a row's number then says where it stands.
+    """
+    area = view["sheet"]
     if area[1] <= cell[1] and cell[3] <= area[3]:
         return _click(cell)
-    down = cell[3] > area[3]
-    amount = max(1, round(abs((cell[1] + cell[3]) / 2 - middle_y) / 100)) * 100
-    direction = "down" if down else "up"
-    return Action("scroll", x=middle_x, y=middle_y, direction=direction, amount=amount)
+    height = cell[3] - cell[1]
+    page_rows = max(1, int((area[3] - area[1]) / height) // 10 * 10)
+    target = min(row // page_rows * page_rows * height, view["scrollable"])
+    middle_x, middle_y = round((area[0] + area[2]) / 2), round((area[1] + area[3]) / 2)
+    amount = round(target - view["scrolled"])
+    direction = "down" if amount > 0 else "up"
+    return Action("scroll", x=middle_x, y=middle_y, direction=direction, amount=abs(amount))
