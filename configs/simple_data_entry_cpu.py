@@ -18,10 +18,10 @@ def get_config() -> ConfigDict:
     cfg.chat.max_screenshots = 12  # all of them: an episode is one sequence
     cfg.chat.drop_screenshots = 1
 
-    cfg.cold_start = ConfigDict({"train": "all", "steps": 110, "episodes_per_step": 8})
+    cfg.cold_start = ConfigDict({"train": "all", "steps": 60, "episodes_per_step": 8})
     cfg.cold_start.episodes = 600  # played once: about six of every row
     cfg.cold_start.optimizer = ConfigDict(
-        {"name": "muon", "lr": 3e-3, "warmup_steps": 20, "schedule": "cosine"}
+        {"name": "muon", "lr": 2e-3, "warmup_steps": 20, "schedule": "constant"}
     )
 
     cfg.actor.concurrency = 16
@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
 
     cfg.algorithm.loss.kl_coefficient = 0.0
     cfg.algorithm.drop_equal_groups = True
-    cfg.algorithm.minibatches = 4
+    cfg.algorithm.minibatches = 2
 
     cfg.learner.steps = 120
     cfg.learner.groups_per_step = 8
