@@ -218,17 +218,22 @@ def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Gri
     return pixel_values(patches_pc, cfg), grid_thw
 
 
+def level_values(cfg: ImageConfig) -> np.ndarray:
+    """float32[3,256], what the vision tower reads for each level of each channel: a table instead
+    of arithmetic on every pixel."""
+    # Rescaled in float64 and normalised in float32, as the reference does.
+    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
+    mean_c = np.array(cfg.image_mean, np.float32)
+    std_c = np.array(cfg.image_std, np.float32)
+    return (level_l[None] - mean_c[:, None]) / std_c[:, None]
+
+
 def pixel_values(patches_pc: np.ndarray, cfg: ImageConfig) -> np.ndarray:
     """What the vision tower reads of patches, on the host; `models.qwen2_vl` has the device's.
 
     Returns: float32[P,F]; F is (channel, time, height, width), the still image repeated in time.
     """
-    # One table of 256 values a channel instead of arithmetic on every pixel. Rescaled in float64
-    # and normalised in float32, as the reference does.
-    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
-    mean_c = np.array(cfg.image_mean, np.float32)
-    std_c = np.array(cfg.image_std, np.float32)
-    table_cl = (level_l[None] - mean_c[:, None]) / std_c[:, None]
+    table_cl = level_values(cfg)
     area = cfg.patch_size**2
     levels_pcx = patches_pc.reshape(-1, 3, area)
     values_pctx = np.empty((len(levels_pcx), 3, cfg.temporal_patch_size, area), np.float32)

@@ -22,7 +22,7 @@ from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, Projection, split_key
 from uirl_jax.models.qwen2_vl_config import VISION_ROPE_THETA, Qwen2VLConfig, VisionConfig
 from uirl_jax.models.sharding import constrain
-from uirl_jax.vision_inputs import ImageConfig
+from uirl_jax.vision_inputs import ImageConfig, level_values
 
 # What a block keeps for its backward pass: none recomputes nothing (most memory), dots recomputes
 # everything but the outputs of projections, full keeps the block's input alone (least memory).
@@ -283,18 +283,18 @@ def _checkpointed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
 def pixel_values(patches_ipc: jax.Array, image_cfg: ImageConfig) -> jax.Array:
     """What the vision tower reads of patches that came to the device as bytes.
 
-    An eighth of the floats on the host and on their way. Within 1e-6 of
-    vision_inputs.pixel_values, which looks the same values up in a table.
+    An eighth of the floats on the host and on their way. A table, so that they are those of
+    vision_inputs.pixel_values bit for bit: arithmetic is rounded in another way in every program
+    that the compiler joins it into, and gradients of equal screens then differ by 1e-5.
 
     Args:
       patches_ipc: uint8[I,P,C], vision_inputs.cut_image.
     Returns: float32[I,P,F], the still image repeated in time.
     """
     shape_ip = patches_ipc.shape[:2]
-    levels_ipcx = patches_ipc.reshape(*shape_ip, 3, -1).astype(jnp.float32)
-    mean_cx = jnp.array(image_cfg.image_mean, jnp.float32)[:, None]
-    std_cx = jnp.array(image_cfg.image_std, jnp.float32)[:, None]
-    values_ipcx = (levels_ipcx * image_cfg.rescale_factor - mean_cx) / std_cx
+    levels_ipcx = patches_ipc.reshape(*shape_ip, 3, -1)
+    table_cl = jnp.asarray(level_values(image_cfg))
+    values_ipcx = jnp.stack([table_cl[c][levels_ipcx[:, :, c]] for c in range(3)], axis=2)
     values_ipctx = jnp.repeat(values_ipcx[:, :, :, None], image_cfg.temporal_patch_size, axis=3)
     return values_ipctx.reshape(*shape_ip, -1)
 
