@@ -75,7 +75,6 @@ def test_pixel_values_on_the_device_equal_those_of_the_table(size):
     assert (patches_pc.dtype, 8 * patches_pc.nbytes) == (np.uint8, patches_pf.nbytes)
     on_device_ipf = qwen2_vl.pixel_values(patches_pc[None], cfg)
     assert on_device_ipf.dtype == np.float32
-    # Rounded in float32 where the table is rounded once: two units in the last place of 3.
     np.testing.assert_array_equal(on_device_ipf[0], patches_pf)
 
 
