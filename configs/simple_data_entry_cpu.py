@@ -18,10 +18,11 @@ def get_config() -> ConfigDict:
     cfg.chat.max_screenshots = 12  # all of them: an episode is one sequence
     cfg.chat.drop_screenshots = 1
 
-    cfg.cold_start = ConfigDict({"train": "all", "steps": 60, "episodes_per_step": 8})
-    cfg.cold_start.episodes = 600  # played once: about six of every row
+    cfg.cold_start = ConfigDict({"train": "all", "steps": 500, "episodes_per_step": 8})
+    cfg.cold_start.quality = 0.3  # of ten demonstrations seven copy the row above or below
+    cfg.cold_start.episodes = 1000  # played once: ten of every row
     cfg.cold_start.optimizer = ConfigDict(
-        {"name": "muon", "lr": 2e-3, "warmup_steps": 20, "schedule": "constant"}
+        {"name": "muon", "lr": 3e-3, "warmup_steps": 20, "schedule": "cosine"}
     )
 
     cfg.actor.concurrency = 16

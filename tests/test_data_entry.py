@@ -135,17 +135,35 @@ def test_demonstrator_scrolls_once_by_pages_and_shows_the_row(world, size, row):
         assert (first.direction, first.amount) == ("down", min((row + 1) // 10 * 140, 1260))
 
 
-def test_demonstrator_with_mistakes_submits_incomplete_rows(world):
+@pytest.mark.parametrize(("seed", "near"), [(0, {1}), (41, {40, 42}), (99, {98})])
+def test_demonstrator_with_mistakes_copies_the_row_above_or_below(world, seed, near):
+    pool, runner = world
+
+    async def run(of):
+        session = await open_session(pool, seed, "size=small")
+        progress = await play(session, np.random.default_rng(of), quality=0.0)
+        await session.close()
+        assert progress["num_incorrect_submissions"] == 0 and progress["reward"] == 0.0
+        return progress["submitted_row_indices"]
+
+    copied = [runner.run(run(of)) for of in range(6)]
+    assert {indices[0] for indices in copied} == near
+    assert all(len(indices) == 1 for indices in copied)
+
+
+def test_demonstrator_makes_its_mistakes_form_by_form(world):
     pool, runner = world
 
     async def run():
-        session = await open_session(pool, variant="rows=2,size=small")
-        progress = await play(session, np.random.default_rng(1), quality=0.0)
+        session = await open_session(pool, variant="rows=8,size=small")
+        progress = await play(session, np.random.default_rng(0), quality=0.5)
         await session.close()
-        return progress
+        return session.sheet.wanted, progress
 
-    progress = runner.run(run())
-    assert progress["num_incorrect_submissions"] == 2 and progress["reward"] == 0.0
+    wanted, progress = runner.run(run())
+    right = set(progress["submitted_row_indices"]) & set(wanted)
+    assert 0 < len(right) < 8
+    assert progress["num_incorrect_submissions"] == 0  # whole rows, all of them
 
 
 def test_nothing_of_a_sheet_is_cut_off(world):

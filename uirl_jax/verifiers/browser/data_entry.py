@@ -123,6 +123,7 @@ class DataEntry:
         self.instruction = self.sheet.instruction
         self.width_px, self.height_px = SCREENS_PX[self._size]
         self.delay_s = 0.0  # `act` returns when the page has settled
+        self._copies: dict[int, int] = {}  # by form: the row that the demonstrator takes it for
 
     @classmethod
     async def open(cls, pool: BrowserPool, task: TaskSpec) -> "DataEntry":
@@ -159,13 +160,18 @@ class DataEntry:
         """The next action of a demonstrator, which copies cell by cell.
 
         Args:
-          rng: decides when a mistake is made.
-          quality: with probability 1 - quality Submit is pressed before the row is complete.
+          rng: decides when a mistake is made, and which.
+          quality: with probability 1 - quality it is one line off: what it copies until the next
+            submission is the row above, or the one below.
         """
         wrong = bool(rng.random() >= quality)
         progress = await self.progress()
         submitted = progress["submitted_row_indices"]
         row = next(index for index in self.sheet.wanted if index not in submitted)
+        form = len(submitted) + progress["num_incorrect_submissions"]
+        if form not in self._copies:
+            self._copies[form] = int(rng.choice(_neighbours(row))) if wrong else row
+        row = self._copies[form]
         view = await self._tab.evaluate(f"look({row})")
         if view["another"] is not None:
             return _click(view["another"])
@@ -174,8 +180,6 @@ class DataEntry:
         ):
             if field["value"] == value:
                 continue
-            if wrong:
-                break
             if view["copied"] != value:
                 if view["sheetFocused"] and view["selected"] == [row + 1, column]:
                     return Action("keys", keys="ctrl+c")
@@ -208,6 +212,11 @@ def judge(sheet: Sheet, submissions: list[list[str]]) -> dict[str, object]:
         "done": right == len(sheet.wanted) or num_bad >= len(sheet.wanted),
         "reward": max(0, right - num_bad) / len(sheet.wanted),
     }
+
+
+def _neighbours(row: int) -> list[int]:
+    """The rows above and below, of the sheet."""
+    return [near for near in (row - 1, row + 1) if 0 <= near < NUM_ROWS]
 
 
 def _click(box: list[float]) -> Action:
