@@ -27,12 +27,15 @@ def test_points_are_placed_by_what_was_asked_for(tmp_path, x, last):
     assert [value for _, value in points] == [0.1, 0.2, 0.4, 0.8, 1.0]
 
 
-def test_run_that_trained_no_episodes_has_no_curve_over_them(tmp_path):
+@pytest.mark.parametrize(
+    ("x", "name"), [("episodes", "records/trained"), ("minutes", "time/step_s")]
+)
+def test_run_that_counts_neither_episodes_nor_time_has_no_curve_over_them(tmp_path, x, name):
     """As the metrics of a cold start."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "learner/loss": 2.0}\n')
     assert curves.read_points(tmp_path, "learner/loss", "steps") == ((1.0, 2.0),)
-    with pytest.raises(ConfigError, match="--x=episodes needs 'records/trained'"):
-        curves.read_points(tmp_path, "learner/loss", "episodes")
+    with pytest.raises(ConfigError, match=f"--x={x} needs '{name}'"):
+        curves.read_points(tmp_path, "learner/loss", x)
 
 
 def test_picture_names_every_run_and_is_xml(tmp_path, capsys):

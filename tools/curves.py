@@ -79,12 +79,13 @@ def read_points(workdir: Path, metric: str, x: str) -> tuple[tuple[float, float]
 
 
 def _places(path: Path, rows: Sequence[Mapping[str, Any]], x: str) -> list[float]:
-    if x == "minutes":  # of training alone: a run may have rested between two processes
-        return [s / 60 for s in itertools.accumulate(row.get("time/step_s", 0.0) for row in rows)]
-    name = {"steps": "step", "episodes": "records/trained"}[x]
+    name = {"steps": "step", "episodes": "records/trained", "minutes": "time/step_s"}[x]
     if not all(name in row for row in rows):
         raise ConfigError(f"{path}: --x={x} needs {name!r} in every line")
-    return [float(row[name]) for row in rows]
+    values = [float(row[name]) for row in rows]
+    if x == "minutes":  # of training alone: a run may have rested between two processes
+        return [s / 60 for s in itertools.accumulate(values)]
+    return values
 
 
 def draw(title: str, series: Sequence[charts.Series], *, unit: str, x: str) -> str:
