@@ -1,8 +1,11 @@
-"""`simple_data_entry` in Chromium, learnt on two CPU cores: a cold start, then GRPO.
+"""`simple_data_entry` in Chromium, learnt on two CPU cores: two cold starts, then GRPO.
 
+    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py:base --workdir=runs/base
     python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py --workdir=runs/data_entry
 
 One row an episode, any of the sheet's hundred: scroll to it, copy two cells into the form, submit.
+The base learns from a careful demonstrator. Then one who is off by a line most of the time spoils
+it, as careless demonstrations do; GRPO, which sees rewards alone, makes it reliable.
 """
 
 from ml_collections import ConfigDict
@@ -10,7 +13,7 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config() -> ConfigDict:
+def get_config(stage: str = "grpo") -> ConfigDict:
     cfg = quickstart.get_config()
     cfg.tasks = (
         ConfigDict({"name": "simple_data_entry", "variant": "size=small", "max_turns": 12}),
@@ -18,11 +21,12 @@ def get_config() -> ConfigDict:
     cfg.chat.max_screenshots = 12  # all of them: an episode is one sequence
     cfg.chat.drop_screenshots = 1
 
-    cfg.cold_start = ConfigDict({"train": "all", "steps": 500, "episodes_per_step": 8})
+    cfg.cold_start = ConfigDict({"train": "all", "episodes_per_step": 8})
+    cfg.cold_start.steps = 80
     cfg.cold_start.quality = 0.3  # of ten demonstrations seven copy the row above or below
-    cfg.cold_start.episodes = 1000  # played once: ten of every row
+    cfg.cold_start.episodes = 650  # once each
     cfg.cold_start.optimizer = ConfigDict(
-        {"name": "muon", "lr": 3e-3, "warmup_steps": 20, "schedule": "cosine"}
+        {"name": "muon", "lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"}
     )
 
     cfg.actor.concurrency = 16
@@ -51,4 +55,12 @@ def get_config() -> ConfigDict:
     cfg.learner.batch.share_prompts = False
 
     cfg.evaluation.episodes = 300  # three of every row
+    if stage == "base":
+        cfg.learner.steps = 0
+        cfg.cold_start.update({"steps": 300, "quality": 1.0, "episodes": 600})
+        cfg.cold_start.optimizer.update({"lr": 3e-3, "warmup_steps": 20})
+    elif stage == "grpo":
+        cfg.model.path = "runs/base/cold_start/model"
+    else:
+        raise ValueError(f"{stage!r}, expected base or grpo")
     return cfg
