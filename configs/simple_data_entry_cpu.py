@@ -23,7 +23,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
 
     cfg.cold_start = ConfigDict({"train": "all", "episodes_per_step": 8})
     cfg.cold_start.steps = 80
-    cfg.cold_start.quality = 0.3  # of ten demonstrations seven copy the row above or below
+    cfg.cold_start.quality = 0.2  # of five demonstrations four copy the row above or below
     cfg.cold_start.episodes = 650  # once each
     cfg.cold_start.optimizer = ConfigDict(
         {"name": "muon", "lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"}
