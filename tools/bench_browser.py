@@ -5,10 +5,11 @@
 Sessions of `simple_data_entry` (1280x800), all at work at once. A start is from the warm pool to
 the settled page, for each session alone (`miniwob`: of miniwob/email-inbox); a turn is a click on a
 cell of the sheet, which returns when the page has settled, and a screenshot as PNG. By hand: the
-same page and as many of it in Chromium as Playwright starts it, one process and a context each,
+same page and as many of it in Chromium as Playwright starts it, one browser and a context each,
 started when it is asked for; `mouse.click`, two frames (`page.evaluate`) and `page.screenshot`.
-Times are medians over all sessions. Memory is the proportional share (PSS) of the browsers'
-processes a session; Playwright's driver is told apart.
+`apart` is by hand too, a browser each, so that no clipboard is shared. Times are medians over all
+sessions. Memory is the proportional share (PSS) of the browsers' processes a session; Playwright's
+driver is told apart.
 """
 
 import asyncio
@@ -32,11 +33,15 @@ def add_command(commands: Any) -> None:
 
 
 def measure(counts: list[int], num_turns: int) -> dict[str, Any]:
-    """{"ours": {sessions: numbers}, "playwright": ..., "ratio": turns a second, ours to theirs}."""
+    """{"ours": {sessions: numbers}, "playwright": ..., "apart": ..., "ratio": ours to playwright}.
+
+    The ratio is of turns a second.
+    """
     ours = {str(count): asyncio.run(_ours(count, num_turns)) for count in counts}
-    theirs = {str(count): asyncio.run(_by_hand(count, num_turns)) for count in counts}
+    theirs = {str(count): asyncio.run(_by_hand(count, num_turns, 1)) for count in counts}
+    apart = {str(count): asyncio.run(_by_hand(count, num_turns, count)) for count in counts}
     ratio = {count: ours[count]["turns_per_s"] / theirs[count]["turns_per_s"] for count in ours}
-    return {"ours": ours, "playwright": theirs, "ratio": ratio}
+    return {"ours": ours, "playwright": theirs, "apart": apart, "ratio": ratio}
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -50,7 +55,7 @@ def format_table(result: dict[str, Any]) -> str:
         "driver_mib",
     )
     lines = [f"{'':22}" + "".join(f"{name:>15}" for name in names)]
-    for who in ("ours", "playwright"):
+    for who in ("ours", "playwright", "apart"):
         for count, numbers in result[who].items():
             cells = (f"{numbers[name]:15.1f}" if name in numbers else f"{'':15}" for name in names)
             lines.append(f"{who + ', ' + count:22}" + "".join(cells))
@@ -105,7 +110,7 @@ async def _ours(count: int, num_turns: int) -> dict[str, float]:
     }
 
 
-async def _by_hand(count: int, num_turns: int) -> dict[str, float]:
+async def _by_hand(count: int, num_turns: int, num_browsers: int) -> dict[str, float]:
     from playwright.async_api import Page, async_playwright
 
     from uirl_jax.verifiers.browser import data_entry
@@ -113,12 +118,17 @@ async def _by_hand(count: int, num_turns: int) -> dict[str, float]:
 
     html = data_entry.page_html(data_entry.make_sheet(TaskSpec("simple_data_entry", 0)), "full")
     async with async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=find_chromium())
+        browsers = [
+            await driver.chromium.launch(executable_path=find_chromium())
+            for _ in range(num_browsers)
+        ]
         starts_ms: list[float] = []
-        pages = []
-        for _ in range(count):
+        pages: list[Page] = []
+        for number in range(count):
             start_s = time.perf_counter()
-            context = await browser.new_context(viewport={"width": 1280, "height": 800})
+            context = await browsers[number % num_browsers].new_context(
+                viewport={"width": 1280, "height": 800}
+            )
             pages.append(await context.new_page())
             await pages[-1].set_content(html.decode())
             await pages[-1].evaluate(_TWO_FRAMES)
@@ -130,7 +140,8 @@ async def _by_hand(count: int, num_turns: int) -> dict[str, float]:
 
         numbers = await _at_work(pages, turn, num_turns)
         memory = _memory_mib()
-        await browser.close()
+        for browser in browsers:
+            await browser.close()
     return {
         "start_ms": statistics.median(starts_ms),
         **numbers,
