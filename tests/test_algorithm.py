@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from tests import test_packed_step, test_sharding, test_step
 from tools import bench_algorithms
 from uirl_jax import config, run_config
 from uirl_jax.errors import ConfigError, TrainingError
-from uirl_jax.learner import algorithm
+from uirl_jax.learner import algorithm, cold_start
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig
@@ -283,8 +284,8 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "simple_data_entry_cpu")),
-        *((name, ()) for name in ("sft", "miniwob_cpu")),
+        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft", "miniwob_cpu")),
+        ("simple_data_entry_cpu", ("base",)),
         *(("sft", (task,)) for task in bench_algorithms.TASKS.values()),
     ],
 )
@@ -292,6 +293,18 @@ def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, argume
     cfg = importlib.import_module(f"configs.{name}").get_config(*arguments)
     resolved = config.from_config(run_config.RunConfig, cfg)
     assert resolved.model.path.endswith("tiny-ui-base")
+
+
+def test_config_of_the_data_entry_starts_from_what_its_first_stage_writes():
+    get_config = importlib.import_module("configs.simple_data_entry_cpu").get_config
+    base, grpo = (
+        config.from_config(run_config.RunConfig, get_config(*stage)) for stage in (("base",), ())
+    )
+    assert Path(grpo.model.path) == Path("runs/base") / cold_start.MODEL_DIR
+    assert (base.learner.steps, base.cold_start.quality) == (0, 1.0)
+    assert grpo.learner.steps > 0 and grpo.cold_start.quality < 0.5
+    with pytest.raises(ValueError, match="expected base or grpo"):
+        get_config("both")
 
 
 @pytest.mark.parametrize(
