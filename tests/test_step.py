@@ -124,7 +124,7 @@ def test_step_of_several_batches_equals_one_of_all_their_rows():
     parts, parts_lora = take_steps(*split_rows(batch, 4))
     for name, value in whole.items():
         assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    assert_trees_close(whole_lora, parts_lora, atol=1e-6)  # of a gradient clipped to length 1
+    assert_trees_close(whole_lora, parts_lora, atol=1e-6)  # of a gradient no longer than 1
 
 
 def test_update_with_more_padding_is_the_same_update():
