@@ -1,7 +1,7 @@
 """`simple_data_entry` in Chromium, learnt on two CPU cores: two cold starts, then GRPO.
 
-    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py:base --workdir=runs/base
-    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py --workdir=runs/data_entry
+    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py:base --workdir=runs/entry_base
+    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py --workdir=runs/entry
 
 One row an episode, any of the sheet's hundred: scroll to it, copy two cells into the form, submit.
 The base learns from a careful demonstrator. Then one who is off by a line most of the time spoils
@@ -60,7 +60,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.cold_start.update({"steps": 300, "quality": 1.0, "episodes": 600})
         cfg.cold_start.optimizer.update({"lr": 3e-3, "warmup_steps": 20})
     elif stage == "grpo":
-        cfg.model.path = "runs/base/cold_start/model"
+        cfg.model.path = "runs/entry_base/cold_start/model"
     else:
         raise ValueError(f"{stage!r}, expected base or grpo")
     return cfg

@@ -284,8 +284,8 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft", "miniwob_cpu")),
-        ("simple_data_entry_cpu", ("base",)),
+        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft")),
+        *((name, ("base",)) for name in ("simple_data_entry_cpu", "miniwob_cpu")),
         *(("sft", (task,)) for task in bench_algorithms.TASKS.values()),
     ],
 )
@@ -295,12 +295,15 @@ def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, argume
     assert resolved.model.path.endswith("tiny-ui-base")
 
 
-def test_config_of_the_data_entry_starts_from_what_its_first_stage_writes():
-    get_config = importlib.import_module("configs.simple_data_entry_cpu").get_config
+@pytest.mark.parametrize(
+    ("name", "workdir"), [("simple_data_entry_cpu", "entry"), ("miniwob_cpu", "miniwob")]
+)
+def test_config_of_two_stages_starts_from_what_the_first_one_writes(name, workdir):
+    get_config = importlib.import_module(f"configs.{name}").get_config
     base, grpo = (
         config.from_config(run_config.RunConfig, get_config(*stage)) for stage in (("base",), ())
     )
-    assert Path(grpo.model.path) == Path("runs/base") / cold_start.MODEL_DIR
+    assert Path(grpo.model.path) == Path("runs") / f"{workdir}_base" / cold_start.MODEL_DIR
     assert (base.learner.steps, base.cold_start.quality) == (0, 1.0)
     assert grpo.learner.steps > 0 and grpo.cold_start.quality < 0.5
     with pytest.raises(ValueError, match="expected base or grpo"):

@@ -45,13 +45,14 @@ async def open_session(pool, task):
     return await MiniWob.open(pool, task)
 
 
-async def play(pool, task, max_turns=60):
+async def play(pool, task, max_turns=60, quality=1.0):
     """The last progress of the demonstrator's episode."""
     session = await open_session(pool, task)
+    rng = np.random.default_rng(task.seed)
     try:
         for _ in range(max_turns):
             progress = await session.progress()
-            action = None if progress["done"] else await session.scripted_action()
+            action = None if progress["done"] else await session.scripted_action(rng, quality)
             if action is None:
                 break
             assert action.x is None or (
@@ -161,7 +162,7 @@ def test_reward_does_not_decay_with_time(world):
     async def run():
         session = await open_session(pool, spec("click-test"))
         await session._tab.evaluate("core.ept0 -= 3600e3")  # as if an hour had passed
-        await session.act(await session.scripted_action())
+        await session.act(await session.scripted_action(np.random.default_rng(0)))
         decayed = await session._tab.evaluate("WOB_REWARD_GLOBAL")
         progress = await session.progress()
         await session.close()
@@ -236,3 +237,33 @@ def test_demonstration_that_fails_ends_those_beside_it():
 def test_click_widget_finds_every_kind_of_widget(world, seed):
     pool, runner = world
     assert runner.run(play(pool, spec("click-widget", seed)))["reward"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["click-tab", "click-color", "grid-coordinate"])
+def test_careless_click_takes_the_thing_before_or_after(world, name):
+    pool, runner = world
+
+    async def first_clicks():
+        session = await open_session(pool, spec(name, seed=1))
+        rng = np.random.default_rng(0)
+        try:
+            right = await session.scripted_action(rng)
+            return right, [await session.scripted_action(rng, 0.0) for _ in range(16)]
+        finally:
+            await session.close()
+
+    right, careless = runner.run(first_clicks())
+    places = {(action.x, action.y) for action in careless}
+    assert 1 <= len(places) <= 2 and (right.x, right.y) not in places
+    assert runner.run(play(pool, spec(name, seed=1), quality=0.0))["reward"] == -1.0
+
+
+def test_careless_click_misses_what_is_the_only_one_of_its_sort(world):
+    pool, runner = world
+    progress = runner.run(play(pool, spec("click-dialog", seed=1), max_turns=4, quality=0.0))
+    assert not progress["done"]
+
+
+def test_demonstrator_that_is_half_careful_comes_to_the_end_by_and_by(world):
+    pool, runner = world
+    assert runner.run(play(pool, spec("login-user", seed=1), quality=0.5))["reward"] == 1.0

@@ -71,11 +71,16 @@ def scripted_tasks() -> tuple[str, ...]:
 
 @functools.cache
 def _read_script() -> str:
-    """The demonstrator, a function of the task: all files of assets/pages/miniwob in one."""
+    """The demonstrator, a function of the task and of `off` (page.js): all of assets/pages/miniwob.
+
+    One function for all files, as a page evaluates it.
+    """
     folder = importlib.resources.files("uirl_jax") / "assets/pages/miniwob"
     files = sorted(folder.iterdir(), key=lambda file: (file.name != "page.js", file.name))
     parts = [file.read_text(encoding="utf-8") for file in files]
-    return "\n".join(["(name => {", *parts, "return experts[name] ? experts[name]() : null;", "})"])
+    return "\n".join(
+        ["((name, off) => {", *parts, "return experts[name] ? experts[name]() : null;", "})"]
+    )
 
 
 def parse_variant(name: str, variant: str) -> int:
@@ -142,15 +147,20 @@ class MiniWob:
         await self._pool.release(self._tab)
 
     async def scripted_action(
-        self, rng: np.random.Generator | None = None, quality: float = 1.0
+        self, rng: np.random.Generator, quality: float = 1.0
     ) -> Action | None:
         """What a demonstrator does next; None where it knows nothing (any more).
 
-        It looks into the page, and acts by mouse and keyboard alone. It makes no mistakes of its
-        own: `rng` and `quality` are those of other tasks, and change nothing.
+        It looks into the page, and acts by mouse and keyboard alone.
+
+        Args:
+          rng: decides when a mistake is made, and which.
+          quality: with probability 1 - quality a click is off by a thing: it takes the one of the
+            same sort before or after, and where there is no other it misses.
         """
         name = json.dumps(self._task.name.removeprefix(PREFIX))
-        fields = await self._tab.evaluate(f"{_read_script()}({name})")
+        off = int(rng.choice((-1, 1))) if rng.random() >= quality else 0
+        fields = await self._tab.evaluate(f"{_read_script()}({name}, {off})")
         if fields is None:
             return None
         for key in ("x", "y", "x2", "y2", "amount"):

@@ -1,7 +1,8 @@
 // What a demonstrator of MiniWoB++ does next: task name -> an action in pixels of the page, or null
 // where there is nothing (more) to do. It reads the page as it likes, and acts by mouse and keyboard
 // alone. This file has what all tasks share; the others add to `experts`, a kind of task each. They
-// are joined to one function (verifiers/browser/miniwob.py), which is evaluated for every turn.
+// are joined to one function (verifiers/browser/miniwob.py), which is evaluated for every turn. Its
+// `off` is 0 for a careful hand; -1 and 1 are a careless one, whose click is off by a thing.
 const experts = {};
 const query = document.getElementById("query").textContent.replace(/\s+/g, " ").trim();
 const quoted = [...query.matchAll(/"([^"]*)"/g)].map(match => match[1]);
@@ -21,8 +22,15 @@ const middle = element => {
   const box = element.getClientRects()[0];
   return {x: box.left + box.width / 2, y: box.top + box.height / 2};
 };
-const click = element => {  // scrolls first where it, or its edge, is out of sight
-  const at = middle(element), edge = Math.min(element.getClientRects()[0].height / 2, 8) - 1;
+const mistaken = element => {  // the thing of its sort before or after it; none where there is no other
+  const sort = all(element.tagName).filter(e => shown(e) && e.getAttribute("class") === element.getAttribute("class"));
+  const at = sort.indexOf(element);
+  return sort[at + off] || sort[at - off];
+};
+const click = wanted => {  // scrolls first where it, or its edge, is out of sight
+  const element = (off && mistaken(wanted)) || wanted, at = middle(element), height = element.getClientRects()[0].height;
+  if (off && element === wanted) at.y = Math.min(Math.max(at.y + off * height, 1), 209);  // beside the only one
+  const edge = Math.min(height / 2, 8) - 1;
   for (let parent = element.parentElement; parent && parent.id !== "wrap"; parent = parent.parentElement) {
     if (parent.scrollHeight <= parent.clientHeight + 1 || !/auto|scroll/.test(getComputedStyle(parent).overflowY)) continue;
     const box = parent.getBoundingClientRect(), bottom = Math.min(box.top + parent.clientHeight, 210);

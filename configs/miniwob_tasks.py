@@ -1,0 +1,47 @@
+"""What the quickstart becomes for tasks of MiniWoB++ in Chromium; no config by itself."""
+
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
+
+# By the turns that an episode may have; most need one less, or end with their first click.
+_NAMES = {
+    2: (
+        *("click-test", "click-test-2", "click-button", "click-dialog", "click-dialog-2"),
+        *("focus-text", "focus-text-2", "click-tab", "click-shape", "click-color"),
+        *("click-widget", "grid-coordinate", "identify-shape"),
+    ),
+    4: ("enter-text",),
+    7: ("login-user",),
+    8: ("click-checkboxes",),
+}
+MAX_TURNS = {name: turns for turns, names in _NAMES.items() for name in names}
+
+
+def miniwob(cfg: ConfigDict, names: Sequence[str]) -> None:
+    """Screenshots (160x210) and the instruction, mouse and keyboard."""
+    cfg.tasks = tuple(
+        ConfigDict({"name": f"miniwob/{name}", "max_turns": MAX_TURNS[name]}) for name in names
+    )
+    cfg.chat.max_screenshots = 8  # all of them: an episode is one sequence
+    cfg.chat.drop_screenshots = 1
+
+    cfg.actor.concurrency = 16
+    cfg.actor.rollout.max_new_tokens = 24
+
+    cfg.engine.slots = 16
+    cfg.engine.batch_sizes = (4, 16)
+    cfg.engine.context_lengths = (160, 384, 736)
+    cfg.engine.prefill_rows = (1, 4)
+    cfg.engine.prefill_lengths = (80, 128)
+    cfg.engine.image_rows = (1, 4)
+    cfg.engine.image_row_patches = 192
+    cfg.engine.max_new_tokens = 24
+
+    cfg.learner.groups_per_step = 16
+    cfg.learner.batch.rows = 8
+    cfg.learner.batch.row_lengths = (768,)
+    cfg.learner.batch.sampled_lengths = (160,)
+    cfg.learner.batch.image_rows = (64,)
+    cfg.learner.batch.patch_lengths = (192,)
+    cfg.learner.batch.share_prompts = False
