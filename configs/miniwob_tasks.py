@@ -16,6 +16,7 @@ _NAMES = {
     8: ("click-checkboxes",),
 }
 MAX_TURNS = {name: turns for turns, names in _NAMES.items() for name in names}
+FOUR = ("click-dialog-2", "click-tab", "focus-text-2", "enter-text")  # to compare algorithms on
 
 
 def miniwob(cfg: ConfigDict, names: Sequence[str]) -> None:

@@ -6,13 +6,13 @@ Starts from the 2.7 M parameter base model that ships with the package: it sees,
 on demonstrations of which most are wrong. See docs/quickstart.md for what was measured.
 
 `quickstart.py:enter_text` (or `:enter_text,words=2`, a variant) is the same for a task of several
-turns, and `:data_entry,rows=1,columns=1` for a longer one. That base does not know them yet:
-docs/algorithms.md has what it was taught by.
+turns, `:data_entry,rows=1,columns=1` for a longer one and `:miniwob` for four of MiniWoB++. That
+base does not know them yet: docs/algorithms.md and docs/results.md have what it was taught by.
 """
 
 from ml_collections import ConfigDict
 
-from configs import desktop_tasks
+from configs import desktop_tasks, miniwob_tasks
 
 
 def get_config(task: str = "click_button") -> ConfigDict:
@@ -68,7 +68,10 @@ def get_config(task: str = "click_button") -> ConfigDict:
         desktop_tasks.enter_text(cfg)
     elif name == "data_entry":
         desktop_tasks.data_entry(cfg)
+    elif name == "miniwob":
+        miniwob_tasks.miniwob(cfg, miniwob_tasks.FOUR)
     elif name != "click_button":
-        raise ValueError(f"{task!r}, expected click_button, enter_text or data_entry")
-    cfg.tasks[0].variant = variant
+        raise ValueError(f"{task!r}, expected click_button, enter_text, data_entry or miniwob")
+    for kind in cfg.tasks:
+        kind.variant = variant
     return cfg

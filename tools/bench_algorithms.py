@@ -4,6 +4,7 @@
     python -m tools.bench algorithms --task=enter_text --workdir=runs/algorithms
     python -m tools.bench algorithms --staleness 0 1 4 16 --names grpo --workdir=runs/algorithms
     python -m tools.bench algorithms --task=data_entry --ablations --workdir=runs/ablations
+    python -m tools.bench algorithms --task=miniwob --base=runs/miniwob/cold_start/model ...
 
 Every run is `uirl_jax.main` with a config and a workdir of its own; what is finished is not
 repeated, what was interrupted carries on. All of them play the same number of episodes a step from
@@ -12,7 +13,8 @@ rejection sampling) are episodes on top: they are in the table.
 
 The bases of enter_text and data_entry are made first, by cold starts (`configs/sft.py:enter_text`):
 the shipped one has never seen a field. Each context policy of the ablations has a base of its own,
-which was shown the contexts that it will see.
+which was shown the contexts that it will see. miniwob starts from `--base`, which
+configs/miniwob_cpu.py makes.
 """
 
 import argparse
@@ -38,6 +40,7 @@ TASKS = {
     "click_button": "click_button",
     "enter_text": "enter_text,words=2",
     "data_entry": "data_entry,rows=1,columns=1",
+    "miniwob": "miniwob",
 }
 COLD_STARTS = {
     "enter_text": (("enter_text", 300), ("enter_text,words=2", 110)),
@@ -86,11 +89,12 @@ def add_command(commands: Any) -> None:
     add = comparing.add_argument
     add("--workdir", type=Path, required=True, help="of the runs; they resume")
     add("--task", choices=TASKS, default="click_button")
+    add("--base", type=Path, help="start from this model, in place of the task's own")
     add("--names", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     add("--staleness", type=int, nargs="+", help="compare these, with and without the correction")
     add("--ablations", action="store_true", help="compare GRPO without one thing at a time")
     add("--seeds", type=int, nargs="+", default=(0, 1, 2))
-    add("--steps", type=int, default=30, help="click_button: of 64 episodes each; enter_text: 32")
+    add("--steps", type=int, default=30, help="of 32 to 128 episodes each: a task's config")
     add("--at_once", type=int, default=1, help="runs side by side, each on its share of the cores")
     add("--json", type=Path, help="write the numbers here too")
 
@@ -98,8 +102,14 @@ def add_command(commands: Any) -> None:
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Runs what is missing; by variant and seed the run's summary."""
     chosen = ABLATIONS if args.ablations else variants(args.names, args.staleness)
+    if args.task == "miniwob" and args.base is None:
+        raise SystemExit("error: --task=miniwob needs --base; configs/miniwob_cpu.py makes one")
+    if args.base and args.ablations:
+        raise SystemExit("error: --ablations make a base for each context policy: leave --base out")
     bases = {}
-    if args.task in COLD_STARTS:
+    if args.base:
+        bases = {variant.base: args.base for variant in chosen}
+    elif args.task in COLD_STARTS:
         bases = {variant.base: _make_base(args, variant) for variant in chosen}
     jobs = [(variant, seed) for seed in args.seeds for variant in chosen]
     cores = sorted(os.sched_getaffinity(0))
