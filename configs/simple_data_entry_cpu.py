@@ -15,9 +15,8 @@ from configs import quickstart
 
 def get_config(stage: str = "grpo") -> ConfigDict:
     cfg = quickstart.get_config()
-    cfg.tasks = (
-        ConfigDict({"name": "simple_data_entry", "variant": "size=small", "max_turns": 12}),
-    )
+    task = ConfigDict({"name": "simple_data_entry", "variant": "size=small", "max_turns": 12})
+    cfg.tasks = (task,)
     cfg.chat.max_screenshots = 12  # all of them: an episode is one sequence
     cfg.chat.drop_screenshots = 1
 
@@ -44,7 +43,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
 
     cfg.algorithm.minibatches = 2
 
-    cfg.learner.steps = 150
+    cfg.learner.steps = 120
     cfg.learner.groups_per_step = 16
     cfg.learner.optimizer.clip_norm = 0.05  # usual is 0.03: one rare token must not decide a step
     cfg.learner.batch.rows = 8
@@ -61,6 +60,11 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.cold_start.optimizer.update({"lr": 3e-3, "warmup_steps": 20})
     elif stage == "grpo":
         cfg.model.path = "runs/entry_base/cold_start/model"
+        cfg.tasks = tuple(
+            ConfigDict({**task, "variant": f"size=small,row={row}"}) for row in range(2, 102)
+        )
+        # Some rows hardly ever succeed at first: those are asked for more often.
+        cfg.curriculum = ConfigDict({"by_failure": True, "window": 16})
     else:
         raise ValueError(f"{stage!r}, expected base or grpo")
     return cfg

@@ -95,7 +95,23 @@ def test_unknown_variant_is_an_error_that_names_the_nearest():
     from uirl_jax.verifiers.browser import data_entry
 
     with pytest.raises(VerifierError, match="did you mean 'rows'"):
-        data_entry.parse_variant("row=2")
+        data_entry.parse_variant("rows_=2")
+
+
+def test_row_of_the_variant_is_the_one_that_the_instruction_names():
+    from uirl_jax.verifiers.browser import data_entry
+
+    for row in (2, 57, 101):
+        sheets = [data_entry.make_sheet(TaskSpec(NAME, seed, f"row={row}")) for seed in range(5)]
+        assert {sheet.instruction for sheet in sheets} == {
+            f"Copy row {row} of the sheet into the form and submit it."
+        }
+        assert {sheet.wanted for sheet in sheets} == {(row - 2,)}
+    several = data_entry.make_sheet(TaskSpec(NAME, 0, "row=57,rows=3"))
+    assert len(set(several.wanted)) == 3 and 55 in several.wanted
+    for row in (1, 102):
+        with pytest.raises(VerifierError, match=f"row is '{row}', not one of 2, 3"):
+            data_entry.parse_variant(f"row={row}")
 
 
 @pytest.mark.parametrize("variant", ["rows=2", "rows=1,size=small"])

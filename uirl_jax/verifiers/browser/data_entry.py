@@ -27,10 +27,12 @@ from uirl_jax.verifiers.tasks import click_middle
 
 NAME = "simple_data_entry"
 NUM_ROWS = 100
+_FIRST_ROW = 2  # as the sheet counts: its row 1 holds the names of the columns
 SCREENS_PX = {"full": (1280, 800), "small": (224, 168)}
 VARIANTS = {
     "rows": tuple("12345678"),  # how many the instruction names
     "within": ("8", "25", "50", "100"),  # they are among the first so many rows of the sheet
+    "row": tuple(str(n) for n in range(_FIRST_ROW, _FIRST_ROW + NUM_ROWS)),  # the first of them
     "size": tuple(SCREENS_PX),  # small: a smaller screen with two columns and larger type on it
 }
 _URL = "https://verifier.invalid/"
@@ -57,6 +59,7 @@ class Options:
     rows: int = 1
     within: int = NUM_ROWS
     size: str = "full"
+    row: int | None = None  # None: the seed says which comes first
 
 
 def parse_variant(variant: str) -> Options:
@@ -74,7 +77,7 @@ class Sheet:
 
     @property
     def instruction(self) -> str:
-        numbers = [str(index + 2) for index in self.wanted]  # the sheet's row 1 holds the names
+        numbers = [str(index + _FIRST_ROW) for index in self.wanted]
         if len(numbers) == 1:
             return f"Copy row {numbers[0]} of the sheet into the form and submit it."
         listed = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
@@ -84,7 +87,7 @@ class Sheet:
 def make_sheet(task: TaskSpec) -> Sheet:
     """Raises VerifierError for an unknown variant."""
     options = parse_variant(task.variant)
-    text = f"{NAME}|{dataclasses.astuple(options)}|{task.seed}"
+    text = f"{NAME}|{(options.rows, options.within, options.size)}|{task.seed}"
     rng = np.random.default_rng(
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
     )
@@ -102,7 +105,7 @@ def make_sheet(task: TaskSpec) -> Sheet:
         )
     num_columns = 2 if options.size == "small" else 4
     # The first one by the seed itself: consecutive seeds ask for every row equally often.
-    first = task.seed % options.within
+    first = task.seed % options.within if options.row is None else options.row - _FIRST_ROW
     others = [int(index) for index in rng.permutation(options.within) if index != first]
     wanted = sorted([first, *others[: options.rows - 1]])
     return Sheet(
