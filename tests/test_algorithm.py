@@ -388,6 +388,5 @@ def check_mesh() -> None:
 
 
 def test_algorithms_on_eight_fake_devices_equal_one_device():
-    fast_to_compile = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    done = test_sharding.on_eight_devices("check_mesh", fast_to_compile, "test_algorithm")
+    done = test_sharding.on_eight_devices("check_mesh", "test_algorithm")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -44,9 +44,10 @@ def command(workdir: Path, model_dir: Path | str, *arguments: str) -> list[str]:
 def run(
     workdir: Path, model_dir: Path | str, *arguments: str, devices: int = 1
 ) -> subprocess.CompletedProcess[str]:
+    more_flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {more_flags}",
     }
     return subprocess.run(
         command(workdir, model_dir, *arguments),

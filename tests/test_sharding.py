@@ -332,11 +332,7 @@ def check_every_shape() -> None:
 
 
 def test_eight_fake_devices_in_every_shape_equal_one_device():
-    # Ten programs: compiled fast, not to run fast.
-    done = on_eight_devices(
-        "check_every_shape",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    )
+    done = on_eight_devices("check_every_shape")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -348,14 +344,15 @@ def test_eight_fake_devices_on_a_2x2x2_mesh_equal_one_device():
 
 
 def on_eight_devices(
-    function: str, more_flags: str = "", module: str = "test_sharding"
+    function: str, module: str = "test_sharding"
 ) -> subprocess.CompletedProcess[str]:
     """A function of a test file in a process of its own: the device count is fixed at its start."""
     flags = " ".join(
         [
             os.environ.get("XLA_FLAGS", ""),
             "--xla_force_host_platform_device_count=8",
-            more_flags,
+            # Every program runs once or twice: compiled fast, not to run fast.
+            "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
         ]
     )
     return subprocess.run(

@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import test_sharding
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import qwen2_vl, sharding
@@ -321,24 +318,15 @@ def test_score_with_dropout_drops_nothing():
 
 
 def test_update_on_eight_devices_equals_one_device():
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.test_step"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    on_eight = json.loads(process.stdout.splitlines()[-1])
+    done = test_sharding.on_eight_devices("print_steps", "test_step")
+    assert done.returncode == 0, done.stderr[-2000:]
+    on_eight = json.loads(done.stdout.splitlines()[-1])
     metrics, _ = take_steps(make_batch())
     for name in ("learner/loss", "learner/grad_norm", "actor/kl_loss", "offpolicy/drift"):
         assert on_eight[name] == pytest.approx(metrics[name], rel=1e-4), name
 
 
-if __name__ == "__main__":
+def print_steps():
     assert len(jax.devices()) == 8
     test_mesh = sharding.make_mesh(2, 2, 2)
     with jax.set_mesh(test_mesh):

@@ -23,8 +23,7 @@ from uirl_jax import config, policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
 from uirl_jax.learner import state as learner_state
-from uirl_jax.learner.cold_start import copy_tokenizer
-from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models import loading, peft_adapters, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.run_config import RunConfig
 
@@ -101,15 +100,7 @@ def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
         model = nnx.merge(graphdef, adapters, abstract_base)  # an adapter says nothing of the base
         peft_adapters.save_adapter(model, out, base_model=base_dir.resolve())
     else:
-        model = qwen2_vl_weights.load_pretrained(
-            base_dir,
-            lora=cfg.model.lora,
-            param_dtype=qwen2_vl_weights.stored_dtype(base_dir),
-            init_key=jax.random.key(0),
-        )
-        nnx.update(model, adapters)
-        qwen2_vl_weights.save_pretrained(model, out)
-        copy_tokenizer(base_dir, out)
+        loading.save_merged(base_dir, cfg.model.lora, adapters, out)
     return f"{what} on {base_dir}"
 
 

@@ -21,7 +21,7 @@ from uirl_jax.chat import Chat
 from uirl_jax.learner import recorded_demonstrations, supervised
 from uirl_jax.learner.scripted_demonstrations import ScriptedDemonstrations
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.models import loading, qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.rl.rewards import turn_lengths
@@ -31,13 +31,6 @@ from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
 from uirl_jax.verifiers.demonstrations import Demonstrator
 
 MODEL_DIR = Path("cold_start") / "model"  # in the workdir
-
-TOKENIZER_FILES = (  # and the processor's
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
-    "generation_config.json",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +144,6 @@ def run_cold_start(
     temporary = workdir / "cold_start" / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, trained, frozen), temporary)
-    copy_tokenizer(model.path, temporary)
+    loading.copy_tokenizer(model.path, temporary)
     temporary.rename(target)
     return target
-
-
-def copy_tokenizer(model_dir: Path, target: Path) -> None:
-    """Everything but the weights and their config, as far as it is there."""
-    for name in TOKENIZER_FILES:
-        if (model_dir / name).exists():
-            shutil.copyfile(model_dir / name, target / name)

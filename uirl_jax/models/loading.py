@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,13 @@ from uirl_jax.models.quantization import Quantize
 from uirl_jax.vision_inputs import ImageConfig
 
 SUPPORTED = ("qwen2_vl",)
+
+TOKENIZER_FILES = (  # and the processor's
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    "generation_config.json",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +104,34 @@ def load(
         image_cfg=ImageConfig.load(path),
         base_hash=base_hash.result(),
     )
+
+
+def save_merged(
+    model_dir: str | Path, lora: LoraConfig, adapters: nnx.State, directory: str | Path
+) -> None:
+    """Writes a model directory of its own: model_dir's weights with adapters added to them.
+
+    The weights are read again, in the dtype that the files have, whatever a run held them in.
+
+    Raises: ModelError where adapters do not fit.
+    """
+    path = Path(model_dir)
+    model = qwen2_vl_weights.load_pretrained(
+        path,
+        lora=lora,
+        param_dtype=qwen2_vl_weights.stored_dtype(path),
+        init_key=jax.random.key(0),
+    )
+    nnx.update(model, adapters)
+    qwen2_vl_weights.save_pretrained(model, directory)
+    copy_tokenizer(path, Path(directory))
+
+
+def copy_tokenizer(model_dir: Path, target: Path) -> None:
+    """Everything but the weights and their config, as far as it is there."""
+    for name in TOKENIZER_FILES:
+        if (model_dir / name).exists():
+            shutil.copyfile(model_dir / name, target / name)
 
 
 @contextlib.contextmanager
