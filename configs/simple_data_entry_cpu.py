@@ -42,6 +42,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.engine.image_row_patches = 192
 
     cfg.algorithm.minibatches = 2
+    cfg.algorithm.skip_equal_groups = True
 
     cfg.learner.steps = 120
     cfg.learner.groups_per_step = 16
@@ -56,7 +57,8 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.evaluation.episodes = 300  # three of every row
     if stage == "base":
         cfg.learner.steps = 0
-        cfg.cold_start.update({"steps": 300, "quality": 1.0, "episodes": 600})
+        cfg.evaluation.episodes = 100
+        cfg.cold_start.update({"steps": 400, "quality": 1.0, "episodes": 800})
         cfg.cold_start.optimizer.update({"lr": 3e-3, "warmup_steps": 20})
     elif stage == "grpo":
         cfg.model.path = "runs/entry_base/cold_start/model"

@@ -229,17 +229,18 @@ def _click(box: list[float]) -> Action:
 
 
 def _reach(row: int, cell: list[float], view: dict[str, Any]) -> Action:
-    """A click on a cell of the sheet's row (from 0); before that, the scrolling that shows it.
+    """A click on a cell of the sheet's row (from 0, the columns' names); before that, scrolling.
 
-    By pages of ten rows, or as many tens as fit: a row's number then says where it stands.
+    By pages of ten rows, or as many tens as fit. Each begins with a round number, even where the
+    row is in sight elsewhere: the number alone then says which page it is on, and where.
     """
     area = view["sheet"]
-    if area[1] <= cell[1] and cell[3] <= area[3]:
-        return _click(cell)
     height = cell[3] - cell[1]
     page_rows = max(1, int((area[3] - area[1]) / height) // 10 * 10)
-    target = min(row // page_rows * page_rows * height, view["scrollable"])
+    first = max(0, (row + 1) // page_rows * page_rows - 1)  # the sheet counts from 1
+    amount = round(min(first * height, view["scrollable"]) - view["scrolled"])
+    if amount == 0:
+        return _click(cell)
     middle_x, middle_y = round((area[0] + area[2]) / 2), round((area[1] + area[3]) / 2)
-    amount = round(target - view["scrolled"])
     direction = "down" if amount > 0 else "up"
     return Action("scroll", x=middle_x, y=middle_y, direction=direction, amount=abs(amount))
