@@ -25,7 +25,6 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     )
 
     cfg.algorithm.minibatches = 2
-    cfg.algorithm.skip_equal_groups = True
 
     cfg.learner.steps = 240
     cfg.learner.optimizer.clip_norm = 0.05  # as in simple_data_entry_cpu.py

@@ -42,7 +42,6 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.engine.image_row_patches = 192
 
     cfg.algorithm.minibatches = 2
-    cfg.algorithm.skip_equal_groups = True
 
     cfg.learner.steps = 120
     cfg.learner.groups_per_step = 16
