@@ -9,9 +9,11 @@ verifier server in a second one. A process that is killed is started again with 
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -71,15 +73,7 @@ def run_all(
     mesh = make_mesh(cfg.mesh)
     with contextlib.ExitStack() as stack:
         if cfg.verifier.is_bundled:
-            log = run.workdir / "logs" / "verifier.log"
-            stack.enter_context(
-                supervisor.bundled_server(
-                    run.port_file,
-                    log,
-                    port=cfg.verifier.port,
-                    task_dirs=cfg.verifier.task_dirs,
-                )
-            )
+            stack.enter_context(bundled_server(run, "verifier.log", cfg.verifier.port))
         background = stack.enter_context(BackgroundLoop())
         model = run.load_model(mesh, Path(cfg.model.path))
 
@@ -117,6 +111,13 @@ def run_all(
         peak_rss_gib = metrics.peak_rss_gib()  # here, where the verifier still lives
     _conclude(run, result, actor_metrics, peak_rss_gib)
     return after
+
+
+def bundled_server(run: Run, log: str, port: int) -> contextlib.AbstractContextManager[None]:
+    """The run's verifier in a process of its own; 0 is any port."""
+    return supervisor.bundled_server(
+        run.port_file, run.workdir / "logs" / log, port=port, task_dirs=run.cfg.verifier.task_dirs
+    )
 
 
 async def _set(event: asyncio.Event) -> None:
@@ -210,14 +211,23 @@ def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: in
 
 
 def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
-    """Success of the newest published policy, or of the base where nothing is published yet."""
+    """Success of the newest published policy, or of the base where nothing is published yet.
 
-    async def measure() -> evaluate.EvalResult:
+    A bundled verifier is one of its own: that of a training may be busy, or not there any more.
+    """
+
+    async def measure(run: Run) -> evaluate.EvalResult:
         async with Players(run, run.load_base(None), "eval") as players:
             version = players.take_policy()
             return await players.evaluate(stage or f"version_{max(version, 0)}", stop)
 
-    print(evaluate.format_table([asyncio.run(measure())]), flush=True)
+    with contextlib.ExitStack() as stack:
+        if run.cfg.verifier.is_bundled:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            run = dataclasses.replace(run, own_port_file=Path(folder) / "port")
+            stack.enter_context(bundled_server(run, "verifier-eval.log", 0))
+        result = asyncio.run(measure(run))
+    print(evaluate.format_table([result]), flush=True)
 
 
 def run_verifier_role(run: Run) -> int:

@@ -112,10 +112,11 @@ class Run:
     cfg: RunConfig
     workdir: Path
     run_id: str
+    own_port_file: Path | None = None  # of a bundled server that is this role's alone
 
     @property
     def port_file(self) -> Path:
-        return self.workdir / "verifier.port"
+        return self.own_port_file or self.workdir / "verifier.port"
 
     def load_model(self, mesh: jax.sharding.Mesh | None, path: Path) -> loading.PolicyModel:
         cfg = self.cfg.model

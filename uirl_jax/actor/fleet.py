@@ -104,7 +104,8 @@ class Fleet:
                 return chosen
             if not verifiers and not self._announced_empty:
                 self._announced_empty = True
-                print(key_values("no_verifier", reason="no URL at present, waiting"), flush=True)
+                reason = "no URL at present, waiting; --role=verifier starts the bundled server"
+                print(key_values("no_verifier", reason=reason), flush=True)
             rests = [v.resting_until_s for v in verifiers if v.resting_until_s > now_s]
             wake_s = min(rests, default=now_s + POLL_S)
             await asyncio.sleep(min(POLL_S, wake_s - now_s))  # the URLs may change meanwhile
