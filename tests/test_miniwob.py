@@ -258,6 +258,23 @@ def test_careless_click_takes_the_thing_before_or_after(world, name):
     assert runner.run(play(pool, spec(name, seed=1), quality=0.0))["reward"] == -1.0
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_careless_click_on_the_first_or_last_thing_takes_the_one_beside_it(world, seed):
+    pool, runner = world
+
+    async def places():
+        session = await open_session(pool, spec("click-tab", seed))
+        rng = np.random.default_rng(0)
+        try:
+            careless = [await session.scripted_action(rng, 0.0) for _ in range(16)]
+            return session.instruction, {(action.x, action.y) for action in careless}
+        finally:
+            await session.close()
+
+    instruction, found = runner.run(places())
+    assert len(found) == (2 if "#2" in instruction else 1)
+
+
 def test_careless_click_misses_what_is_the_only_one_of_its_sort(world):
     pool, runner = world
     progress = runner.run(play(pool, spec("click-dialog", seed=1), max_turns=4, quality=0.0))
