@@ -21,9 +21,9 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.chat.drop_screenshots = 1
 
     cfg.cold_start = ConfigDict({"train": "all", "episodes_per_step": 8})
-    cfg.cold_start.steps = 80
-    cfg.cold_start.quality = 0.15  # of 20 demonstrations 17 copy the row above or below
-    cfg.cold_start.episodes = 650  # once each
+    cfg.cold_start.steps = 90
+    cfg.cold_start.quality = 0.12  # of 25 demonstrations 22 copy the row above or below
+    cfg.cold_start.episodes = 720  # once each
     cfg.cold_start.optimizer = ConfigDict(
         {"name": "muon", "lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"}
     )
