@@ -142,6 +142,16 @@ def test_action_is_what_the_text_says_on_the_images_own_pixels(vlm, sessions, sc
     assert refused.action is None and refused.reason
 
 
+def test_action_in_the_models_pixels_comes_out_in_those_of_the_image(sessions, screens):
+    chat = ChatConfig(coordinates="image", system_prompt="", prompt_template="{instruction}")
+    vlm = uirl_jax.VLM.from_pretrained(MODEL, chat=chat)
+    large = screens[0].resize((230, 174))  # the model sees 224x168 of it
+    said = vlm.predict_action(large, sessions[0].instruction)
+    x, y = (int(number) for number in said.text[len("click(") :].rstrip(")").split(",")[:2])
+    assert (said.action.x, said.action.y) == (round(x * 230 / 224), round(y * 174 / 168))
+    assert (said.action.x, said.action.y) != (x, y)
+
+
 def test_new_parameters_change_what_it_says(screens):
     vlm = uirl_jax.VLM.from_pretrained(MODEL, chat=PLAIN)
     before = vlm.predict_action(screens[0], "Click OK.", max_new_tokens=16)
