@@ -26,6 +26,9 @@ def get_config(stage: str = "grpo") -> ConfigDict:
 
     cfg.algorithm.minibatches = 2
 
+    # What fails is asked for more often; what this model will not learn must not take it all.
+    cfg.curriculum = ConfigDict({"by_failure": True, "min_share": 0.3, "window": 32})
+
     cfg.learner.steps = 240
     cfg.learner.optimizer.clip_norm = 0.05  # as in simple_data_entry_cpu.py
 
