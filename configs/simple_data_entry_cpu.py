@@ -25,7 +25,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.cold_start.quality = 0.12  # of 25 demonstrations 22 copy the row above or below
     cfg.cold_start.episodes = 720  # once each
     cfg.cold_start.optimizer = ConfigDict(
-        {"name": "muon", "lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"}
+        {"name": "muon", "lr": 2e-3, "warmup_steps": 5, "schedule": "cosine"}
     )
 
     cfg.actor.group_size = 4
