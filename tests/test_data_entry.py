@@ -112,6 +112,9 @@ def test_row_of_the_variant_is_the_one_that_the_instruction_names():
     for row in (1, 102):
         with pytest.raises(VerifierError, match=f"row is '{row}', not one of 2, 3"):
             data_entry.parse_variant(f"row={row}")
+    assert data_entry.make_sheet(TaskSpec(NAME, 0, "row=9,within=8")).wanted == (7,)
+    with pytest.raises(VerifierError, match="row=10, expected at most 9, the last of within=8"):
+        data_entry.parse_variant("row=10,within=8")
 
 
 @pytest.mark.parametrize("variant", ["rows=2", "rows=1,size=small"])

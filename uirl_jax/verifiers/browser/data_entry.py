@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import variants
 from uirl_jax.verifiers.browser.pool import BrowserPool
@@ -63,8 +64,18 @@ class Options:
 
 
 def parse_variant(variant: str) -> Options:
-    """Reads "rows=3,within=25,size=small". Raises VerifierError as `variants.read` does."""
-    return Options(**variants.read(NAME, variant, VARIANTS))
+    """Reads "rows=3,within=25,size=small".
+
+    Raises: VerifierError as `variants.read` does, and for a row that is not among those `within`.
+    """
+    options = Options(**variants.read(NAME, variant, VARIANTS))
+    last = options.within + _FIRST_ROW - 1
+    if options.row is not None and options.row > last:
+        raise VerifierError(
+            f"variant {variant!r} of {NAME}: row={options.row}, expected at most {last}, the last "
+            f"of within={options.within}"
+        )
+    return options
 
 
 @dataclasses.dataclass(frozen=True)

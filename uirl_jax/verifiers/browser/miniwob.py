@@ -71,10 +71,7 @@ def scripted_tasks() -> tuple[str, ...]:
 
 @functools.cache
 def _read_script() -> str:
-    """The demonstrator, a function of the task and of `off` (page.js): all of assets/pages/miniwob.
-
-    One function for all files, as a page evaluates it.
-    """
+    """The demonstrator, one function of the task and of `off` (page.js) for all of its files."""
     folder = importlib.resources.files("uirl_jax") / "assets/pages/miniwob"
     files = sorted(folder.iterdir(), key=lambda file: (file.name != "page.js", file.name))
     parts = [file.read_text(encoding="utf-8") for file in files]
