@@ -263,6 +263,7 @@ def run_role(role: Role, run: Run, stop: threading.Event) -> int:
     }
     if role == "verifier":
         return run_verifier_role(run)
+    platform_flags.keep_freed_memory()
     actions[role]()
     return 0
 

@@ -3,6 +3,7 @@
 What the user has set in the environment stays.
 """
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -16,6 +17,14 @@ _CPU_FLAGS = {"--xla_cpu_use_onednn": "true"}
 # machine, compiles nothing again. The oldest go when they are more than this in all.
 _CACHE_SIZE_BYTES = 4 * 2**30
 _CACHED_FROM_S = 0.1  # compile time; JAX's default of a second leaves out dozens of small programs
+
+# mallopt's numbers (malloc.h), what they are set to, and glibc's own values.
+_MALLOC_OPTIONS = {
+    -4: (0, 65_536),  # M_MMAP_MAX: no buffer is a mapping of its own, which goes back when freed
+    -8: (1, 8 * (os.cpu_count() or 1)),  # M_ARENA_MAX: other arenas cannot hold a large buffer
+    -1: (2**31 - 1, 128 * 2**10),  # M_TRIM_THRESHOLD, bytes free at the heap's end that are kept
+    -2: (64 * 2**20, 128 * 2**10),  # M_TOP_PAD, bytes: how far ahead the heap grows
+}
 
 
 def set_defaults() -> None:
@@ -36,3 +45,21 @@ def set_defaults() -> None:
     }.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
+
+
+def keep_freed_memory() -> None:
+    """On the CPU a step's buffers come from the memory that the last step freed.
+
+    glibc gives large ones back to the system, which clears every page when it is asked for again:
+    a fifth of the time of a training step (docs/performance.md). Where there is another allocator,
+    and on GPU and TPU, whose buffers are not malloc's, nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for option, (ours, _) in _MALLOC_OPTIONS.items():
+        mallopt(option, ours)
+    # Asked only now, because it starts the threads that compute, and each takes an arena for good.
+    if jax.default_backend() != "cpu":
+        for option, (_, default) in _MALLOC_OPTIONS.items():
+            mallopt(option, default)

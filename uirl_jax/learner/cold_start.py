@@ -105,7 +105,7 @@ def run_cold_start(
     trains = "all weights" if cfg.train == "all" else "adapters"
     optimizer = cfg.optimizer.resolved(trains)
     print(optimizer.describe(trainable, trains), flush=True)
-    progress = metrics.Progress("cold start", cfg.steps)
+    progress: metrics.Progress
     with (
         metrics.MetricsWriter(workdir / "cold_start") as writer,
         Demonstrator(task_dirs, browsers=cfg.browsers) as demonstrator,
@@ -122,6 +122,11 @@ def run_cold_start(
         if not recorded:
             scripted.keep(workdir / "cold_start" / "demonstrations", stop)
 
+        def on_restore(first_step: int) -> None:
+            nonlocal progress  # begins here: neither demonstrations nor older steps tell its speed
+            progress = metrics.Progress("cold start", cfg.steps, first_step=first_step - 1)
+            writer.truncate_from(first_step)
+
         def on_step(step: int, scalars: dict[str, float]) -> None:
             writer.write(step, scalars)
             progress.update(step)
@@ -136,14 +141,16 @@ def run_cold_start(
             vision_trainable="visual" in trainable,
             image_cfg=model.image_cfg,
             on_step=on_step,
-            on_restore=writer.truncate_from,
+            on_restore=on_restore,
             dropout_seed=seed,
             stop=stop,
         )
     progress.close()
     temporary = workdir / "cold_start" / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, trained, frozen), temporary)
+    # In the files' own dtype, whatever a run holds weights in: a base of bfloat16 stays as small.
+    dtype = qwen2_vl_weights.stored_dtype(model.path)
+    qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, trained, frozen), temporary, dtype=dtype)
     loading.copy_tokenizer(model.path, temporary)
     temporary.rename(target)
     return target

@@ -73,9 +73,12 @@ class ScriptedDemonstrations:
         directory.mkdir(parents=True, exist_ok=True)
         cfg = self._model.cfg
         layout = TokenLayout(cfg.vocab_size, cfg.image_token_id, self._model.image_cfg.merge_size)
-        progress = Progress("demonstrations", self._episodes)
-        for first in range(0, self._episodes, SHARD_EPISODES):
-            path = directory / f"{first:06d}.tfrecord"
+        paths = {
+            n: directory / f"{n:06d}.tfrecord" for n in range(0, self._episodes, SHARD_EPISODES)
+        }
+        there = SHARD_EPISODES * sum(path.exists() for path in paths.values())
+        progress = Progress("demonstrations", self._episodes, first_step=there)
+        for first, path in paths.items():
             if not path.exists():
                 if stop is not None and stop.is_set():
                     raise RestartError(

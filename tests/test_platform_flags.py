@@ -1,0 +1,38 @@
+"""Settings of the process, each seen by its effect in a process of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+_FAULTS = """
+import resource
+from uirl_jax import platform_flags
+
+if {kept}:
+    platform_flags.keep_freed_memory()
+
+import jax
+import jax.numpy as jnp
+
+step = jax.jit(lambda x: (jnp.tanh(x)[::-1] + 1.0).cumsum())
+x = jnp.ones(10_000_000)  # 40 MB, 9,766 pages; up to 32 MB are sometimes kept anyway
+before = 0
+for number in range(20):
+    if number == 10:  # by then the heap has grown to what it needs
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(x).block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _faults(kept: bool) -> int:
+    command = [sys.executable, "-c", _FAULTS.format(kept=kept)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_memory_that_was_freed_is_not_cleared_again():
+    plain = _faults(kept=False)
+    assert plain > 10 * 9_766
+    assert _faults(kept=True) < plain / 10
