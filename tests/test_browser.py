@@ -75,15 +75,27 @@ def test_clipboards_of_eight_sessions_at_once_are_their_own(world):
     assert wrong == []
 
 
-def test_next_session_of_a_process_finds_nothing_of_the_last(world):
+@pytest.mark.parametrize("trusted", [False, True])
+def test_next_session_of_a_process_finds_nothing_of_the_last(world, trusted):
     pool, runner = world
-    leave = "localStorage.x = 1; document.cookie = 'y=1'; history.pushState(0, '', '#z')"
+    leave = """(async () => {
+      localStorage.x = 1; sessionStorage.x = 1; window.name = "x"; document.cookie = "y=1";
+      history.pushState(0, "", "#z");
+      await new Promise(done => indexedDB.open("x").onsuccess = done);
+      await caches.open("x");
+      setInterval(() => { localStorage.x = 1 }, 1);  // for as long as the page is there
+    })()"""
+    look = """(async () => [a.value, b.value, localStorage.x, sessionStorage.x, window.name,
+      document.cookie, location.hash, history.length, (await indexedDB.databases()).length,
+      (await caches.keys()).length])()"""
 
     async def run():
-        tab = await open_page(pool, TWO_FIELDS)
+        tab = await open_page(pool, TWO_FIELDS, trusted=trusted)
         for action in (CLICK_A, Action("type", text="secret"), press("ctrl+a"), press("ctrl+c")):
             await tab.act(action)
         await tab.evaluate(leave)
+        before = await tab.evaluate(look)
+        assert before == ["secret", "", "1", "1", "x", "y=1", "#z", 2, 1, 1]
         await pool.release(tab)
         while tab not in pool._waiting:
             await asyncio.sleep(0.01)
@@ -92,13 +104,40 @@ def test_next_session_of_a_process_finds_nothing_of_the_last(world):
         await again.act(CLICK_B)
         await again.act(press("ctrl+v"))
         await again.act(Action("navigate_back"))
-        left = await again.evaluate(
-            "[a.value, b.value, localStorage.x, document.cookie, location.hash]"
-        )
+        left = await again.evaluate(look)
         await pool.release(again)
         return left
 
-    assert runner.run(run()) == ["", "", None, "", ""]
+    assert runner.run(run()) == ["", "", None, None, "", "", "", 1, 0, 0]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_next_session_of_a_process_is_drawn_as_the_first(world, trusted):
+    """The mouse rests, focus and a selection are, scrolled it is where the last session left it."""
+    pool, runner = world
+    page = """<!DOCTYPE html><style>body{margin:0;height:2000px} button:hover{background:red}
+      button:active{background:blue}</style><button style="position:fixed;left:0;top:0;width:200px;
+      height:100px">Press</button><input style="position:absolute;top:110px"><p>Some words."""
+
+    async def run():
+        screens = []
+        for _ in range(3):
+            tab = await open_page(pool, page, trusted=trusted)
+            await asyncio.sleep(0.3)  # time for a hover that comes late
+            screens.append(await tab.screenshot("png"))
+            await tab.act(Action("click", x=50, y=120))
+            await tab.act(press("ctrl+a"))
+            await tab.act(Action("scroll", x=50, y=120, direction="down", amount=300))
+            await tab.act(Action("click", x=50, y=50))
+            screens.append(await tab.screenshot("png"))
+            await pool.release(tab)
+            while tab not in pool._waiting:
+                await asyncio.sleep(0.01)
+        return screens
+
+    first, used, *others = runner.run(run())
+    assert pixels(first)[50, 150].tolist() != pixels(used)[50, 150].tolist() == [255, 0, 0]
+    assert others == [first, used] * 2
 
 
 def test_every_mouse_action_reaches_the_page(world):

@@ -500,8 +500,10 @@ def test_run_tasks_keeps_their_order_and_plays_env_errors_again():
     def fault(call, number):
         return "error" if (call, number) in {("session", 1), ("act", 2), ("progress", 4)} else None
 
-    trajectories, proxy, still_open = evaluated(tasks, fault)
+    heard = []
+    trajectories, proxy, still_open = evaluated(tasks, fault, on_done=heard.append)
     assert [t.task for t in trajectories] == tasks
+    assert sorted(map(id, heard)) == sorted(map(id, trajectories))
     assert StopReason.ENV_ERROR not in {t.stop_reason for t in trajectories}
     assert proxy.seen["session"] == 7 + 3
     assert still_open == 0

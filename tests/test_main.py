@@ -88,6 +88,9 @@ def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model
     table = [line.split()[0] for line in process.stdout.splitlines() if line.endswith("/4")]
     assert table == ["random", "before", "after"], process.stdout
     assert "report.html" in process.stdout
+    for stage in table:
+        said = re.findall(rf'phase="evaluation {stage}" step=(\d)/4', process.stderr)
+        assert (said[0], said[-1]) == ("1", "4"), process.stderr
     # A finished run says the same again, and trains nothing.
     again = run(tmp_path / "run", model_dir, chance)
     assert assert_whole(tmp_path / "run", again) == summary

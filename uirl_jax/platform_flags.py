@@ -22,7 +22,7 @@ _CACHED_FROM_S = 0.1  # compile time; JAX's default of a second leaves out dozen
 _MALLOC_OPTIONS = {
     -4: (0, 65_536),  # M_MMAP_MAX: no buffer is a mapping of its own, which goes back when freed
     -8: (1, 8 * (os.cpu_count() or 1)),  # M_ARENA_MAX: other arenas cannot hold a large buffer
-    -1: (2**31 - 1, 128 * 2**10),  # M_TRIM_THRESHOLD, bytes free at the heap's end that are kept
+    -1: (-1, 128 * 2**10),  # M_TRIM_THRESHOLD, bytes free at the heap's end; -1: nothing goes back
     -2: (64 * 2**20, 128 * 2**10),  # M_TOP_PAD, bytes: how far ahead the heap grows
 }
 

@@ -33,6 +33,7 @@ from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.models import loading, qwen2_vl_weights
 from uirl_jax.run_config import RunConfig
 from uirl_jax.shards.record import TokenLayout
+from uirl_jax.types import Trajectory
 from uirl_jax.verifiers import supervisor
 from uirl_jax.verifiers.client import VerifierClient
 from uirl_jax.verifiers.containers import ContainerClient
@@ -265,15 +266,26 @@ class Players:
             return known[stage]
         started_s = time.monotonic()
         player = self.player("eval", temperature=cfg.temperature, engine=engine)
+        progress = metrics.Progress(f"evaluation {stage}", cfg.episodes)
+        ended: list[Trajectory] = []
+
+        def on_done(trajectory: Trajectory) -> None:
+            ended.append(trajectory)
+            progress.update(len(ended), success=sum(t.success for t in ended) / len(ended))
+
         evaluating = evaluate.evaluate(
-            lambda tasks: run_tasks(player, tasks, seed=run.cfg.seed),
+            lambda tasks: run_tasks(player, tasks, seed=run.cfg.seed, on_done=on_done),
             evaluate.eval_tasks(run.cfg.kinds, cfg.episodes),
             stage,
             run.workdir,
             base_hash=self.model.base_hash,
             layout=run.layout(self.model),
         )
-        result = await _unless_stopped(evaluating, stop, f"in the evaluation of stage {stage!r}")
+        try:
+            where = f"in the evaluation of stage {stage!r}"
+            result = await _unless_stopped(evaluating, stop, where)
+        finally:
+            progress.close()
         run.say(
             "evaluated",
             stage=stage,

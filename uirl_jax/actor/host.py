@@ -30,12 +30,18 @@ from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 
 async def run_tasks(
-    player: Player, tasks: Sequence[TaskSpec], *, seed: int = 0, env_retries: int = 5
+    player: Player,
+    tasks: Sequence[TaskSpec],
+    *,
+    seed: int = 0,
+    env_retries: int = 5,
+    on_done: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
     """One episode of each task, in their order, as an evaluation needs them.
 
     An episode that ends in env_error is played again up to env_retries times, each time after the
-    verifier has rested for longer; after that its last env_error is what is returned.
+    verifier has rested for longer; after that its last env_error is what is returned. `on_done`
+    hears of each task's episode as it ends.
     """
 
     async def play(index: int, task: TaskSpec) -> Trajectory:
@@ -43,6 +49,7 @@ async def run_tasks(
             attempt = await player.play(task, derive_seed(seed, index), group_id(index))
             if attempt.trajectory.stop_reason is not StopReason.ENV_ERROR:
                 break
+        on_done(attempt.trajectory)
         return attempt.trajectory
 
     return await _all([play(index, task) for index, task in enumerate(tasks)])

@@ -51,8 +51,8 @@ class AlgorithmConfig:
     # Groups whose rewards are all equal teach nothing: taken out and refilled (DAPO's dynamic
     # sampling, arXiv:2503.14476, section 3.2).
     skip_equal_groups: bool = False
-    # Those groups are not computed: for a loss in which nothing but the advantage pulls. Means are
-    # over the other groups then.
+    # Those groups are not computed: means, and what the loss adds for KL and entropy, are over the
+    # other groups then.
     drop_equal_groups: bool = False
     # A group that failed as a whole gets a stored success of its instance (learner.replay); needs
     # curriculum.instances, so that instances come back.
@@ -72,13 +72,13 @@ class AlgorithmConfig:
         if self.drop_equal_groups and not (
             within_groups
             and self.advantage.credit == "episode"
-            and self.loss.kl_coefficient == self.loss.entropy_coefficient == 0.0
+            and not self.kl_in_reward
             and not self.reward.overlong_max_tokens
         ):
             raise ConfigError(
-                "algorithm.drop_equal_groups: there is more to learn from such a group than its "
-                "advantages of 0; it needs loss.kl_coefficient=0, loss.entropy_coefficient=0, "
-                "advantage.credit='episode', advantages within groups and no overlong shaping"
+                "algorithm.drop_equal_groups: advantages of such a group need not be 0 here; it "
+                "needs advantage.credit='episode', advantages within groups, "
+                "loss.kl_in='loss' and no overlong shaping"
             )
         if self.replay and self.objective == "policy" and self.loss.importance == "none":
             raise ConfigError(

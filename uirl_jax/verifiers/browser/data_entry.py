@@ -145,7 +145,7 @@ class DataEntry:
         try:
             session = cls(pool, tab, task)
             screen_px = (session.width_px, session.height_px)
-            await tab.load(_URL, session._files, screen_px=screen_px)
+            await tab.load(_URL, session._files, screen_px=screen_px, trusted=True)
             await tab.settle()
         except BaseException:
             await pool.release(tab)

@@ -117,6 +117,7 @@ class MiniWob:
                 screen_px=(session.width_px, session.height_px),
                 viewport_px=_VIEWPORT_PX,
                 scale=session._scale,
+                trusted=True,
             )
             said = await tab.evaluate(_START.replace("SEED", json.dumps(str(task.seed))))
             await tab.settle()
