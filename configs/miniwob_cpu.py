@@ -23,6 +23,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     miniwob_tasks.miniwob(cfg, tuple(miniwob_tasks.MAX_TURNS))
 
     cfg.algorithm.minibatches = 2
+    cfg.algorithm.drop_equal_groups = True
     cfg.learner.steps = 240
     cfg.learner.optimizer.clip_norm = 0.05  # as in simple_data_entry_cpu.py
 
