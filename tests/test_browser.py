@@ -111,6 +111,25 @@ def test_next_session_of_a_process_finds_nothing_of_the_last(world, trusted):
     assert runner.run(run()) == ["", "", None, None, "", "", "", 1, 0, 0]
 
 
+def test_sessions_that_take_turns_keep_their_processes():
+    """As many at once as there may be: the next one waits for a tab, it starts no process."""
+    used = []
+
+    async def play(pool):
+        for _ in range(5):
+            tab = await open_page(pool, TWO_FIELDS)
+            used.append(tab.browser)
+            await pool.release(tab)
+
+    async def run(pool):
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(play(pool) for _ in range(3)))
+
+    with pool_and_runner(warm=1, max_browsers=3) as (pool, runner):
+        runner.run(run(pool))
+    assert (len(used), len(set(used))) == (15, 3)
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_next_session_of_a_process_is_drawn_as_the_first(world, trusted):
     """The mouse rests, focus and a selection are, scrolled it is where the last session left it."""

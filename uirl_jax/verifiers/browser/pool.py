@@ -76,7 +76,10 @@ class BrowserPool:
         self._waiting: list[Tab] = []  # the last one in goes out first, so that the rest can end
         self._in_use: set[Tab] = set()
         self._num_acquiring = 0  # of sessions
+        self._num_hoping = 0  # of these: they wait for a tab that is made ready again
         self._num_preparing = 0  # in the background
+        self._num_renewing = 0  # of these: used ones
+        self._renewed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "BrowserPool":
@@ -123,19 +126,34 @@ class BrowserPool:
         """Takes a tab back, and readies it for another session in the background."""
         if tab in self._in_use:
             self._in_use.discard(tab)
-            self._in_background(self._renew(tab))
+            if tab.broken or tab.num_sessions >= SESSIONS_PER_PROCESS or self._room() <= 0:
+                self._in_background(self._retire(tab))
+            else:
+                self._num_preparing += 1
+                self._num_renewing += 1
+                self._in_background(self._renew(tab))
 
     async def _take(self) -> Tab | None:
-        """One that waits, and answers."""
-        while self._waiting:
-            tab = self._waiting.pop()
+        """One that waits, and answers; where none does, one that is nearly ready again."""
+        while True:
+            while self._waiting:
+                tab = self._waiting.pop()
+                try:
+                    await tab.evaluate("1")
+                    return tab
+                except BrowserError as error:
+                    logger.warning("event=browser_replaced reason=%s", error)
+                    self._in_background(self._end(tab))
+            if self._num_hoping >= self._num_renewing:
+                return None
+            self._num_hoping += 1
             try:
-                await tab.evaluate("1")
-                return tab
-            except BrowserError as error:
-                logger.warning("event=browser_replaced reason=%s", error)
-                self._in_background(self._end(tab))
-        return None
+                async with self._renewed:
+                    await self._renewed.wait_for(
+                        lambda: self._waiting or self._num_renewing < self._num_hoping
+                    )
+            finally:
+                self._num_hoping -= 1
 
     def _refill(self) -> None:
         """Starts what is missing of the tabs that wait."""
@@ -145,8 +163,8 @@ class BrowserPool:
 
     def _room(self) -> int:
         """How many tabs more there may be."""
-        num_tabs = len(self._waiting) + len(self._in_use)
-        return self._max_browsers - num_tabs - self._num_preparing - self._num_acquiring
+        num_tabs = len(self._waiting) + len(self._in_use) + self._num_preparing
+        return self._max_browsers - num_tabs - (self._num_acquiring - self._num_hoping)
 
     async def _prepare(self) -> None:
         self._num_preparing += 1
@@ -160,18 +178,21 @@ class BrowserPool:
         self._waiting.append(tab)
 
     async def _renew(self, tab: Tab) -> None:
-        """Makes a used tab one that waits; ends it where it is of no more use."""
-        if not tab.broken and tab.num_sessions < SESSIONS_PER_PROCESS and self._room() > 0:
-            self._num_preparing += 1
-            try:
-                async with asyncio.timeout(_START_S):
-                    await tab.renew()
-                self._wait(tab)
-                return
-            except Exception as error:  # whatever it is, there are other processes
-                logger.warning("event=browser_replaced reason=%s", _first_line(error))
-            finally:
-                self._num_preparing -= 1
+        """Makes a used tab one that waits; ends it where that fails."""
+        try:
+            async with asyncio.timeout(_START_S):
+                await tab.renew()
+            self._wait(tab)
+        except Exception as error:  # whatever it is, there are other processes
+            logger.warning("event=browser_replaced reason=%s", _first_line(error))
+            self._in_background(self._retire(tab))
+        finally:
+            self._num_preparing -= 1
+            self._num_renewing -= 1
+        async with self._renewed:
+            self._renewed.notify_all()
+
+    async def _retire(self, tab: Tab) -> None:
         await self._end(tab)
         self._refill()
 
