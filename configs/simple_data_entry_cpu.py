@@ -42,6 +42,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.engine.image_row_patches = 192
 
     cfg.algorithm.minibatches = 2
+    cfg.algorithm.drop_equal_groups = True
     cfg.learner.steps = 100
     cfg.learner.groups_per_step = 16
     cfg.learner.optimizer.clip_norm = 0.05  # usual is 0.03: one rare token must not decide a step
@@ -68,9 +69,9 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         optimizer.update({"lr": 3e-3, "warmup_steps": 20})
     elif stage == "start":
         cfg.model.path = "runs/base/cold_start/model"
-        cfg.cold_start.update({"steps": 90, "episodes": 720})  # each demonstration once
-        cfg.cold_start.quality = 0.12  # of 25 demonstrations 22 copy the row above or below
-        optimizer.update({"lr": 3e-3, "warmup_steps": 5})
+        cfg.cold_start.update({"steps": 45, "episodes": 360})  # each demonstration once
+        cfg.cold_start.quality = 0.05  # of 20 demonstrations 19 copy the row above or below
+        optimizer.update({"lr": 1.5e-3, "warmup_steps": 5})
     else:
         raise ValueError(f"{stage!r}, expected base, start or grpo")
     return cfg
