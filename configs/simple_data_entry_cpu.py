@@ -3,20 +3,19 @@
     python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py --workdir=runs/entry
 
 One row an episode, any of the sheet's hundred: scroll to it, copy two cells into the form, submit.
-The start ships with the package. Two cold starts made it: from a careful demonstrator, then from
-one who is off by a line most of the time and spoils it, as careless demonstrations do:
+The start ships with the package. Two cold starts made it, `:base` from a careful demonstrator and
+then `:start` from one who is off by a line most of the time. What GRPO made of it, which sees
+rewards alone, ships too:
 
-    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py:base --workdir=runs/base
-    python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py:start --workdir=runs/start
-
-docs/results.md has what GRPO, which sees rewards alone, made of it.
+    python -m uirl_jax.main --role=eval --config=configs/simple_data_entry_cpu.py:trained \\
+        --workdir=runs/trained
 """
 
 from ml_collections import ConfigDict
 
 from configs import quickstart
 
-START = "uirl_jax/assets/simple-data-entry/start"
+SHIPPED = "uirl_jax/assets/simple-data-entry"
 
 
 def get_config(stage: str = "grpo") -> ConfigDict:
@@ -54,8 +53,9 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.learner.batch.share_prompts = False
 
     cfg.evaluation.episodes = 300  # three of every row
-    if stage == "grpo":
-        cfg.model.path = START
+    if stage in ("grpo", "trained"):
+        cfg.model.path = f"{SHIPPED}/start"
+        cfg.model.adapter = f"{SHIPPED}/grpo" if stage == "trained" else ""
         # Some rows hardly ever succeed at first: those are asked for more often.
         cfg.curriculum = ConfigDict({"by_failure": True, "window": 16})
         return cfg
@@ -73,5 +73,5 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.cold_start.quality = 0.05  # of 20 demonstrations 19 copy the row above or below
         optimizer.update({"lr": 1.5e-3, "warmup_steps": 5})
     else:
-        raise ValueError(f"{stage!r}, expected base, start or grpo")
+        raise ValueError(f"{stage!r}, expected base, start, grpo or trained")
     return cfg

@@ -18,7 +18,7 @@ from uirl_jax.learner import algorithm, cold_start
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig
-from uirl_jax.models import sharding
+from uirl_jax.models import loading, sharding
 from uirl_jax.rl.advantages import AdvantageConfig
 from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.shards import batching
@@ -311,8 +311,21 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name):
     assert (base.learner.steps, base.cold_start.quality) == (0, 1.0)
     assert (start.learner.steps, start.cold_start.quality < 0.5) == (0, True)
     assert grpo.learner.steps > 0 and grpo.cold_start.steps == 0
-    with pytest.raises(ValueError, match="expected base, start or grpo"):
+    with pytest.raises(ValueError, match="expected base, start"):
         get_config("both")
+
+
+def test_shipped_adapters_fit_the_start_that_they_were_trained_on():
+    get_config = importlib.import_module("configs.simple_data_entry_cpu").get_config
+    grpo, trained = (
+        config.from_config(run_config.RunConfig, get_config(stage)) for stage in ("grpo", "trained")
+    )
+    assert trained == dataclasses.replace(grpo, model=trained.model)  # the same, played alike
+    options = {"lora": trained.model.lora, "seed": 0}
+    fresh = loading.load(grpo.model.path, **options).lora
+    learnt = loading.load(trained.model.path, adapter=trained.model.adapter, **options).lora
+    distance = jax.tree.map(lambda a, b: float(abs(a - b).max()), fresh, learnt)
+    assert min(jax.tree.leaves(distance)) > 0.01  # in every layer's every matrix
 
 
 @pytest.mark.parametrize(

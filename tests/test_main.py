@@ -174,7 +174,7 @@ def test_main_told_to_stop_in_its_cold_start_saves_and_carries_on(tmp_path, mode
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = start(arguments, file)
-        while b"step=" not in log.read_bytes():
+        while b'phase="cold start" step=' not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
