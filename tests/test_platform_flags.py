@@ -1,5 +1,6 @@
 """Settings of the process, each seen by its effect in a process of its own."""
 
+import os
 import subprocess
 import sys
 
@@ -26,9 +27,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def _faults(kept: bool) -> int:
+def _faults(kept: bool, **environment: str) -> int:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
     command = [sys.executable, "-c", _FAULTS.format(kept=kept)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    environment = inherited | environment | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return int(done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
@@ -36,3 +44,4 @@ def test_memory_that_was_freed_is_not_cleared_again():
     plain = _faults(kept=False)
     assert plain > 10 * 9_766
     assert _faults(kept=True) < plain / 10
+    assert _faults(kept=True, MALLOC_ARENA_MAX="8") > 10 * 9_766  # the user's own choice stays

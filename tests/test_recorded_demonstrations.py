@@ -13,7 +13,7 @@ from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner import cold_start, recorded_demonstrations
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.models import loading
+from uirl_jax.models import loading, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.shards import batching, reader
 from uirl_jax.shards.writer import write_shard
@@ -161,7 +161,12 @@ def test_cold_start_is_given_what_was_recorded(tmp_path, recorded, monkeypatch):
         ]
         picked = [recorded_demonstrations.pick(told, 2 * step + n, seed=0) for n in range(2)]
         assert sorted(trained) == sorted(turn.text for one in picked for turn in one.turns)
-    assert len(given) == 6 and (tmp_path / cold_start.MODEL_DIR / "config.json").exists()
+    assert len(given) == 6
+    # Held in float32, written as the files that it was read from.
+    dtypes = [
+        qwen2_vl_weights.stored_dtype(of) for of in (SHIPPED, tmp_path / cold_start.MODEL_DIR)
+    ]
+    assert dtypes == ["bfloat16", "bfloat16"]
 
 
 @pytest.mark.slow  # half a minute of compilation, for what the cold start of scripts does as well

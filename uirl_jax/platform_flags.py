@@ -55,7 +55,8 @@ def keep_freed_memory() -> None:
     and on GPU and TPU, whose buffers are not malloc's, nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if mallopt is None or chosen:
         return
     for option, (ours, _) in _MALLOC_OPTIONS.items():
         mallopt(option, ours)

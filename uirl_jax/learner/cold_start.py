@@ -105,7 +105,7 @@ def run_cold_start(
     trains = "all weights" if cfg.train == "all" else "adapters"
     optimizer = cfg.optimizer.resolved(trains)
     print(optimizer.describe(trainable, trains), flush=True)
-    progress: metrics.Progress
+    progress = metrics.Progress("cold start", cfg.steps)
     with (
         metrics.MetricsWriter(workdir / "cold_start") as writer,
         Demonstrator(task_dirs, browsers=cfg.browsers) as demonstrator,
@@ -123,7 +123,7 @@ def run_cold_start(
             scripted.keep(workdir / "cold_start" / "demonstrations", stop)
 
         def on_restore(first_step: int) -> None:
-            nonlocal progress  # begins here: neither demonstrations nor older steps tell its speed
+            nonlocal progress  # anew: neither demonstrations nor older steps tell its speed
             progress = metrics.Progress("cold start", cfg.steps, first_step=first_step - 1)
             writer.truncate_from(first_step)
 

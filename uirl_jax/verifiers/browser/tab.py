@@ -75,7 +75,7 @@ class Tab:
         self._page: Page
         self._cdp: CDPSession
         self._files: Files | None = None
-        self._trusted_origin = ""  # of the page that was loaded; "" where it need not be tidy
+        self._trusted_url = ""  # of the page that was loaded, if it may be emptied
         self._scale = 1
         self._viewport_px = (0, 0)
         self._mouse_px = (0.0, 0.0)
@@ -89,7 +89,7 @@ class Tab:
         After a trusted one it is that page, emptied: a third of the CPU time of another page, which
         has a renderer of its own to start.
         """
-        if self._trusted_origin:
+        if self._trusted_url:
             await self._empty()
         else:
             await self._replace()
@@ -99,9 +99,9 @@ class Tab:
         await self._evaluate("window.name = ''")
         await self._page.goto("about:blank")
         self._files = None
-        everything = {"origin": self._trusted_origin, "storageTypes": "all"}
+        everything = {"origin": self._trusted_url, "storageTypes": "all"}
         await self._cdp.send("Storage.clearDataForOrigin", everything)
-        self._trusted_origin = ""
+        self._trusted_url = ""
 
     async def _replace(self) -> None:
         if self._context is not None:
@@ -141,9 +141,9 @@ class Tab:
           viewport_px: of the page in CSS pixels, where it is larger than the screen, which then is
             its upper left corner.
           scale: pixels of the screen for one CSS pixel.
-          trusted: it is known not to resist being emptied: no page of a user's.
+          trusted: no page of a user's: emptied, it leaves nothing to the next session.
         """
-        self._trusted_origin = url if trusted else ""
+        self._trusted_url = url if trusted else ""
         self.screen_px, self._scale, self._files = screen_px, scale, files
         self._viewport_px = viewport_px or (screen_px[0] // scale, screen_px[1] // scale)
         width, height = self._viewport_px
