@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import re
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_files_outside_the_package_are_not_served(world):
 
     found, known = runner.run(run())
     assert found == [None] * 4 and known[1].startswith("text/css")
+
+
+def test_page_is_one_request_with_its_own_seed():
+    """Style sheets that name pictures beside them are requests of their own."""
+    from uirl_jax.verifiers.browser import miniwob
+
+    for path in (miniwob.find_pages() / "miniwob").glob("*.html"):
+        page = miniwob._read(path)
+        assert page.count(miniwob._SEED) == 1, path.name  # in core.js: it is there once
+        assert re.findall(rb"<script[^>]* src=", page) == [], path.name
+        style_sheets = re.findall(rb'<link [^>]*href="([^"]+)"', page)
+        for name in style_sheets:
+            assert b"url(" in (path.parent / name.decode()).read_bytes(), name
 
 
 @pytest.mark.parametrize(
