@@ -57,7 +57,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.model.path = f"{SHIPPED}/start"
         cfg.model.adapter = f"{SHIPPED}/grpo" if stage == "trained" else ""
         # Some rows hardly ever succeed at first: those are asked for more often.
-        cfg.curriculum = ConfigDict({"by_failure": True, "window": 16})
+        cfg.curriculum = ConfigDict({"weight_by": "failure", "window": 16})
         return cfg
     cfg.learner.steps = 0
     cfg.evaluation.episodes = 100

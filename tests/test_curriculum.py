@@ -46,14 +46,22 @@ def test_task_with_instances_plays_each_once_before_any_twice():
     assert not {task.seed for task in rounds[0]} & set(seeds.EVAL_SEEDS[: 2**20])
 
 
-def test_task_by_failure_is_drawn_with_the_shares_that_the_config_says():
-    """Frequencies against the shares by hand: 0.1 + 0.9 x rate, rates (0+1)/(9+1), 1, 10/10."""
-    curriculum = Curriculum(CurriculumConfig(by_failure=True), KINDS, run_seed=3)
-    tallies = {"0": [0.0, 9.0], "2": [9.0, 9.0]}
+@pytest.mark.parametrize(
+    ("weight_by", "tallies", "weights"),
+    [
+        # (failed + 1) / (played + 1): 1 / 10, never played 1, 10 / 10.
+        ("failure", {"0": [0.0, 9.0], "2": [9.0, 9.0]}, [0.1, 1.0, 1.0]),
+        # 4 p (1 - p) with p = (failed + 1) / (played + 2): 1 / 10, never played 1 / 2, 3 / 4.
+        ("variance", {"0": [0.0, 8.0], "2": [5.0, 6.0]}, [0.36, 1.0, 0.75]),
+    ],
+)
+def test_tasks_are_drawn_with_the_shares_that_the_config_says(weight_by, tallies, weights):
+    """Frequencies against the shares by hand: 0.1 + 0.9 x weight."""
+    curriculum = Curriculum(CurriculumConfig(weight_by=weight_by), KINDS, run_seed=3)
     drawn = collections.Counter(
         curriculum.task(i, tallies).variant + curriculum.task(i, tallies).name for i in range(4000)
     )
-    shares = np.array([0.1 + 0.9 * 0.1, 1.0, 1.0])
+    shares = 0.1 + 0.9 * np.array(weights)
     expected = 4000 * shares / shares.sum()
     seen = [drawn[kind.variant + kind.name] for kind in KINDS]
     # chi-square, 2 degrees of freedom: 13.8 is p = 0.001; the draws are seeded, so it is no chance
@@ -86,7 +94,7 @@ def test_count_by_instance_tells_instances_apart_and_passes_strangers_over():
 
 
 def test_tallies_that_went_through_json_choose_the_same_tasks():
-    cfg = CurriculumConfig(by_failure=True, instances=20, window=7)
+    cfg = CurriculumConfig(weight_by="failure", instances=20, window=7)
     curriculum = Curriculum(cfg, KINDS, run_seed=1)
     tallies = curriculum.tallies()
     rng = np.random.default_rng(0)
@@ -120,6 +128,6 @@ def test_tallies_that_went_through_json_choose_the_same_tasks():
     ],
 )
 def test_tallies_of_another_shape_are_refused_in_one_line(content):
-    curriculum = Curriculum(CurriculumConfig(by_failure=True), KINDS, run_seed=0)
+    curriculum = Curriculum(CurriculumConfig(weight_by="failure"), KINDS, run_seed=0)
     with pytest.raises(PolicyError, match=r"tallies of tasks are .*another config"):
         curriculum.task(0, content)

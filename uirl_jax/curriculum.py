@@ -7,7 +7,7 @@ the same tallies give the same task in any process. numpy only; nothing here pla
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,8 +24,10 @@ class CurriculumConfig:
 
     # Instances of every kind that training knows; 0: every group gets one that was never seen.
     instances: int = dataclasses.field(default=0, metadata={"min": 0, "max": MAX_ENTRIES})
-    by_failure: bool = False  # a task's share grows with the rate at which it fails
-    # Of a task that never fails, beside one that always does: what is solved is not forgotten.
+    # A task's share grows with the rate p at which it fails, or with p (1 - p): what always fails
+    # or never teaches nothing to a group (Foster et al., arXiv:2502.12272).
+    weight_by: Literal["none", "failure", "variance"] = "none"
+    # Of a task of weight 0, beside one of the greatest: what is solved is not forgotten.
     min_share: float = dataclasses.field(default=0.1, metadata={"above": 0.0, "max": 1.0})
     window: int = dataclasses.field(default=64, metadata={"min": 1})  # episodes a rate remembers
 
@@ -67,6 +69,12 @@ class Tallies:
         """float64[entries] in (0, 1]; a task that was never played counts as one that fails."""
         return (self.failed_e + 1.0) / (self.played_e + 1.0)
 
+    def variances(self) -> np.ndarray:
+        """float64[entries] in (0, 1], of success, 1 where half fails; so counts what was never
+        played."""
+        rates_e = (self.failed_e + 1.0) / (self.played_e + 2.0)
+        return 4.0 * rates_e * (1.0 - rates_e)
+
     def to_json(self) -> dict[str, list[float]]:
         return {
             str(entry): [float(self.failed_e[entry]), float(played)]
@@ -90,12 +98,14 @@ class Curriculum:
 
         Args:
           index: >= 0.
-          tallies: of the newest policy (`Tallies.to_json`); read where cfg.by_failure asks for it.
+          tallies: of the newest policy (`Tallies.to_json`); read where cfg.weight_by asks for it.
         Raises: PolicyError for tallies that are not this pool's.
         """
-        if self.cfg.by_failure:
-            rates_e = self.tallies(tallies).failure_rates()
-            shares_e = self.cfg.min_share + (1.0 - self.cfg.min_share) * rates_e
+        if self.cfg.weight_by != "none":
+            known = self.tallies(tallies)
+            by_failure = self.cfg.weight_by == "failure"
+            weights_e = known.failure_rates() if by_failure else known.variances()
+            shares_e = self.cfg.min_share + (1.0 - self.cfg.min_share) * weights_e
             rng = np.random.default_rng([self._run_seed, index])
             entry = int(rng.choice(self.entries, p=shares_e / shares_e.sum()))
         elif self.cfg.instances:  # each once, in an order of its own, before any a second time
