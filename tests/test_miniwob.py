@@ -153,7 +153,7 @@ def test_wrong_action_ends_it_unpaid_and_nothing_happens_after_the_end(world):
 
     before, ended, after = runner.run(run())
     assert before["done"] is False and before["reward"] is None
-    assert ended["done"] is True and ended["reward"] == -1.0
+    assert (ended["done"], ended["raw_reward"], ended["reward"]) == (True, -1, 0.0)
     assert after == ended
 
 
@@ -269,7 +269,8 @@ def test_careless_click_takes_the_thing_before_or_after(world, name):
     right, careless = runner.run(first_clicks())
     places = {(action.x, action.y) for action in careless}
     assert 1 <= len(places) <= 2 and (right.x, right.y) not in places
-    assert runner.run(play(pool, spec(name, seed=1), quality=0.0))["reward"] == -1.0
+    ended = runner.run(play(pool, spec(name, seed=1), quality=0.0))
+    assert (ended["raw_reward"], ended["reward"]) == (-1, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,9 +6,10 @@ for all of them; with `scale=2` every pixel of the page is four of the screen. T
 the task's utterance. An episode is a fresh page with its random numbers seeded, and has no time
 limit.
 
-The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with the wall clock: -1 to
-1, given at the end. Success is 1 and nothing less: some tasks pay parts. After the end nothing
-changes any more. docs/bundled_server.md lists the tasks and what keeps some from being played.
+The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with the wall clock, 0 where
+it is below: 0 to 1, given at the end. Success is 1 and nothing less: some tasks pay parts. After
+the end nothing changes any more. docs/bundled_server.md lists the tasks and what keeps some from
+being played.
 """
 
 import functools
@@ -158,10 +159,14 @@ class MiniWob:
         return await self._tab.screenshot(image_format)
 
     async def progress(self) -> dict[str, object]:
-        """done, reward (None before), and raw_reward and reason as the page has them."""
+        """done, reward (None before), and raw_reward and reason as the page has them.
+
+        A wrong end pays what no end pays, 0: below it, a text that is no action, or a click beside
+        everything, would pay better than an attempt.
+        """
         counts = await self._tab.evaluate(_PROGRESS)
         self._done = bool(counts["done"])
-        reward = float(counts["raw_reward"] or 0.0) if self._done else None
+        reward = max(0.0, float(counts["raw_reward"] or 0.0)) if self._done else None
         return {**counts, "done": self._done, "reward": reward}
 
     async def close(self) -> None:
