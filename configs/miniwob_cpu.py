@@ -27,7 +27,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.evaluation.random = True
     if stage == "grpo":
         cfg.model.path = f"{SHIPPED}/start"
-        # Most of what this model solves now and then; what it never solves takes the most turns.
+        # Most of what is solved now and then; what never is teaches nothing and takes most turns.
         cfg.curriculum = ConfigDict({"weight_by": "variance", "window": 32})
         return cfg
 

@@ -200,17 +200,31 @@ def test_files_outside_the_package_are_not_served(world):
     assert found == [None] * 4 and known[1].startswith("text/css")
 
 
-def test_page_is_one_request_with_its_own_seed():
-    """Style sheets that name pictures beside them are requests of their own."""
+def test_page_has_its_scripts_and_style_sheets_in_it():
+    """But for style sheets that name pictures beside them."""
     from uirl_jax.verifiers.browser import miniwob
 
+    style_sheet = re.compile(rb'<link [^>]*href="([^"]+)"')
     for path in (miniwob.find_pages() / "miniwob").glob("*.html"):
         page = miniwob._read(path)
         assert page.count(miniwob._SEED) == 1, path.name  # in core.js: it is there once
         assert re.findall(rb"<script[^>]* src=", page) == [], path.name
-        style_sheets = re.findall(rb'<link [^>]*href="([^"]+)"', page)
-        for name in style_sheets:
-            assert b"url(" in (path.parent / name.decode()).read_bytes(), name
+        kept = [
+            name
+            for name in style_sheet.findall(path.read_bytes())
+            if b"url(" in (path.parent / name.decode()).read_bytes()
+        ]
+        assert style_sheet.findall(page) == kept, path.name
+
+
+def test_script_that_would_end_its_tag_stays_a_request(tmp_path):
+    from uirl_jax.verifiers.browser import miniwob
+
+    (tmp_path / "fit.js").write_text("let a = 1;")
+    (tmp_path / "unfit.js").write_text("let b = '</script>';")
+    page = tmp_path / "page.html"
+    page.write_text('<script src="fit.js"></script><script src="unfit.js"></script>')
+    assert miniwob._read(page) == b'<script>let a = 1;</script><script src="unfit.js"></script>'
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,7 @@ class Tallies:
         return (self.failed_e + 1.0) / (self.played_e + 1.0)
 
     def variances(self) -> np.ndarray:
-        """float64[entries] in (0, 1], of success, 1 where half fails; so counts what was never
-        played."""
+        """float64[entries] in (0, 1]: of success, 1 where half fails, as if never played."""
         rates_e = (self.failed_e + 1.0) / (self.played_e + 2.0)
         return 4.0 * rates_e * (1.0 - rates_e)
 

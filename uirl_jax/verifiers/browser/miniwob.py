@@ -92,12 +92,12 @@ def parse_variant(name: str, variant: str) -> int:
     return int(variants.read(name, variant, VARIANTS).get("scale", 1))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _read(path: Path) -> bytes:
     """A file of the package; a page has its scripts and style sheets in it.
 
-    Every request passes through three processes: a page of one is a fifth less of Chromium's time
-    than one of six.
+    Every request passes through four processes: a page of six costs Chromium a quarter more CPU
+    time than a page of one (docs/performance.md).
     """
     body = path.read_bytes()
     if path.name == "core.js":
