@@ -267,22 +267,23 @@ def test_click_widget_finds_every_kind_of_widget(world, seed):
     assert runner.run(play(pool, spec("click-widget", seed)))["reward"] == 1.0
 
 
+async def first_clicks(pool, task, quality, num):
+    """What it is told, and where the demonstrator would click first, asked `num` times."""
+    session = await open_session(pool, task)
+    rng = np.random.default_rng(0)
+    try:
+        clicks = [await session.scripted_action(rng, quality) for _ in range(num)]
+        return session.instruction, {(click.x, click.y) for click in clicks}
+    finally:
+        await session.close()
+
+
 @pytest.mark.parametrize("name", ["click-tab", "click-color", "grid-coordinate"])
 def test_careless_click_takes_the_thing_before_or_after(world, name):
     pool, runner = world
-
-    async def first_clicks():
-        session = await open_session(pool, spec(name, seed=1))
-        rng = np.random.default_rng(0)
-        try:
-            right = await session.scripted_action(rng)
-            return right, [await session.scripted_action(rng, 0.0) for _ in range(16)]
-        finally:
-            await session.close()
-
-    right, careless = runner.run(first_clicks())
-    places = {(action.x, action.y) for action in careless}
-    assert 1 <= len(places) <= 2 and (right.x, right.y) not in places
+    _, right = runner.run(first_clicks(pool, spec(name, seed=1), 1.0, 1))
+    _, careless = runner.run(first_clicks(pool, spec(name, seed=1), 0.0, 16))
+    assert 1 <= len(careless) <= 2 and not right & careless
     ended = runner.run(play(pool, spec(name, seed=1), quality=0.0))
     assert (ended["raw_reward"], ended["reward"]) == (-1, 0.0)
 
@@ -290,17 +291,7 @@ def test_careless_click_takes_the_thing_before_or_after(world, name):
 @pytest.mark.parametrize("seed", range(6))
 def test_careless_click_on_the_first_or_last_thing_takes_the_one_beside_it(world, seed):
     pool, runner = world
-
-    async def places():
-        session = await open_session(pool, spec("click-tab", seed))
-        rng = np.random.default_rng(0)
-        try:
-            careless = [await session.scripted_action(rng, 0.0) for _ in range(16)]
-            return session.instruction, {(action.x, action.y) for action in careless}
-        finally:
-            await session.close()
-
-    instruction, found = runner.run(places())
+    instruction, found = runner.run(first_clicks(pool, spec("click-tab", seed), 0.0, 16))
     assert len(found) == (2 if "#2" in instruction else 1)
 
 
@@ -310,6 +301,11 @@ def test_careless_click_misses_what_is_the_only_one_of_its_sort(world):
     assert not progress["done"]
 
 
-def test_demonstrator_that_is_half_careful_comes_to_the_end_by_and_by(world):
+def test_demonstrator_is_careless_by_the_session_not_by_the_click(world):
     pool, runner = world
-    assert runner.run(play(pool, spec("login-user", seed=1), quality=0.5))["reward"] == 1.0
+    ended = [
+        runner.run(play(pool, spec("login-user", seed), max_turns=7, quality=0.5))["reward"]
+        for seed in range(6)
+    ]
+    careful = [np.random.default_rng(seed).random() < 0.5 for seed in range(6)]
+    assert [reward == 1.0 for reward in ended] == careful and 0 < sum(careful) < 6

@@ -34,7 +34,7 @@ class ScriptedDemonstrations:
       kinds: what is demonstrated.
       episodes: how many different ones there are; 0: as many as are asked for.
       seed: of the instances, which come from the training range, and of the order.
-      quality: probability that an action is the right one (verifiers.demonstrations).
+      quality: 1 minus the probability of a mistake; of what, each type of task says.
     """
 
     def __init__(

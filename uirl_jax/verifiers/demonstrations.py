@@ -101,7 +101,7 @@ class Demonstrator:
         *,
         quality: float = 1.0,
     ) -> Trajectory:
-        """As `demonstrate`, of any task. MiniWoB++'s demonstrator makes no mistakes.
+        """As `demonstrate`, of any task; a browser's `scripted_action` says what mistakes it makes.
 
         Raises:
           VerifierError: no such task, nobody who can demonstrate it, or no browser.

@@ -126,6 +126,7 @@ class MiniWob:
         self._pages = find_pages().resolve()
         self._scale = parse_variant(task.name, task.variant)
         self._done = False
+        self._careless: bool | None = None  # the demonstrator, once it has begun
         self.instruction = ""
         self.width_px, self.height_px = (side * self._scale for side in AREA_PX)
         self.delay_s = 0.0  # `act` returns when the page has settled
@@ -180,12 +181,16 @@ class MiniWob:
         It looks into the page, and acts by mouse and keyboard alone.
 
         Args:
-          rng: decides when a mistake is made, and which.
-          quality: with probability 1 - quality a click is off by a thing: it takes the one of the
-            same sort before or after, and where there is no other it misses.
+          rng: decides at the session's first action whether this demonstrator is a careless one,
+            and at every action of a careless one which mistake it makes.
+          quality: with probability 1 - quality it is careless: a click is off by a thing, it takes
+            the one of the same sort before or after, and where there is no other it misses. By
+            the session, not by the click: of several clicks, all right, hardly any would be.
         """
         name = json.dumps(self._task.name.removeprefix(PREFIX))
-        off = int(rng.choice((-1, 1))) if rng.random() >= quality else 0
+        if self._careless is None:
+            self._careless = bool(rng.random() >= quality)
+        off = int(rng.choice((-1, 1))) if self._careless else 0
         fields = await self._tab.evaluate(f"{_read_script()}({name}, {off})")
         if fields is None:
             return None
