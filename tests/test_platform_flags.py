@@ -8,6 +8,7 @@ import pytest
 
 _FAULTS = """
 import resource
+import statistics
 from uirl_jax import platform_flags
 
 if {kept}:
@@ -18,16 +19,17 @@ import jax.numpy as jnp
 
 step = jax.jit(lambda x: (jnp.tanh(x)[::-1] + 1.0).cumsum())
 x = jnp.ones(10_000_000)  # 40 MB, 9,766 pages; up to 32 MB are sometimes kept anyway
-before = 0
-for number in range(20):
-    if number == 10:  # by then the heap has grown to what it needs
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+counts = []
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(int(statistics.median(counts)))  # now and then a step finds the heap split and grows it
 """
 
 
 def _faults(kept: bool, **environment: str) -> int:
+    """The page faults of a step that makes two arrays of 9,766 pages, by median."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -42,6 +44,6 @@ def _faults(kept: bool, **environment: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_memory_that_was_freed_is_not_cleared_again():
     plain = _faults(kept=False)
-    assert plain > 10 * 9_766
+    assert plain > 9_766
     assert _faults(kept=True) < plain / 10
-    assert _faults(kept=True, MALLOC_ARENA_MAX="8") > 10 * 9_766  # the user's own choice stays
+    assert _faults(kept=True, MALLOC_ARENA_MAX="8") > 9_766  # the user's own choice stays
