@@ -76,12 +76,12 @@ def scripted_tasks() -> tuple[str, ...]:
 
 @functools.cache
 def _read_script() -> str:
-    """The demonstrator, one function of the task and of `off` (page.js) for all of its files."""
+    """The demonstrator, one function of the task and of `careless` for all of its files."""
     folder = importlib.resources.files("uirl_jax") / "assets/pages/miniwob"
     files = sorted(folder.iterdir(), key=lambda file: (file.name != "page.js", file.name))
     parts = [file.read_text(encoding="utf-8") for file in files]
     return "\n".join(
-        ["((name, off) => {", *parts, "return experts[name] ? experts[name]() : null;", "})"]
+        ["((name, careless) => {", *parts, "return experts[name] ? experts[name]() : null;", "})"]
     )
 
 
@@ -181,17 +181,16 @@ class MiniWob:
         It looks into the page, and acts by mouse and keyboard alone.
 
         Args:
-          rng: decides at the session's first action whether this demonstrator is a careless one,
-            and at every action of a careless one which mistake it makes.
-          quality: with probability 1 - quality it is careless: a click is off by a thing, it takes
-            the one of the same sort before or after, and where there is no other it misses. By
-            the session, not by the click: of several clicks, all right, hardly any would be.
+          rng: decides at the session's first action whether this demonstrator is a careless one.
+          quality: with probability 1 - quality it is: every click takes the next thing of the same
+            sort, the one before where there is none, and misses where there is no other. By the
+            session, not by the click: of several clicks, all right, hardly any would be.
         """
         name = json.dumps(self._task.name.removeprefix(PREFIX))
         if self._careless is None:
             self._careless = bool(rng.random() >= quality)
-        off = int(rng.choice((-1, 1))) if self._careless else 0
-        fields = await self._tab.evaluate(f"{_read_script()}({name}, {off})")
+        careless = json.dumps(self._careless)
+        fields = await self._tab.evaluate(f"{_read_script()}({name}, {careless})")
         if fields is None:
             return None
         for key in ("x", "y", "x2", "y2", "amount"):

@@ -1,8 +1,8 @@
 // What a demonstrator of MiniWoB++ does next: task name -> an action in pixels of the page, or null
 // where there is nothing (more) to do. It reads the page as it likes, and acts by mouse and keyboard
 // alone. This file has what all tasks share; the others add to `experts`, a kind of task each. They
-// are joined to one function (verifiers/browser/miniwob.py), which is evaluated for every turn. Its
-// `off` is 0 for a careful hand; -1 and 1 are a careless one, whose click is off by a thing.
+// are joined to one function (verifiers/browser/miniwob.py), which is evaluated for every turn. With
+// its `careless` true it clicks the next thing of the same sort.
 const experts = {};
 const query = document.getElementById("query").textContent.replace(/\s+/g, " ").trim();
 const quoted = [...query.matchAll(/"([^"]*)"/g)].map(match => match[1]);
@@ -22,14 +22,14 @@ const middle = element => {
   const box = element.getClientRects()[0];
   return {x: box.left + box.width / 2, y: box.top + box.height / 2};
 };
-const mistaken = element => {  // the thing of its sort before or after it; none where there is no other
+const mistaken = element => {  // the thing of its sort after it, or before it; none where there is no other
   const sort = all(element.tagName).filter(e => shown(e) && e.getAttribute("class") === element.getAttribute("class"));
   const at = sort.indexOf(element);
-  return sort[at + off] || sort[at - off];
+  return sort[at + 1] || sort[at - 1];
 };
 const click = wanted => {  // scrolls first where it, or its edge, is out of sight
-  const element = (off && mistaken(wanted)) || wanted, at = middle(element), height = element.getClientRects()[0].height;
-  if (off && element === wanted) at.y = Math.min(Math.max(at.y + off * height, 1), 209);  // beside the only one
+  const element = (careless && mistaken(wanted)) || wanted, at = middle(element), height = element.getClientRects()[0].height;
+  if (careless && element === wanted) at.y += at.y + height < 210 ? height : -height;  // beside the only one
   const edge = Math.min(height / 2, 8) - 1;
   for (let parent = element.parentElement; parent && parent.id !== "wrap"; parent = parent.parentElement) {
     if (parent.scrollHeight <= parent.clientHeight + 1 || !/auto|scroll/.test(getComputedStyle(parent).overflowY)) continue;
