@@ -96,6 +96,21 @@ def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model
     assert assert_whole(tmp_path / "run", again) == summary
 
 
+@pytest.mark.parametrize(("cold_steps", "stages"), [(1, ["before", "cold_start"]), (0, ["before"])])
+def test_main_without_a_step_to_learn_measures_its_model_once(
+    tmp_path, model_dir, cold_steps, stages
+):
+    steps = (f"--config.cold_start.steps={cold_steps}", "--config.learner.steps=0")
+    process = run(tmp_path / "run", model_dir, *steps)
+    assert process.returncode == 0, process.stderr[-2000:]
+    table = [line for line in process.stdout.splitlines() if line.endswith("/4")]
+    names = [line.partition("  ")[0].replace(" ", "_") for line in table]
+    assert names == stages, process.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [stage for stage in ("before", "cold_start", "after") if stage in summary] == stages
+    assert stages[-1] in (tmp_path / "run" / "report.html").read_text()
+
+
 def metric_by_step(workdir: Path, name: str) -> list[float]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)[name] for line in lines]

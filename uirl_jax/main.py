@@ -68,7 +68,10 @@ def learn(
 def run_all(
     run: Run, stop: threading.Event, replace_advantages: Advantages | None = None
 ) -> evaluate.EvalResult | None:
-    """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report."""
+    """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report.
+
+    Returns: what the model that the run ends with was measured to solve.
+    """
     cfg = run.cfg
     mesh = make_mesh(cfg.mesh)
     with contextlib.ExitStack() as stack:
@@ -86,11 +89,11 @@ def run_all(
         players = enter_players(model)
         if cfg.evaluation.random:
             background.run(players.evaluate(evaluate.CHANCE, stop, RandomEngine(players.talk)))
-        background.run(players.evaluate("before", stop))
+        measured = background.run(players.evaluate("before", stop))
         if cfg.cold_start.steps:
             model = make_cold_start(run, model, mesh, stop)
             players = enter_players(model)
-            background.run(players.evaluate("cold_start", stop))
+            measured = background.run(players.evaluate("cold_start", stop))
 
         async_stop = asyncio.Event()
         acting = background.start(players.act(async_stop, 0, 1))
@@ -107,10 +110,11 @@ def run_all(
                 "run the same command again to carry on"
             )
         players.take_policy()
-        after = background.run(players.evaluate("after", stop))
+        if cfg.learner.steps:  # else it is still the model that was measured last
+            measured = background.run(players.evaluate("after", stop))
         peak_rss_gib = metrics.peak_rss_gib()  # here, where the verifier still lives
     _conclude(run, result, actor_metrics, peak_rss_gib)
-    return after
+    return measured
 
 
 def bundled_server(run: Run, log: str, port: int) -> contextlib.AbstractContextManager[None]:
