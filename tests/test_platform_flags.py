@@ -24,7 +24,7 @@ for _ in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
     counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(int(statistics.median(counts)))  # now and then a step finds the heap split and grows it
+print(int(statistics.median(counts)))  # kept: 0 in three of four steps, one array or two in others
 """
 
 
