@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import time
 
@@ -35,14 +36,14 @@ def any_click() -> world.ScriptedEngine:
     return world.ScriptedEngine(lambda turn: "click(60, 40)" if turn % 3 else "click(160, 120)")
 
 
-def publish(workdir, version, trained=(), *, finished=False, **changes):
+def publish(workdir, version, trained=(), **changes):
     fields = {"base_hash": BASE, "run_id": RUN} | changes
     return policy_sync.publish(
         workdir,
         version=version,
         step=version,
         adapters={"a": np.full(3, version, np.float32)},
-        extra={"groups_trained": [[i, i + 1] for i in sorted(trained)], "finished": finished},
+        extra={"groups_trained": [[i, i + 1] for i in sorted(trained)]},
         **fields,
     )
 
@@ -126,7 +127,7 @@ def assert_adds_up(report):
 def test_actor_beside_a_learner_publishes_whole_groups_in_order_and_never_runs_ahead(
     tmp_path, max_staleness
 ):
-    cfg = ActorConfig(3, 2, max_staleness=max_staleness, poll_s=0.01)
+    cfg = ActorConfig(3, 2, max_staleness=max_staleness, steps=3, poll_s=0.01)
     published_version, started = 0, []
 
     def task_for_group(index, tallies):
@@ -136,7 +137,7 @@ def test_actor_beside_a_learner_publishes_whole_groups_in_order_and_never_runs_a
 
     async def run():
         nonlocal published_version
-        queue, trained, steps = ShardQueue(tmp_path, RUN, BASE), [], 3
+        queue, trained = ShardQueue(tmp_path, RUN, BASE), []
         async with (
             world.verifier() as url,
             acting(tmp_path, url, world.engine(), cfg=cfg, task_for_group=task_for_group) as (
@@ -146,7 +147,7 @@ def test_actor_beside_a_learner_publishes_whole_groups_in_order_and_never_runs_a
             ),
         ):
             publish(tmp_path, 0)
-            for step in range(steps):
+            for step in range(cfg.steps):
                 groups = await take(queue, 2, step, max_staleness, actor)
                 for group in groups:
                     assert len(group) == 3 and len({t.group_id for t in group}) == 1
@@ -158,7 +159,7 @@ def test_actor_beside_a_learner_publishes_whole_groups_in_order_and_never_runs_a
                     assert max_staleness or versions == {step}
                 trained += indices(groups)
                 published_version = step + 1
-                publish(tmp_path, step + 1, trained, finished=step + 1 == steps)
+                publish(tmp_path, step + 1, trained)
             report = await actor
             assert await world.open_sessions(url) == 0
         assert len(set(trained)) == 6
@@ -212,7 +213,7 @@ def test_actor_whose_fleet_goes_and_comes_back_elsewhere_carries_on(tmp_path, ca
     async def run():
         queue, urls = ShardQueue(tmp_path, RUN, BASE), []
         publish(tmp_path, 0)
-        cfg = ActorConfig(3, 6, env_retries=2, poll_s=0.01)
+        cfg = ActorConfig(3, 6, env_retries=2, steps=1, poll_s=0.01)
         engine = any_click()
         async with acting(tmp_path, lambda: urls, engine, cfg=cfg) as (actor, _, _):
             async with world.verifier() as url:
@@ -227,7 +228,7 @@ def test_actor_whose_fleet_goes_and_comes_back_elsewhere_carries_on(tmp_path, ca
             async with world.verifier() as url:
                 urls[:] = [url]
                 groups = await take(queue, 5, 0, actor=actor)
-                publish(tmp_path, 1, range(6), finished=True)
+                publish(tmp_path, 1, range(6))
                 report = await actor
                 assert await world.open_sessions(url) == 0
         assert indices(groups) == [1, 2, 3, 4, 5]
@@ -364,7 +365,7 @@ def test_actor_killed_and_restarted_repeats_what_was_lost_and_nothing_else(tmp_p
                 await asyncio.Event().wait()
             return await super().sample(request)
 
-    cfg = ActorConfig(2, 2, poll_s=0.01)
+    cfg = ActorConfig(2, 2, steps=1, poll_s=0.01)
     task = TaskSpec("desktop/click_button", seed=1, variant="misses=9", max_turns=2)
 
     async def run():
@@ -394,7 +395,7 @@ def test_actor_killed_and_restarted_repeats_what_was_lost_and_nothing_else(tmp_p
             ),
         ):
             groups = await take(queue, 2, 0, actor=actor)
-            publish(second, 1, [0, 1], finished=True)
+            publish(second, 1, [0, 1])
             report = await actor
         assert indices(groups) == [0, 1]
         assert len({request.seed for request in slow.requests}) == 6  # by group, member and turn
@@ -414,7 +415,11 @@ def test_actor_that_cannot_write_a_shard_waits_until_it_can(tmp_path, capsys):
         directory = tmp_path / "shards" / ACTOR
         async with (
             world.verifier() as url,
-            acting(tmp_path, url, any_click()) as (actor, _, _),
+            acting(tmp_path, url, any_click(), cfg=dataclasses.replace(CFG, steps=1)) as (
+                actor,
+                _,
+                _,
+            ),
         ):
             await until(directory.exists, actor)
             directory.rmdir()  # as good as a full disk: ShardError
@@ -422,7 +427,7 @@ def test_actor_that_cannot_write_a_shard_waits_until_it_can(tmp_path, capsys):
             directory.mkdir()
             queue = ShardQueue(tmp_path, RUN, BASE)
             assert indices(await take(queue, 2, 0, actor=actor)) == [0, 1]
-            publish(tmp_path, 1, [0, 1], finished=True)
+            publish(tmp_path, 1, [0, 1])
             report = await actor
         assert report["actor/published"] == 6
         assert_adds_up(report)

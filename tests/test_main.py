@@ -18,8 +18,9 @@ from typing import BinaryIO
 import pytest
 
 from tests import tiny_config, tiny_model
-from uirl_jax import checkpoints, config, main, run_config
+from uirl_jax import checkpoints, config, evaluate, main, run_config
 from uirl_jax.errors import ConfigError, RestartError
+from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
 from uirl_jax.verifiers import supervisor
@@ -94,6 +95,16 @@ def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model
     # A finished run says the same again, and trains nothing.
     again = run(tmp_path / "run", model_dir, chance)
     assert assert_whole(tmp_path / "run", again) == summary
+    # With a step more it carries on, and both ends are in the table.
+    longer = run(tmp_path / "run", model_dir, chance, f"--config.learner.steps={STEPS + 1}")
+    assert longer.returncode == 0, longer.stderr[-2000:]
+    assert metric_by_step(tmp_path / "run", "step") == list(range(1, STEPS + 2))
+    results = evaluate.read_results(tmp_path / "run")
+    assert list(results) == ["random", "before", f"version_{STEPS}", "after"], longer.stdout
+    first_end = {"successes": results[f"version_{STEPS}"].successes}
+    assert first_end.items() <= summary["after"].items()
+    episodes = json.loads((tmp_path / "run" / "summary.json").read_text())["episodes"]
+    assert episodes["trained"] == (STEPS + 1) * GROUPS * MEMBERS
 
 
 @pytest.mark.parametrize(("cold_steps", "stages"), [(1, ["before", "cold_start"]), (0, ["before"])])
@@ -334,6 +345,33 @@ def test_open_run_with_another_config_names_the_difference(tmp_path):
     )
     run_id = open_run(tmp_path, cfg)
     assert open_run(tmp_path, cfg) == run_id
-    other = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=4))
-    with pytest.raises(ConfigError, match=r"config\.learner\.steps is 3 there and 4 here"):
+    other = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=2))
+    with pytest.raises(ConfigError, match=r"config\.learner\.steps is 3 there and 2 here"):
         open_run(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 4}, ""),
+        ({"steps": 4, "groups_per_step": 3}, "groups_per_step is 8 there and 3 here; .*steps is 3"),
+        ({"steps": 4, "optimizer": OptimizerConfig(lr=1.0)}, "lr is None there and 1.0 here"),
+    ],
+)
+def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
+    tmp_path, changes, message
+):
+    cfg = run_config.RunConfig(
+        model=run_config.ModelConfig(path="m"),
+        tasks=(run_config.TaskConfig("desktop/click_button"),),
+        learner=run_config.LearnerConfig(steps=3),
+    )
+    run_id = open_run(tmp_path, cfg)
+    more = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, **changes))
+    if not message:
+        assert open_run(tmp_path, more) == run_id
+        cfg, message = more, "steps is 4 there and 3 here"
+        more = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=3))
+    with pytest.raises(ConfigError, match=message):
+        open_run(tmp_path, more)
+    assert open_run(tmp_path, cfg) == run_id

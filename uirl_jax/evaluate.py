@@ -211,6 +211,20 @@ def read_results(workdir: str | os.PathLike[str]) -> dict[str, EvalResult]:
     return {r.stage: r for r in sorted(results, key=lambda r: (r.finished_unix_s, r.stage))}
 
 
+def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None:
+    """A finished stage under another name, so that its own is free to be measured again.
+
+    Interrupted at any point, the same call completes it. Does nothing where there is no such stage.
+    """
+    result, root = read_results(workdir).get(stage), Path(workdir) / EVAL_DIR
+    if result is None:
+        return
+    if (root / stage).is_dir() and not (root / name).exists():
+        (root / stage).rename(root / name)
+    write_json(root / f"{name}.json", dataclasses.asdict(dataclasses.replace(result, stage=name)))
+    (root / f"{stage}.json").unlink()
+
+
 def format_table(results: Sequence[EvalResult]) -> str:
     """The table that ends a run: plain text, aligned, no trailing blanks or newline."""
     rows = [("stage", "success", "95 % interval", "episodes")]

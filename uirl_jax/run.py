@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,9 @@ T = TypeVar("T")
 def open_run(workdir: Path, cfg: RunConfig) -> str:
     """The run's id; config.json is written by whichever role comes first.
 
+    More `learner.steps` than a run was begun with carry it on, at the learning rate of a run of
+    that length; what it was measured to solve at its end before is kept as that version's.
+
     Raises:
       ConfigError: the workdir holds a run with another config; every difference is named.
     """
@@ -67,12 +70,24 @@ def open_run(workdir: Path, cfg: RunConfig) -> str:
             f"{path}: is not a run's config ({error}); use another --workdir"
         ) from None
     differences = sorted(_differences(known, resolved, "config"))
-    if differences:
+    if _goes_on(known, resolved, differences):
+        evaluate.rename_stage(workdir, "after", f"version_{known['learner']['steps']}")
+        workdir.joinpath(evaluate.SUMMARY_FILE).unlink(missing_ok=True)
+        evaluate.write_json(path, {"run_id": run_id, "config": resolved})
+    elif differences:
         raise ConfigError(
             f"{workdir} holds a run with another config: {'; '.join(differences)}. Use another "
             "--workdir, or remove this one"
         )
     return run_id
+
+
+def _goes_on(known: Any, wanted: Any, differences: Sequence[str]) -> bool:
+    """Whether more steps are all that is wanted."""
+    if len(differences) != 1 or not differences[0].startswith("config.learner.steps is "):
+        return False
+    before = known["learner"].get("steps")
+    return isinstance(before, int) and before < wanted["learner"]["steps"]
 
 
 def _differences(known: Any, wanted: Any, path: str) -> Iterator[str]:
@@ -236,6 +251,7 @@ class Players:
             ActorConfig(
                 group_size=cfg.actor.group_size,
                 groups_per_step=cfg.learner.groups_per_step,
+                steps=cfg.learner.steps,
                 max_staleness=cfg.learner.max_staleness,
                 policy_lag=cfg.actor.policy_lag,
                 first_group=actor_index,

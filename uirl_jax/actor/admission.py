@@ -10,7 +10,6 @@ What the learner says in `Manifest.extra`:
     groups_consumed   119                    without groups_trained: the first 119 indices
     groups_extra      3                      of these, on top of what the steps were to take:
                                              others taught nothing, or too little
-    finished          true                   the run is over
 """
 
 import dataclasses

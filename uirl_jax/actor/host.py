@@ -75,6 +75,7 @@ class ActorConfig:
     group_size: int
     groups_per_step: int  # of the learner
     max_staleness: int = 0  # of the learner
+    steps: int | None = None  # of the learner: the run is over then; None: it goes on until `stop`
     env_retries: int = 3  # for each member of a group, not counting while the whole fleet is down
     first_group: int = 0  # with several actors: its number ...
     group_stride: int = 1  # ... and how many there are
@@ -101,7 +102,7 @@ async def run_actor(
     stop: asyncio.Event,
     on_report: Report | None = None,
 ) -> dict[str, float]:
-    """Samples groups and publishes them until the learner has finished, or `stop` is set.
+    """Samples groups and publishes them until the learner is at its last step, or `stop` is set.
 
     Group i is G episodes of task_for_group(i, tallies), with seeds of (run_seed, i, member): what
     was lost with a killed process is played again. Groups become shards whole, each a shard of its
@@ -182,7 +183,8 @@ class _Actor:
 
     @property
     def finished(self) -> bool:
-        return self._manifest is not None and self._manifest.extra.get("finished") is True
+        steps = self._cfg.steps
+        return steps is not None and self._manifest is not None and self._manifest.step >= steps
 
     async def look(self) -> None:
         """Shards on disk, then the manifest; a new policy is in the engine before it counts."""

@@ -169,7 +169,6 @@ def run_learner(
                     "groups_trained": trained.pairs,
                     "groups_extra": extra,
                     "tallies": tallies.to_json(),
-                    "finished": step >= cfg.steps,
                 },
             )
 
