@@ -103,9 +103,12 @@ class BrowserPool:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def acquire(self) -> Tab:
+    async def acquire(self, wanted: tuple[str, int] | None = None) -> Tab:
         """A tab with an empty page; the caller releases it.
 
+        Args:
+          wanted: (URL, scale) of a page that can begin anew. Where one waits (`tab.restarts` says
+            so) it comes as the last session left it; any page may be loaded over it.
         Raises:
           PoolFullError: max_browsers are in use.
           BrowserError: no browser can be started.
@@ -114,7 +117,7 @@ class BrowserPool:
             raise PoolFullError(f"{self._max_browsers} browser sessions are open, more are refused")
         self._num_acquiring += 1
         try:
-            tab = await self._take() or await self._start()
+            tab = await self._take(wanted) or await self._start()
         finally:
             self._num_acquiring -= 1
         self._in_use.add(tab)
@@ -133,11 +136,13 @@ class BrowserPool:
                 self._num_renewing += 1
                 self._in_background(self._renew(tab))
 
-    async def _take(self) -> Tab | None:
+    async def _take(self, wanted: tuple[str, int] | None) -> Tab | None:
         """One that waits, and answers; where none does, one that is nearly ready again."""
         while True:
             while self._waiting:
-                tab = self._waiting.pop()
+                fitting = (tab for tab in reversed(self._waiting) if tab.restarts == wanted)
+                tab = next(fitting, self._waiting[-1])
+                self._waiting.remove(tab)
                 try:
                     await tab.evaluate("1")
                     return tab

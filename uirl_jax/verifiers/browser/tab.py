@@ -71,6 +71,8 @@ class Tab:
         self.num_sessions = 0  # that it served; the pool counts
         self.waiting_since_s = 0.0  # monotonic; the pool's too
         self.screen_px = (0, 0)
+        # (URL, scale) of the page, if it can begin anew by itself: it waits for the next session.
+        self.restarts: tuple[str, int] | None = None
         self._context: BrowserContext | None = None
         self._page: Page
         self._cdp: CDPSession
@@ -84,24 +86,40 @@ class Tab:
         self._deadline: asyncio.Timeout | None = None
 
     async def renew(self) -> None:
-        """An empty page without history, storage or clipboard, in the same process.
+        """A page without history, storage or clipboard, in the same process.
 
-        After a trusted one it is that page, emptied: a third of the CPU time of another page, which
-        has a renderer of its own to start.
+        One that can begin anew stays, and any other trusted one is emptied: a third of the CPU time
+        of another page, which has a renderer of its own to start.
         """
-        if self._trusted_url:
-            await self._empty()
-        else:
-            await self._replace()
+        if self.restarts is None or not await self._rest():
+            await (self._empty() if self._trusted_url else self._replace())
         await self.evaluate(_CLEAR_CLIPBOARD)
+
+    async def _rest(self) -> bool:
+        """Leaves the page to itself, the mouse beside the screen; False where it went elsewhere."""
+        if await self._evaluate("window.name = '', location.href") != self._trusted_url:
+            return False
+        await self._clear_storage()
+        self._mouse_px = (self._viewport_px[0] - 1.0, self._viewport_px[1] - 1.0)
+        await self._mouse("mouseMoved")
+        self._mouse_px = self._middle_px()
+        return True
 
     async def _empty(self) -> None:
         await self._evaluate("window.name = ''")
         await self._page.goto("about:blank")
         self._files = None
+        await self._clear_storage()
+        self._trusted_url = ""
+        self.restarts = None
+
+    async def _clear_storage(self) -> None:
         everything = {"origin": self._trusted_url, "storageTypes": "all"}
         await self._cdp.send("Storage.clearDataForOrigin", everything)
-        self._trusted_url = ""
+
+    def _middle_px(self) -> tuple[float, float]:
+        """Where the mouse is said to be before it has moved."""
+        return self.screen_px[0] / self._scale / 2, self.screen_px[1] / self._scale / 2
 
     async def _replace(self) -> None:
         if self._context is not None:
@@ -132,6 +150,7 @@ class Tab:
         viewport_px: tuple[int, int] | None = None,
         scale: int = 1,
         trusted: bool = False,
+        restarts: bool = False,
     ) -> None:
         """Loads a page; `settle` waits until it has been drawn.
 
@@ -142,7 +161,10 @@ class Tab:
             its upper left corner.
           scale: pixels of the screen for one CSS pixel.
           trusted: no page of a user's: emptied, it leaves nothing to the next session.
+          restarts: a trusted page whose next episode, begun in it, is as in another one: it may
+            wait for a session of its kind (`BrowserPool.acquire`), which does not load it.
         """
+        self.restarts = (url, scale) if restarts else None
         self._trusted_url = url if trusted else ""
         self.screen_px, self._scale, self._files = screen_px, scale, files
         self._viewport_px = viewport_px or (screen_px[0] // scale, screen_px[1] // scale)
@@ -154,7 +176,7 @@ class Tab:
             )
             await self._page.goto(url)
             await self._cdp.send("Page.resetNavigationHistory")  # nothing to go back to
-            self._mouse_px = (screen_px[0] / scale / 2, screen_px[1] / scale / 2)
+            self._mouse_px = self._middle_px()
 
     async def evaluate(self, expression: str) -> object:
         """The value of a JavaScript expression (awaited), as JSON has it. For the judge.
