@@ -237,6 +237,12 @@ def test_report_curve_path_ends_at_last_value() -> None:
     assert numbers == [left, bottom, (left + right) / 2, (top + bottom) / 2, right, top]
 
 
+def test_report_curve_that_is_smoothed_says_where_it_ends_not_its_last_step() -> None:
+    series = charts.Series("share", tuple((float(k), float(k % 3 == 0)) for k in range(40)))
+    chart = charts.line_chart("x", [series], unit="%", full_share=True)
+    assert chart.smoothed_over == 3 and chart.lines[0].last == "33.3\xa0%"
+
+
 def test_report_stacked_areas_lie_on_each_other() -> None:
     steps = (0.0, 10.0)
     one = charts.Series("one", tuple((at, 1.0) for at in steps))

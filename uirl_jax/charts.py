@@ -42,7 +42,7 @@ class Line:
     path: str  # SVG path data: a line, or a closed area where the chart is stacked
     raw_path: str  # every step, drawn faintly under the smoothed line; "" where they are the same
     dots: tuple[Dot, ...]
-    last: str  # the last value as text
+    last: str  # where the line ends, as text; of a stacked area its own height
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ def line_chart(
                 shape,
                 path(raw.points) if window > 1 else "",
                 tuple(dots) if len(raw.points) <= TOOLTIPS_UP_TO else (),
-                format_value(raw.points[-1][1], unit),
+                format_value((raw if stacked else smooth).points[-1][1], unit),
             )
         )
     return Chart(
