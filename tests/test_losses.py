@@ -23,7 +23,7 @@ VARIANTS = [
         ("token", "k3", "loss", "mask", 0.1),
         ("turn", "k3", "loss", "none", 0.1),
     ]
-]
+] + [dataclasses.replace(CFG, importance_floor=0.9)]
 
 
 def example(seed: int = 0, rows: int = 3, tokens: int = 11) -> dict[str, np.ndarray]:
@@ -73,7 +73,7 @@ def oracle(e: dict[str, np.ndarray], cfg: PolicyLossConfig) -> float:
         clipped = min(max(ratio, 1 - cfg.clip_low), 1 + cfg.clip_high)
         lag = math.exp(old - behaviour)
         correction = {
-            "truncate": min(lag, cfg.importance_cap),
+            "truncate": max(min(lag, cfg.importance_cap), cfg.importance_floor),
             "mask": lag if 1 / cfg.importance_cap <= lag <= cfg.importance_cap else 0.0,
             "none": 1.0,
         }[cfg.importance]

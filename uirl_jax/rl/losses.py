@@ -16,6 +16,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from uirl_jax.errors import ConfigError
+
 # A ratio of exp(20) is beyond any use, and exp of more overflows float32 (a guard, not a
 # tuning knob).
 MAX_LOG_RATIO = 20.0
@@ -41,6 +43,21 @@ class PolicyLossConfig:
     # weight is beyond the cap or its inverse; none for rollouts that are taken as on-policy.
     importance: Literal["truncate", "mask", "none"] = "truncate"
     importance_cap: float = 2.0
+    # With truncate: no weight is less. A stored success (algorithm.replay) of what the policy has
+    # lost since weighs next to nothing at 0; at 1 it counts as if it were sampled now, as in ARPO.
+    importance_floor: float = dataclasses.field(default=0.0, metadata={"min": 0.0})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.importance_floor <= self.importance_cap:
+            raise ConfigError(
+                f"loss.importance_floor={self.importance_floor}: expected between 0 and "
+                f"loss.importance_cap={self.importance_cap}"
+            )
+        if self.importance_floor and self.importance != "truncate":
+            raise ConfigError(
+                f"loss.importance_floor={self.importance_floor}: only loss.importance='truncate' "
+                f"has one, and it is {self.importance!r}"
+            )
 
 
 def clipped_policy_loss(
@@ -121,7 +138,7 @@ def importance_weights(old_to_behaviour_bt: jax.Array, cfg: PolicyLossConfig) ->
     """Of log(old / behaviour): truncated at the cap (TIS), or 0 beyond it on either side (MIS)."""
     ratio_bt = jnp.exp(old_to_behaviour_bt)
     if cfg.importance == "truncate":
-        return jnp.minimum(ratio_bt, cfg.importance_cap)
+        return jnp.clip(ratio_bt, cfg.importance_floor, cfg.importance_cap)
     if cfg.importance == "mask":
         inside_bt = (ratio_bt <= cfg.importance_cap) & (ratio_bt >= 1.0 / cfg.importance_cap)
         return jnp.where(inside_bt, ratio_bt, 0.0)
