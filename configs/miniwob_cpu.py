@@ -3,8 +3,8 @@
     python -m uirl_jax.main --config=configs/miniwob_cpu.py --workdir=runs/miniwob
 
 The start ships with the package. Three cold starts made it, `:base` and `:more` from a careful
-demonstrator and then `:start` from one who clicks the wrong thing in nine episodes of ten. What
-GRPO made of it, which sees rewards alone, ships too:
+demonstrator and then `:start`, adapters alone, from one who clicks the wrong thing in nine episodes
+of ten. What GRPO made of it, which sees rewards alone, ships too:
 
     python -m uirl_jax.main --role=eval --config=configs/miniwob_cpu.py:trained \\
         --workdir=runs/trained
@@ -23,7 +23,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
 
     cfg.algorithm.minibatches = 2
     cfg.algorithm.drop_equal_groups = True
-    cfg.learner.steps = 140
+    cfg.learner.steps = 150
     cfg.learner.optimizer.clip_norm = 0.05  # as in simple_data_entry_cpu.py
 
     cfg.evaluation.episodes = 480  # thirty of every task
@@ -49,8 +49,8 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         optimizer.update({"lr": 2e-3, "warmup_steps": 20})
     elif stage == "start":
         cfg.model.path = "runs/more/cold_start/model"
-        cfg.cold_start.update({"steps": 100, "episodes": 1280, "quality": 0.1})
-        optimizer.update({"lr": 1.5e-3, "warmup_steps": 5})
+        cfg.cold_start.update({"steps": 180, "episodes": 1280, "quality": 0.1, "train": "lora"})
+        optimizer.update({"lr": 4e-3, "warmup_steps": 5})
     else:
         raise ValueError(f"{stage!r}, expected base, more, start, grpo or trained")
     return cfg

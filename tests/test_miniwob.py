@@ -306,6 +306,15 @@ def test_careless_click_misses_what_is_the_only_one_of_its_sort(world):
     assert not progress["done"]
 
 
+def test_careless_click_into_a_field_to_fill_in_is_right(world):
+    pool, runner = world
+    task = spec("enter-text", seed=1)
+    right, careless = (runner.run(first_clicks(pool, task, quality, 1)) for quality in (1.0, 0.0))
+    assert right == careless
+    progress = runner.run(play(pool, task, max_turns=4, quality=0.0))
+    assert not progress["done"]  # it misses the button
+
+
 def test_demonstrator_is_careless_by_the_session_not_by_the_click(world):
     pool, runner = world
     ended = [

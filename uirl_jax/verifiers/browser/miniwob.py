@@ -214,8 +214,9 @@ class MiniWob:
         Args:
           rng: decides at the session's first action whether this demonstrator is a careless one.
           quality: with probability 1 - quality it is: every click takes the next thing of the same
-            sort, the one before where there is none, and misses where there is no other. By the
-            session, not by the click: of several clicks, all right, hardly any would be.
+            sort, the one before where there is none, and misses where there is no other. Only
+            into a field that it fills in it clicks rightly. By the session, not by the click: of
+            several clicks, all right, hardly any would be.
         """
         name = json.dumps(self._task.name.removeprefix(PREFIX))
         if self._careless is None:

@@ -2,7 +2,7 @@
 // where there is nothing (more) to do. It reads the page as it likes, and acts by mouse and keyboard
 // alone. This file has what all tasks share; the others add to `experts`, a kind of task each. They
 // are joined to one function (verifiers/browser/miniwob.py), which is evaluated for every turn. With
-// its `careless` true it clicks the next thing of the same sort.
+// its `careless` true it clicks the next thing of the same sort, if not into a field to fill it in.
 const experts = {};
 const query = document.getElementById("query").textContent.replace(/\s+/g, " ").trim();
 const quoted = [...query.matchAll(/"([^"]*)"/g)].map(match => match[1]);
@@ -27,9 +27,9 @@ const mistaken = element => {  // the thing of its sort after it, or before it; 
   const at = sort.indexOf(element);
   return sort[at + 1] || sort[at - 1];
 };
-const click = wanted => {  // scrolls first where it, or its edge, is out of sight
-  const element = (careless && mistaken(wanted)) || wanted, at = middle(element), height = element.getClientRects()[0].height;
-  if (careless && element === wanted) at.y += at.y + height < 210 ? height : -height;  // beside the only one
+const click = (wanted, slips = careless) => {  // scrolls first where it, or its edge, is out of sight
+  const element = (slips && mistaken(wanted)) || wanted, at = middle(element), height = element.getClientRects()[0].height;
+  if (slips && element === wanted) at.y += at.y + height < 210 ? height : -height;  // beside the only one
   const edge = Math.min(height / 2, 8) - 1;
   for (let parent = element.parentElement; parent && parent.id !== "wrap"; parent = parent.parentElement) {
     if (parent.scrollHeight <= parent.clientHeight + 1 || !/auto|scroll/.test(getComputedStyle(parent).overflowY)) continue;
@@ -43,7 +43,7 @@ const keys = chord => ({kind: "keys", keys: chord});
 const drag = (from, to) => ({kind: "drag", x: from.x, y: from.y, x2: to.x, y2: to.y});
 const fill = (input, wanted) => {  // null once it holds what is wanted
   if (input.value === wanted) return null;
-  if (document.activeElement !== input) return click(input);
+  if (document.activeElement !== input) return click(input, false);
   const whole = input.selectionStart === 0 && input.selectionEnd === input.value.length;
   if (input.value && !whole && getSelection().toString() !== input.value) return keys("ctrl+a");
   return wanted ? {kind: "type", text: wanted} : keys("delete");
