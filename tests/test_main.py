@@ -21,7 +21,7 @@ from tests import tiny_config, tiny_model
 from uirl_jax import checkpoints, config, evaluate, main, run_config
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.run import Run, open_run
+from uirl_jax.run import Run, only_learner, open_run
 from uirl_jax.shards import journal, reader
 from uirl_jax.verifiers import supervisor
 
@@ -335,6 +335,38 @@ def test_main_port_in_use_is_one_line(tmp_path):
     assert process.returncode == 1
     assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1, process.stderr
     assert f"{port}" in process.stderr and "in use" in process.stderr
+
+
+def test_main_second_learner_of_a_workdir_is_refused_before_it_writes(tmp_path):
+    workdir = tmp_path / "run"
+    with only_learner(workdir):
+        before = {path: path.read_bytes() for path in workdir.iterdir()}
+        for role in ("all", "learner"):
+            process = run(workdir, SHIPPED_MODEL, f"--role={role}")
+            assert process.returncode == 1
+            assert process.stderr.startswith(f"error: {workdir}: a learner is at work there")
+            assert f"(process {os.getpid()} on " in process.stderr
+            assert process.stderr.count("\n") == 1, process.stderr
+        assert {path: path.read_bytes() for path in workdir.iterdir()} == before
+
+
+def test_only_learner_holds_no_longer_than_its_process_lives(tmp_path):
+    code = f"import pathlib, time; from uirl_jax.run import only_learner\n\
+with only_learner(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"process {holder.pid} on "), only_learner(tmp_path):
+            pass
+        holder.kill()
+        holder.wait()
+        for _ in range(2):
+            with only_learner(tmp_path):
+                assert f"process {os.getpid()} " in (tmp_path / "learner.lock").read_text()
 
 
 def test_open_run_with_another_config_names_the_difference(tmp_path):

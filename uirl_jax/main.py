@@ -29,7 +29,15 @@ from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.models import loading, sharding
-from uirl_jax.run import BackgroundLoop, Players, Run, forbidden_ids, open_run, when_set
+from uirl_jax.run import (
+    BackgroundLoop,
+    Players,
+    Run,
+    forbidden_ids,
+    only_learner,
+    open_run,
+    when_set,
+)
 from uirl_jax.run_config import MeshConfig, RunConfig
 from uirl_jax.verifiers import supervisor
 
@@ -286,11 +294,13 @@ def main(argv: list[str]) -> int:
             )
         cfg = config.from_config(RunConfig, _CONFIG.value)
         workdir = Path(_WORKDIR.value)
-        run = Run(cfg, workdir, open_run(workdir, cfg))
-        if _ROLE.value != "verifier":  # the server ends gracefully by itself
-            for signum in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(signum, lambda *_: stop.set())
-        return run_role(_ROLE.value, run, stop)
+        learns = _ROLE.value in ("all", "learner")
+        with only_learner(workdir) if learns else contextlib.nullcontext():
+            run = Run(cfg, workdir, open_run(workdir, cfg))
+            if _ROLE.value != "verifier":  # the server ends gracefully by itself
+                for signum in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(signum, lambda *_: stop.set())
+            return run_role(_ROLE.value, run, stop)
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

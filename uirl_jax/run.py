@@ -7,8 +7,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import socket
 import threading
 import time
 import uuid
@@ -80,6 +82,34 @@ def open_run(workdir: Path, cfg: RunConfig) -> str:
             "--workdir, or remove this one"
         )
     return run_id
+
+
+@contextlib.contextmanager
+def only_learner(workdir: Path) -> Iterator[None]:
+    """Holds the workdir for this process: a second learner would write over the first one's steps.
+
+    The lock ends with the process, however that ends. Processes of other hosts see it where the
+    file system passes locks on (NFS does, a bucket that is mounted does not).
+
+    Raises: ConfigError, with who holds it.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / "learner.lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(200).strip() or "one that has just begun"
+            raise ConfigError(
+                f"{workdir}: a learner is at work there ({holder}); wait for it or stop it, or use "
+                "another --workdir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            print(metrics.key_values("no_lock", path=file.name, reason=error), flush=True)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def _goes_on(known: Any, wanted: Any, differences: Sequence[str]) -> bool:
