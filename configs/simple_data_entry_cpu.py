@@ -56,8 +56,11 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     if stage in ("grpo", "trained"):
         cfg.model.path = f"{SHIPPED}/start"
         cfg.model.adapter = f"{SHIPPED}/grpo" if stage == "trained" else ""
-        # Some rows hardly ever succeed at first: those are asked for more often.
-        cfg.curriculum = ConfigDict({"weight_by": "failure", "window": 16})
+        # Some rows hardly ever succeed at first: those are asked for more often, and their newest
+        # success joins a group that failed, else other rows' lessons can make it unheard of.
+        cfg.curriculum = ConfigDict({"weight_by": "failure", "window": 16, "instances": 1})
+        cfg.algorithm.replay = True
+        cfg.algorithm.loss.importance_floor = 1.0
         return cfg
     cfg.learner.steps = 0
     cfg.evaluation.episodes = 100
