@@ -3,10 +3,10 @@
 from ml_collections import ConfigDict
 
 
-def enter_text(cfg: ConfigDict) -> None:
-    """Focus the field, type, press OK, and one turn to spare."""
-    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 4}),)
-    cfg.engine.context_lengths = (160, 320)
+def enter_text(cfg: ConfigDict, popup: bool = False) -> None:
+    """Focus the field, type, press OK, and one turn to spare; with a popup two turns more."""
+    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 6 if popup else 4}),)
+    cfg.engine.context_lengths = (160, 320, 480) if popup else (160, 320)
     cfg.engine.prefill_lengths = (80,)
     cfg.learner.groups_per_step = 4
     cfg.learner.batch.row_lengths = (512,)

@@ -65,7 +65,7 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.evaluation = ConfigDict({"episodes": 200, "temperature": 0.0})
     name, _, variant = task.partition(",")
     if name == "enter_text":
-        desktop_tasks.enter_text(cfg)
+        desktop_tasks.enter_text(cfg, popup="popup=1" in variant)
     elif name == "data_entry":
         desktop_tasks.data_entry(cfg)
     elif name == "miniwob":

@@ -291,6 +291,7 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
         *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft")),
         *((name, ("base",)) for name in ("simple_data_entry_cpu", "miniwob_cpu")),
         *(("sft", (task,)) for task in bench_algorithms.TASKS.values()),
+        ("sft", ("data_entry,rows=1,columns=1",)),
     ],
 )
 def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, arguments):

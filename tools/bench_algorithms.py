@@ -3,7 +3,7 @@
     python -m tools.bench algorithms --workdir=runs/algorithms --json=algorithms.json
     python -m tools.bench algorithms --task=enter_text --workdir=runs/algorithms
     python -m tools.bench algorithms --staleness 0 1 4 16 --names grpo --workdir=runs/algorithms
-    python -m tools.bench algorithms --task=data_entry --ablations --workdir=runs/ablations
+    python -m tools.bench algorithms --task=popup --ablations --workdir=runs/ablations
     python -m tools.bench algorithms --task=miniwob --base=runs/miniwob/cold_start/model ...
 
 Every run is `uirl_jax.main` with a config and a workdir of its own; what is finished is not
@@ -11,9 +11,9 @@ repeated, what was interrupted carries on. All of them play the same number of e
 the same base and are evaluated, greedy, on the same held-out instances. Replaced groups (DAPO,
 rejection sampling) are episodes on top: they are in the table.
 
-The bases of enter_text and data_entry are made first, by cold starts (`configs/sft.py:enter_text`):
-the shipped one has never seen a field. Each context policy of the ablations has a base of its own,
-which was shown the contexts that it will see. miniwob starts from `--base`, which
+The bases of enter_text and popup are made first, by cold starts (`configs/sft.py:enter_text`):
+the shipped one has never seen a field. The last cold start of each context policy is its own,
+and shows it the contexts that it will see. miniwob starts from `--base`, which
 configs/miniwob_cpu.py makes.
 """
 
@@ -39,12 +39,12 @@ ALGORITHMS = (
 TASKS = {
     "click_button": "click_button",
     "enter_text": "enter_text,words=2",
-    "data_entry": "data_entry,rows=1,columns=1",
+    "popup": "enter_text,words=2,popup=1",
     "miniwob": "miniwob",
 }
 COLD_STARTS = {
     "enter_text": (("enter_text", 300), ("enter_text,words=2", 110)),
-    "data_entry": (("data_entry,rows=1,columns=1", 60),),
+    "popup": (("enter_text,popup=1", 300), ("enter_text,words=2,popup=1", 110)),
 }
 COLD_START_FLAGS = (
     *("--config.cold_start.train=all", "--config.cold_start.optimizer.name=muon"),
@@ -161,10 +161,13 @@ def _workdir(args: argparse.Namespace, variant: Variant, seed: int) -> Path:
 def _make_base(args: argparse.Namespace, variant: Variant) -> Path:
     """The model that a variant of the task starts from, made once a workdir."""
     cores, base = sorted(os.sched_getaffinity(0)), None
+    last = len(COLD_STARTS[args.task]) - 1
     for number, (task, steps) in enumerate(COLD_STARTS[args.task]):
-        flags = [*COLD_START_FLAGS, *variant.base_flags, f"--config.cold_start.steps={steps}"]
+        own = number == last  # what comes before is the same for all of them
+        flags = [*COLD_START_FLAGS, f"--config.cold_start.steps={steps}"]
+        flags += variant.base_flags if own else ()
         flags += [f"--config.model.path={base}"] if base else []
-        workdir = args.workdir / args.task / f"{variant.base}-{number}"
+        workdir = args.workdir / args.task / f"{variant.base if own else 'base'}-{number}"
         _run(f"configs/sft.py:{task}", flags, workdir, cores)
         base = workdir / "cold_start" / "model"
     return base
