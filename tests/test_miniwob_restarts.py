@@ -54,6 +54,7 @@ async def begin(pool, name, seed, variant=""):
 
 
 async def end(pool, session):
+    session._tab.num_sessions = 0  # else the hundredth would end the browser
     await session.close()
     while session._tab not in pool._waiting:
         await asyncio.sleep(0.01)
