@@ -46,7 +46,8 @@ _ALWAYS_FRESH = frozenset(
     for name in (
         *("ascending-numbers", "book-flight", "book-flight-nodelay", "button-delay"),
         *("chase-circle", "choose-date", "choose-date-easy", "choose-date-medium"),
-        *("choose-date-nodelay", "click-menu", "click-pie", "click-pie-nodelay", "copy-paste-2"),
+        *("choose-date-nodelay", "click-menu", "click-menu-2", "click-pie", "click-pie-nodelay"),
+        *("copy-paste-2",),
         *("drag-cube", "drag-items", "drag-items-grid", "drag-sort-numbers", "draw-circle"),
         *("draw-line", "form-sequence", "hot-cold", "hover-shape", "moving-items"),
         *("navigate-tree", "scroll-text", "search-engine", "simon-says", "stock-market"),
