@@ -146,7 +146,7 @@ def test_every_page_that_may_begin_anew_is_as_a_fresh_one(world):
             runner.run(compare(pool, name))
         except AssertionError as error:
             different[name] = str(error)[:300]
-    assert different == {}
+    assert not different, "\n".join(f"{name}: {why}" for name, why in different.items())
 
 
 def test_page_begins_anew_for_its_own_task_and_scale_alone(world):

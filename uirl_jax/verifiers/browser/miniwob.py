@@ -47,12 +47,12 @@ _ALWAYS_FRESH = frozenset(
         *("ascending-numbers", "book-flight", "book-flight-nodelay", "button-delay"),
         *("chase-circle", "choose-date", "choose-date-easy", "choose-date-medium"),
         *("choose-date-nodelay", "click-menu", "click-menu-2", "click-pie", "click-pie-nodelay"),
-        *("copy-paste-2",),
-        *("drag-cube", "drag-items", "drag-items-grid", "drag-sort-numbers", "draw-circle"),
-        *("draw-line", "form-sequence", "hot-cold", "hover-shape", "moving-items"),
-        *("navigate-tree", "scroll-text", "search-engine", "simon-says", "stock-market"),
-        *("terminal", "text-editor", "tic-tac-toe", "use-autocomplete"),
-        *("use-autocomplete-nodelay", "use-slider", "use-slider-2", "use-spinner"),
+        *("copy-paste-2", "drag-box", "drag-cube", "drag-items", "drag-items-grid"),
+        *("drag-sort-numbers", "draw-circle", "draw-line", "enter-date", "find-word"),
+        *("form-sequence", "hot-cold", "hover-shape", "moving-items", "navigate-tree"),
+        *("resize-textarea", "scroll-text", "search-engine", "simon-says", "stock-market"),
+        *("terminal", "text-editor", "tic-tac-toe", "use-autocomplete", "use-autocomplete-nodelay"),
+        *("use-colorwheel", "use-colorwheel-2", "use-slider", "use-slider-2", "use-spinner"),
     )
 )
 
