@@ -168,6 +168,24 @@ def test_page_begins_anew_for_its_own_task_and_scale_alone(world):
     assert not runner.run(same_document(pie, pie))  # it moves by a clock
 
 
+def test_of_the_pages_that_wait_each_task_takes_its_own():
+    names = ("miniwob/click-test", "miniwob/click-test-2")
+
+    async def run(pool):
+        sessions = [await begin(pool, name, 1) for name in names]
+        for session in sessions:
+            await session._tab.evaluate("document.sameDocument = true")
+            await end(pool, session)
+        sessions = [await begin(pool, name, 2) for name in names]
+        same = [await s._tab.evaluate("document.sameDocument === true") for s in sessions]
+        for session in sessions:
+            await end(pool, session)
+        return same
+
+    with pool_and_runner(warm=2, max_browsers=2) as (pool, runner):
+        assert runner.run(run(pool)) == [True, True]
+
+
 @pytest.mark.parametrize("spoil", ["location.hash = 'x'", "core.getUtterance = null"])
 def test_page_that_went_elsewhere_or_fails_is_not_begun_anew(world, spoil):
     pool, runner = world
