@@ -198,6 +198,22 @@ def test_evaluate_killed_while_writing_leaves_the_stage_undone(
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
+@pytest.mark.parametrize("done", ["nothing", "episodes", "episodes and result"])
+def test_rename_stage_completes_what_an_interrupted_one_began(tmp_path: Path, done: str) -> None:
+    tasks = evaluate.eval_tasks([CLICK], 2)
+    before = run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks, stage="after")
+    root, name = tmp_path / "eval", "version_3"
+    if done != "nothing":
+        (root / "after").rename(root / name)
+    if done == "episodes and result":
+        evaluate.write_json(root / f"{name}.json", dataclasses.asdict(before) | {"stage": name})
+    for _ in range(2):  # again: nothing is left to do
+        evaluate.rename_stage(tmp_path, "after", name)
+        assert evaluate.read_results(tmp_path) == {name: dataclasses.replace(before, stage=name)}
+        assert [t.task for t in read_shard(root / name / evaluate.EPISODES_FILE)[1]] == tasks
+        assert not (root / "after").exists()
+
+
 def test_read_results_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "before.json").write_text('{"stage": "before", "per_task": {}}')

@@ -399,9 +399,11 @@ def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
         learner=run_config.LearnerConfig(steps=3),
     )
     run_id = open_run(tmp_path, cfg)
+    summary = tmp_path / evaluate.SUMMARY_FILE  # of the shorter run
+    summary.write_text("{}")
     more = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, **changes))
     if not message:
-        assert open_run(tmp_path, more) == run_id
+        assert open_run(tmp_path, more) == run_id and not summary.exists()
         cfg, message = more, "steps is 4 there and 3 here"
         more = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=3))
     with pytest.raises(ConfigError, match=message):

@@ -153,9 +153,11 @@ async def evaluate(
 
 
 def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajectory]) -> EvalResult:
-    """The numbers of `evaluate`, from trajectories that are there. Episodes that the environment
-    broke
-    are no attempts of the policy: they are counted apart, neither as failures nor out of sight."""
+    """The numbers of `evaluate`, from trajectories that are there.
+
+    Episodes that the environment broke are no attempts of the policy: they are counted apart,
+    neither as failures nor out of sight.
+    """
     attempts = [t for t in trajectories if t.stop_reason is not StopReason.ENV_ERROR]
     surplus = collections.Counter(t.task for t in attempts) - collections.Counter(tasks)
     if surplus:
