@@ -300,9 +300,13 @@ def test_careless_click_takes_the_next_thing_and_the_one_before_the_last(world):
     assert careless == [second, last, second] and len(first | second | last) == 3
 
 
-def test_careless_click_misses_what_is_the_only_one_of_its_sort(world):
+@pytest.mark.parametrize("name", ["click-dialog", "click-dialog-2"])
+def test_careless_click_misses_what_is_the_only_one_of_its_sort(world, name):
+    """The corner that closes a dialog; where it has buttons too, they are of another sort."""
     pool, runner = world
-    progress = runner.run(play(pool, spec("click-dialog", seed=1), max_turns=4, quality=0.0))
+    said = {runner.run(first_clicks(pool, spec(name, seed), 1.0, 1))[0]: seed for seed in range(12)}
+    seed = next(seed for sentence, seed in said.items() if '"' not in sentence or '"x"' in sentence)
+    progress = runner.run(play(pool, spec(name, seed), max_turns=4, quality=0.0))
     assert not progress["done"]
 
 
