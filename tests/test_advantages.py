@@ -35,6 +35,20 @@ def test_normalised_equals_oracle(how):
 
 
 @pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("rewards", [REWARDS, [0.0] * 4, [0.3]])
+def test_group_advantages_with_a_virtual_member_equal_those_of_a_group_that_has_it(how, rewards):
+    cfg = AdvantageConfig(normalise=how, virtual_return=1.0)
+    got = group_advantages([np.array([0.0, r]) for r in rewards], [[1, 1]] * len(rewards), cfg)
+    expected = np.repeat(oracle([*rewards, 1.0], how)[:-1], 2)
+    np.testing.assert_allclose(np.concatenate(got), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_group_advantages_of_a_group_as_good_as_its_virtual_member_are_zero():
+    cfg = AdvantageConfig(virtual_return=0.1)
+    assert not np.concatenate(group_advantages([np.array([0.1])] * 7, [[1]] * 7, cfg)).any()
+
+
+@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e-3, -7.3])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
 def test_normalised_equal_rewards_are_exactly_zero(how: str, reward: float, size: int):

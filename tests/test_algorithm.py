@@ -280,6 +280,11 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
     skipping = AlgorithmConfig(skip_equal_groups=True)
     assert algorithm.useful(mixed, skipping) and not algorithm.useful(equal, skipping)
     assert algorithm.useful(equal, AlgorithmConfig())
+    # Beside a virtual success it is a group that failed which differs.
+    virtual = dataclasses.replace(skipping, advantage=AdvantageConfig(virtual_return=1.0))
+    failed = groups([0.0] * 16)[0]
+    assert algorithm.useful(failed, virtual) and not algorithm.useful(failed, skipping)
+    assert algorithm.useful(mixed, virtual) and not algorithm.useful(equal, virtual)
 
 
 # --------------------------------------------------------------------------------------- configs
@@ -342,6 +347,10 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
         ({"aggregation": "constant_length"}, "needs algorithm.max_tokens"),
         ({"advantage": {"estimator": "gae"}}, "advantage.normalise='group_std'"),
         ({"advantage": {"credit": "token"}}, "credit='token' it is 'batch' or 'none'"),
+        *(
+            ({"advantage": {"virtual_return": 1.0, **other}}, "needs advantage.credit='episode'")
+            for other in ({"credit": "turn"}, {"normalise": "batch"})
+        ),
         ({"reward": {"overlong_max_tokens": 5}}, "overlong_buffer_tokens=0, expected 1 to"),
         ({"epochs": 0}, "algorithm.epochs"),
         (

@@ -111,12 +111,13 @@ def useful(group: Group, cfg: AlgorithmConfig) -> bool:
     """Whether a step may learn from the group; others are counted and replaced by fresh ones."""
     if cfg.objective == "imitation":
         return bool(kept(group, cfg))
-    return not cfg.skip_equal_groups or differs(group)
+    return not cfg.skip_equal_groups or differs(group, cfg)
 
 
-def differs(group: Group) -> bool:
-    """Whether its episodes were paid differently."""
-    return bool(np.ptp([of.reward for of in group]) > 0)
+def differs(group: Group, cfg: AlgorithmConfig) -> bool:
+    """Whether its episodes were paid differently, or less than the virtual one beside them."""
+    beside = cfg.advantage.virtual_return
+    return bool(np.ptp([of.reward for of in group] + ([] if beside is None else [beside])) > 0)
 
 
 def kept(group: Group, cfg: AlgorithmConfig) -> Group:
@@ -159,7 +160,7 @@ def learn(
     if cfg.objective == "imitation":
         groups = [kept(group, cfg) for group in groups]
     elif cfg.drop_equal_groups:
-        groups = [group for group in groups if differs(group)] or groups
+        groups = [group for group in groups if differs(group, cfg)] or groups
     rng = np.random.default_rng([seed, int(state.step)])
     parts = [_Minibatch(of, make_batches(of)) for of in _split(groups, cfg.minibatches)]
     batched_s = time.monotonic()

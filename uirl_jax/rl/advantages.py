@@ -31,6 +31,9 @@ class AdvantageConfig:
     # episode: all tokens get their episode's return. turn: those of a turn get what it and the
     # turns after it were paid. token: what followed the token (with normalise batch or none).
     credit: Literal["episode", "turn", "token"] = "episode"
+    # A return that one more member, who is none, would have had: at what the best are paid, a group
+    # that failed as a whole is pushed away from what it did (NGRPO, arXiv:2509.18851).
+    virtual_return: float | None = None
     turn_discount: float = 1.0  # gamma, from a turn to the one before it; within a turn it is 1
     gae_lambda: float = 0.95
     epsilon: float = 1e-6  # added to a deviation
@@ -41,6 +44,11 @@ class AdvantageConfig:
             raise ConfigError(
                 f"advantage.normalise={self.normalise!r}: tokens are not compared within a group; "
                 f"with estimator={self.estimator!r}, credit={self.credit!r} it is 'batch' or 'none'"
+            )
+        if self.virtual_return is not None and not (within_groups and self.credit == "episode"):
+            raise ConfigError(
+                f"advantage.virtual_return={self.virtual_return}: is one more episode of a group; "
+                "it needs advantage.credit='episode' and advantages within groups"
             )
 
 
@@ -63,7 +71,8 @@ def group_advantages(
     _check(token_rewards, turn_lengths)
     if cfg.credit == "episode":
         returns_g = np.array([rewards.sum() for rewards in token_rewards], np.float64)
-        values_g = normalised(returns_g, cfg.normalise, epsilon=cfg.epsilon)
+        beside = () if cfg.virtual_return is None else (cfg.virtual_return,)
+        values_g = normalised(returns_g, cfg.normalise, beside=beside, epsilon=cfg.epsilon)
         return [
             np.full(len(rewards), value, np.float32)
             for rewards, value in zip(token_rewards, values_g, strict=True)
@@ -101,23 +110,29 @@ def turn_returns(
     return returns_u
 
 
-def normalised(values_g: np.ndarray, how: Normalise, *, epsilon: float = 1e-6) -> np.ndarray:
+def normalised(
+    values_g: np.ndarray, how: Normalise, *, beside: Sequence[float] = (), epsilon: float = 1e-6
+) -> np.ndarray:
     """float64[G]: values less their baseline, as the table above has it; batch and none as is.
 
     The deviation is the population's: the group is all that is compared.
+
+    Args:
+      beside: values that are compared with as if they were the group's, and get no advantage.
     """
     if how in ("none", "batch"):
         return np.asarray(values_g, np.float64)
-    if np.ptp(values_g) == 0:
+    compared = np.concatenate([values_g, beside])
+    if np.ptp(compared) == 0:
         # Not left to rounding: the mean of G equal floats may differ from them by an ulp, and an
         # ulp over an epsilon is an advantage.
         return np.zeros(len(values_g))
-    centred_g = values_g - values_g.mean()
+    centred_g = values_g - compared.mean()
     if how == "group_mean":
         return centred_g
-    if how == "leave_one_out":  # v - mean of the others = (v - mean) G / (G - 1)
-        return centred_g * len(values_g) / (len(values_g) - 1)
-    return centred_g / (values_g.std() + epsilon)
+    if how == "leave_one_out":  # v - mean of the others = (v - mean) n / (n - 1)
+        return centred_g * len(compared) / (len(compared) - 1)
+    return centred_g / (compared.std() + epsilon)
 
 
 def batch_normalised(
