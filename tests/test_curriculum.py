@@ -47,17 +47,21 @@ def test_task_with_instances_plays_each_once_before_any_twice():
 
 
 @pytest.mark.parametrize(
-    ("weight_by", "tallies", "weights"),
+    ("weight_by", "sharpness", "tallies", "weights"),
     [
         # (failed + 1) / (played + 1): 1 / 10, never played 1, 10 / 10.
-        ("failure", {"0": [0.0, 9.0], "2": [9.0, 9.0]}, [0.1, 1.0, 1.0]),
+        ("failure", 1.0, {"0": [0.0, 9.0], "2": [9.0, 9.0]}, [0.1, 1.0, 1.0]),
+        ("failure", 3.0, {"0": [4.0, 9.0], "2": [9.0, 9.0]}, [0.125, 1.0, 1.0]),  # 5 / 10
         # 4 p (1 - p) with p = (failed + 1) / (played + 2): 1 / 10, never played 1 / 2, 3 / 4.
-        ("variance", {"0": [0.0, 8.0], "2": [5.0, 6.0]}, [0.36, 1.0, 0.75]),
+        ("variance", 1.0, {"0": [0.0, 8.0], "2": [5.0, 6.0]}, [0.36, 1.0, 0.75]),
     ],
 )
-def test_tasks_are_drawn_with_the_shares_that_the_config_says(weight_by, tallies, weights):
+def test_tasks_are_drawn_with_the_shares_that_the_config_says(
+    weight_by, sharpness, tallies, weights
+):
     """Frequencies against the shares by hand: 0.1 + 0.9 x weight."""
-    curriculum = Curriculum(CurriculumConfig(weight_by=weight_by), KINDS, run_seed=3)
+    cfg = CurriculumConfig(weight_by=weight_by, sharpness=sharpness)
+    curriculum = Curriculum(cfg, KINDS, run_seed=3)
     drawn = collections.Counter(
         curriculum.task(i, tallies).variant + curriculum.task(i, tallies).name for i in range(4000)
     )

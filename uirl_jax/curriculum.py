@@ -27,6 +27,9 @@ class CurriculumConfig:
     # A task's share grows with the rate p at which it fails, or with p (1 - p): what always fails
     # or never teaches nothing to a group (Foster et al., arXiv:2502.12272).
     weight_by: Literal["none", "failure", "variance"] = "none"
+    # Exponent of the weights: at 8 a task that always fails comes four times as often as one that
+    # fails four times of five (alpha of prioritized replay, arXiv:1511.05952, eq. 1).
+    sharpness: float = dataclasses.field(default=1.0, metadata={"above": 0.0})
     # Of a task of weight 0, beside one of the greatest: what is solved is not forgotten.
     min_share: float = dataclasses.field(default=0.1, metadata={"above": 0.0, "max": 1.0})
     window: int = dataclasses.field(default=64, metadata={"min": 1})  # episodes a rate remembers
@@ -104,6 +107,7 @@ class Curriculum:
             known = self.tallies(tallies)
             by_failure = self.cfg.weight_by == "failure"
             weights_e = known.failure_rates() if by_failure else known.variances()
+            weights_e **= self.cfg.sharpness
             shares_e = self.cfg.min_share + (1.0 - self.cfg.min_share) * weights_e
             rng = np.random.default_rng([self._run_seed, index])
             entry = int(rng.choice(self.entries, p=shares_e / shares_e.sum()))
