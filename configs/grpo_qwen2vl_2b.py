@@ -1,4 +1,4 @@
-"""GRPO on Qwen2-VL-2B: episodes of ten screenshots of 1280x800, groups of 8, LoRA, one v5e-8.
+"""GRPO on Qwen2-VL-2B, with room for ten screenshots of 1280x800: groups of 8, LoRA, one v5e-8.
 
     hf download Qwen/Qwen2-VL-2B-Instruct --local-dir models/Qwen2-VL-2B-Instruct
     python -m uirl_jax.main --config=configs/grpo_qwen2vl_2b.py --workdir=runs/2b \
@@ -6,7 +6,9 @@
 
 A screenshot of 1280x800 is resized to 1288x812: 58 x 92 = 5,336 patches, 1,334 visual tokens. Ten
 of them with their chat markers and 64 sampled tokens a turn are about 14,200 tokens, a row of
-28 x 512. What it asks of a machine, by the TPU's own compiler (docs/performance.md):
+28 x 512. `cfg.tasks` only keeps a place: put there what your verifier offers, and in
+`cfg.verifier.dialect` what `python -m uirl_jax.verifiers.doctor URL` says. What it asks of a
+machine, by the TPU's own compiler (docs/performance.md):
 
     python -m tools.plan --config=configs/grpo_qwen2vl_2b.py --topology=v5e:2x4
 """
@@ -28,7 +30,7 @@ def get_config() -> ConfigDict:
     cfg.chat.max_screenshots = 10
     cfg.chat.drop_screenshots = 5  # at once, so that long episodes begin few new sequences
 
-    cfg.tasks = (ConfigDict({"name": "desktop/click_button", "max_turns": 10}),)  # the verifier's
+    cfg.tasks = (ConfigDict({"name": "desktop/click_button", "max_turns": 10}),)  # yours
 
     cfg.actor = ConfigDict()
     cfg.actor.group_size = 8

@@ -1,4 +1,7 @@
-"""GRPO on Qwen2-VL-7B: as configs/grpo_qwen2vl_2b.py, for 16 chips.
+"""GRPO on Qwen2-VL-7B: as configs/grpo_qwen2vl_2b.py, planned for 16 chips.
+
+The learner is one process and joins no hosts yet, and 16 chips of a v5e are several hosts: there it
+can be compiled for and not run.
 
     hf download Qwen/Qwen2-VL-7B-Instruct --local-dir models/Qwen2-VL-7B-Instruct
     python -m uirl_jax.main --config=configs/grpo_qwen2vl_7b.py --workdir=runs/7b \

@@ -2,7 +2,7 @@
 
     python -m uirl_jax.main --config=configs/gspo.py --workdir=runs/gspo
 
-Source: arXiv:2507.18071. What it reached here: docs/algorithms.md.
+The quickstart's KL term stays. Source: arXiv:2507.18071. What it reached here: docs/algorithms.md.
 """
 
 from ml_collections import ConfigDict

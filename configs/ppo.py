@@ -2,7 +2,7 @@
 
     python -m uirl_jax.main --config=configs/ppo.py --workdir=runs/ppo
 
-Source: arXiv:1707.06347. What it reached here: docs/algorithms.md.
+The quickstart's KL term stays. Source: arXiv:1707.06347. What it reached here: docs/algorithms.md.
 """
 
 from ml_collections import ConfigDict

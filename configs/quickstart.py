@@ -7,7 +7,8 @@ on demonstrations of which most are wrong. See docs/quickstart.md for what was m
 
 `quickstart.py:enter_text` (or `:enter_text,words=2`, a variant) is the same for a task of several
 turns, `:data_entry,rows=1,columns=1` for a longer one and `:miniwob` for four of MiniWoB++. That
-base does not know them yet: docs/algorithms.md and docs/results.md have what it was taught by.
+base does not know them yet: docs/algorithms.md says how one for enter_text is made, docs/results.md
+how one for miniwob is; for data_entry none is known.
 """
 
 from ml_collections import ConfigDict

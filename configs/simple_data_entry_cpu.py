@@ -7,8 +7,8 @@ The start ships with the package. Two cold starts made it, `:base` from a carefu
 then `:start` from one who is off by a line most of the time. What GRPO made of it, which sees
 rewards alone, ships too:
 
-    python -m uirl_jax.main --role=eval --config=configs/simple_data_entry_cpu.py:trained \\
-        --workdir=runs/trained
+    python -m uirl_jax.main --role=eval --stage=trained --workdir=runs/entry-trained \
+        --config=configs/simple_data_entry_cpu.py:trained
 """
 
 from ml_collections import ConfigDict
@@ -71,7 +71,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.cold_start.update({"steps": 400, "episodes": 800})
         optimizer.update({"lr": 3e-3, "warmup_steps": 20})
     elif stage == "start":
-        cfg.model.path = "runs/base/cold_start/model"
+        cfg.model.path = "runs/entry-base/cold_start/model"
         cfg.cold_start.update({"steps": 45, "episodes": 360})  # each demonstration once
         cfg.cold_start.quality = 0.05  # of 20 demonstrations 19 copy the row above or below
         optimizer.update({"lr": 1.5e-3, "warmup_steps": 5})

@@ -342,7 +342,9 @@ def test_what_can_never_work_is_said_before_the_first_episode(monkeypatch, tmp_p
         monkeypatch.delitem(sys.modules, "uirl_jax.verifiers.docker_runtime")
         monkeypatch.delattr("uirl_jax.verifiers.docker_runtime")
         await enter(
-            dataclasses.replace(cfg, runtime="docker"), r"pip install 'uirl_jax\[", ConfigError
+            dataclasses.replace(cfg, runtime="docker"),
+            r"pip install -e '\.\[containers",
+            ConfigError,
         )
 
     asyncio.run(run())

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from uirl_jax import evaluate, metrics, seeds
-from uirl_jax.errors import ShardError, UirlError
+from uirl_jax.errors import ConfigError, ShardError, UirlError
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
@@ -196,6 +196,15 @@ def test_evaluate_killed_while_writing_leaves_the_stage_undone(
         run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks)
     assert evaluate.read_results(tmp_path) == {}
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_stage_name_of_the_run_itself_is_refused_but_at_its_end() -> None:
+    assert evaluate.stage_name("", 3, 5) == "version_3"
+    assert evaluate.stage_name("trained", 3, 5) == "trained"
+    assert evaluate.stage_name("after", 5, 5) == "after"
+    for asked, version in (("after", 3), ("before", 0), ("cold_start", 0), ("random", 5)):
+        with pytest.raises(ConfigError, match=f"--stage={asked}: .* version {version} of 5"):
+            evaluate.stage_name(asked, version, 5)
 
 
 @pytest.mark.parametrize("done", ["nothing", "episodes", "episodes and result"])

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from uirl_jax.errors import UirlError
+from uirl_jax.errors import ConfigError, UirlError
 from uirl_jax.metrics import write_atomically
 from uirl_jax.seeds import eval_seed
 from uirl_jax.shards.record import TokenLayout
@@ -30,6 +30,7 @@ EVAL_DIR = "eval"
 EPISODES_FILE = "episodes.tfrecord"
 SUMMARY_FILE = "summary.json"
 CHANCE = "random"  # the stage that no policy plays
+RUN_STAGES = (CHANCE, "before", "cold_start", "after")  # that a run measures by itself
 KEPT_EPISODES = 12
 FATES = ("trained", "stale", "quarantined", "duplicate", "pending")
 
@@ -213,6 +214,22 @@ def read_results(workdir: str | os.PathLike[str]) -> dict[str, EvalResult]:
     return {r.stage: r for r in sorted(results, key=lambda r: (r.finished_unix_s, r.stage))}
 
 
+def stage_name(asked: str, version: int, last_version: int) -> str:
+    """The stage that `--role=eval` measures: what was asked for, or the policy's version.
+
+    Args:
+        version: of the policy that plays; 0 is the base.
+        last_version: that the run ends with.
+    Raises: ConfigError: the run would take the result for its own of another policy.
+    """
+    if asked in RUN_STAGES and not (asked == "after" and version == last_version):
+        raise ConfigError(
+            f"--stage={asked}: that is what the run itself measures, and this is version {version} "
+            f"of {last_version}; use another name, or none for version_{version}"
+        )
+    return asked or f"version_{version}"
+
+
 def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None:
     """A finished stage under another name, so that its own is free to be measured again.
 
@@ -312,8 +329,8 @@ def summary(
     """
     stages = {
         name: {field.name: getattr(results[name], field.name) for field in dataclasses.fields(Rate)}
-        for name in ("before", "cold_start", "after")
-        if name in results
+        for name in RUN_STAGES
+        if name in results and name != CHANCE
     }
     return stages | {
         "seed": int(seed),

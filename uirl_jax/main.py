@@ -230,8 +230,9 @@ def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
 
     async def measure(run: Run) -> evaluate.EvalResult:
         async with Players(run, run.load_base(None), "eval") as players:
-            version = players.take_policy()
-            return await players.evaluate(stage or f"version_{max(version, 0)}", stop)
+            version = max(players.take_policy(), 0)
+            name = evaluate.stage_name(stage, version, run.cfg.learner.steps)
+            return await players.evaluate(name, stop)
 
     with contextlib.ExitStack() as stack:
         if run.cfg.verifier.is_bundled:

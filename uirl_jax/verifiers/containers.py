@@ -118,8 +118,7 @@ def open_runtime(cfg: ContainerConfig) -> Runtime:
         return kubernetes_runtime.KubernetesRuntime(cfg)
     except ImportError as error:
         raise ConfigError(
-            f"verifier.containers.runtime={cfg.runtime!r}: {error}; "
-            "pip install 'uirl_jax[containers]'"
+            f"verifier.containers.runtime={cfg.runtime!r}: {error}; pip install -e '.[containers]'"
         ) from error
 
 

@@ -146,7 +146,7 @@ class SessionTypes:
         except ModuleNotFoundError as error:
             raise browser.BrowserError(
                 f"{task.name} runs in a browser, and {error.name} is not installed: "
-                "pip install 'uirl_jax[browser]'"
+                "pip install -e '.[browser]'"
             ) from error
         # Checked before a browser is started for nothing.
         if own is not None:

@@ -82,9 +82,7 @@ def find_pages() -> Path:
     """Where the package keeps its pages. Raises BrowserError where it is not installed."""
     spec = importlib.util.find_spec("miniwob")
     if spec is None or not spec.submodule_search_locations:
-        raise BrowserError(
-            "miniwob/<task> needs the package miniwob: pip install 'uirl_jax[browser]'"
-        )
+        raise BrowserError("miniwob/<task> needs the package miniwob: pip install -e '.[browser]'")
     return Path(spec.submodule_search_locations[0]) / "html"
 
 
