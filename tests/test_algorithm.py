@@ -20,8 +20,9 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.models import loading, sharding
-from uirl_jax.rl.advantages import AdvantageConfig
+from uirl_jax.rl.advantages import AdvantageConfig, group_advantages
 from uirl_jax.rl.losses import PolicyLossConfig
+from uirl_jax.rl.rewards import RewardConfig, token_rewards, turn_lengths
 from uirl_jax.shards import batching
 from uirl_jax.types import StopReason, Trajectory
 
@@ -273,6 +274,28 @@ def test_kept_are_the_best_above_the_threshold():
     two = dataclasses.replace(cfg, keep_per_group=2)
     assert [of.reward for of in algorithm.kept(group, two)] == [1.0, 0.9]
     assert not algorithm.useful(group, dataclasses.replace(cfg, keep_reward=1.5))
+
+
+def test_groups_differ_where_their_advantages_do():
+    """Whatever of a record's rewards counts, and whatever stands beside the group."""
+    for outcome, virtual, paid in itertools.product((1.0, 0.5), (None, 0.5, 1.0), (0.0, 1.0)):
+        cfg = AlgorithmConfig(
+            reward=RewardConfig(outcome=outcome),
+            advantage=AdvantageConfig(virtual_return=virtual, normalise="group_mean"),
+        )
+        group = groups([paid] * 16)[0]
+        advantages = group_advantages(
+            [token_rewards(of, cfg.reward) for of in group],
+            [turn_lengths(of) for of in group],
+            cfg.advantage,
+        )
+        assert algorithm.differs(group, cfg) == np.concatenate(advantages).any(), cfg
+    apart = AlgorithmConfig(reward=RewardConfig(turns=1.0))
+    group = groups([1.0] * 16)[0]
+    turn = dataclasses.replace(group[0].turns[0], reward=0.5)
+    better = dataclasses.replace(group[0], turns=(turn, *group[0].turns[1:]))
+    assert algorithm.differs([better, *group[1:]], apart)
+    assert not algorithm.differs([better, *group[1:]], AlgorithmConfig())
 
 
 def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_skipped():

@@ -543,6 +543,9 @@ def test_ledger_counts_what_is_trained_and_what_the_learner_can_still_use():
     # accepted = 3 trained + 2 pending; the limit is (1 + 5 + 1) * 1 = 7
     limits = {"groups_per_step": 1, "max_staleness": 1}
     assert [ledger.admits(running, **limits) for running in (0, 1, 2)] == [True, True, False]
+    # Of 8, beside another actor that runs as many: 5 accepted + 2 x 1 leave one, + 2 x 2 none.
+    beside = {"groups_per_step": 2, "max_staleness": -2, "actors": 2}
+    assert [ledger.admits(running, **beside) for running in (0, 1, 2)] == [True, True, False]
     assert ledger.next_index(0, 1, taken=()) == 2
     assert ledger.next_index(0, 1, taken={2, 6}) == 7
     assert ledger.next_index(1, 3, taken=()) == 7  # 1 and 4 are there

@@ -143,10 +143,21 @@ def test_clipped_policy_loss_metrics_are_the_sums_that_they_say():
         "offpolicy/drift": np.abs(e["old_bt"] - e["behaviour_bt"])[inside].sum(),
         "actor/clip_fraction": was_clipped.sum(),
         "actor/entropy": e["entropies_bt"][inside].sum(),
-        "actor/old_kl": (1 / ratio + np.log(ratio) - 1).sum(),
+        "actor/old_kl": (ratio - 1 - np.log(ratio)).sum(),
     }
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4), name
+
+
+def test_old_kl_is_on_average_that_of_the_old_policy_to_the_new_one():
+    """Both tokens that the old policy may sample, with its chances for them."""
+    old, new = np.array([0.1, 0.9]), np.array([0.005, 0.995])
+    e = {name: array[:, :1] for name, array in example(rows=2).items()}
+    e |= {"weights_bt": np.ones((2, 1), np.float32), "turn_ids_bt": np.ones((2, 1), np.int32)}
+    e |= {"logprobs_bt": np.log(new)[:, None], "old_bt": np.log(old)[:, None]}
+    alone = [{name: array[row : row + 1] for name, array in e.items()} for row in range(2)]
+    sampled = [float(loss(one, CFG)[1]["actor/old_kl"]) for one in alone]
+    assert old @ sampled == pytest.approx(float(old @ np.log(old / new)), rel=1e-5)
 
 
 def test_clipped_policy_loss_outside_the_mask_has_gradient_exactly_zero():

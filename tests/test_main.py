@@ -21,7 +21,7 @@ from tests import tiny_config, tiny_model
 from uirl_jax import checkpoints, config, evaluate, main, run_config
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.run import Run, only_learner, open_run
+from uirl_jax.run import Run, only_actor, only_learner, open_run
 from uirl_jax.shards import journal, reader
 from uirl_jax.verifiers import supervisor
 
@@ -178,6 +178,48 @@ def test_main_eight_devices_train_as_one_does(tmp_path):
     assert max(metric_by_step(tmp_path / "one", "offpolicy/drift")) < 1e-5
 
 
+@pytest.mark.parametrize("objective", ["policy", "imitation"])
+def test_main_step_that_finds_nothing_to_learn_ends(tmp_path, model_dir, objective):
+    """The random model is never paid: ten times the groups of a step, and then it is over."""
+    flags = ("--config.learner.steps=1", "--config.evaluation.episodes=0")
+    flags += (f"--config.algorithm.objective={objective}",)
+    process = run(tmp_path, model_dir, *flags, "--config.algorithm.skip_equal_groups=True")
+    if objective == "imitation":
+        assert process.returncode == 1
+        said = "error: step 1: none of the 20 groups played for it has an episode to imitate"
+        assert said in process.stderr.splitlines()[-1]
+        return
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "event=nothing_to_learn step=1 groups=20 mean_reward=0\n" in process.stdout
+    assert metric_by_step(tmp_path, "records/trained") == [10 * GROUPS * MEMBERS]
+    assert metric_by_step(tmp_path, "groups/with_signal") == [0.0]
+    assert metric_by_step(tmp_path, "groups/useless") == [10 * GROUPS]
+
+
+def test_main_remembers_the_successes_of_groups_that_it_does_not_learn_from(tmp_path):
+    """Groups of one differ only once a stored success has joined them."""
+    flags = {"actor.group_size": 1, "learner.steps": 1, "learner.groups_per_step": 2}
+    flags |= {"evaluation.episodes": 0, "curriculum.instances": 4}
+    flags |= {"algorithm.skip_equal_groups": True, "algorithm.replay": True}
+    arguments = [f"--config.{name}={value}" for name, value in flags.items()]
+    arguments.append(f"--workdir={tmp_path}")
+    process = subprocess.run(
+        [sys.executable, "-m", "uirl_jax.main", "--config=configs/quickstart.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    (learnt,) = metric_by_step(tmp_path, "replay/episodes")
+    (taken,) = metric_by_step(tmp_path, "records/trained")
+    assert learnt == 2
+    assert metric_by_step(tmp_path, "groups/useless") == [taken - learnt]
+    assert metric_by_step(tmp_path, "groups/with_signal") == [pytest.approx(learnt / taken)]
+    assert 0 < metric_by_step(tmp_path, "success/mean")[0] < 1
+
+
 def test_main_killed_at_random_moments_carries_on(tmp_path, model_dir):
     workdir = tmp_path / "run"
     moments = random.Random(0)
@@ -312,6 +354,9 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.tasks.0.name=x"], "config.tasks"),
         (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "engine.max_new_tokens is 8"),
+        (["--actor=2", "--actors=2"], "--actor=2: of --actors=2 the last is number 1"),
+        (["--config.learner.keep_checkpoints=0"], "config.learner.keep_checkpoints"),
+        (["--config.learner.groups_per_step=0"], "config.learner.groups_per_step"),
         (["--config.mesh.data=3"], "the 1 devices, e.g. data=1, fsdp=1, model=1"),
         (["--config.model.lora.targets=('attention', 'head')"], "got str 'head', expected"),
         (["--config.model.quantize=int4"], "expected 'none' or 'int8'"),
@@ -369,6 +414,15 @@ with only_learner(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); t
                 assert f"process {os.getpid()} " in (tmp_path / "learner.lock").read_text()
 
 
+def test_only_actor_of_a_number_is_alone_and_others_are_not_disturbed(tmp_path):
+    with only_actor(tmp_path, "a0"), only_actor(tmp_path, "a1"):
+        said = r"actor a0 is at work there .*give each actor its --actor"
+        with pytest.raises(ConfigError, match=said), only_actor(tmp_path, "a0"):
+            pass
+    with only_actor(tmp_path, "a0"):
+        pass
+
+
 def test_open_run_with_another_config_names_the_difference(tmp_path):
     cfg = run_config.RunConfig(
         model=run_config.ModelConfig(path="m"),
@@ -403,6 +457,9 @@ def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
     summary.write_text("{}")
     more = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, **changes))
     if not message:
+        with pytest.raises(ConfigError, match=r"steps is 3 there .*Only --role=all and"):
+            open_run(tmp_path, more, learns=False)
+        assert open_run(tmp_path, cfg, learns=False) == run_id and summary.exists()
         assert open_run(tmp_path, more) == run_id and not summary.exists()
         cfg, message = more, "steps is 4 there and 3 here"
         more = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=3))

@@ -28,7 +28,7 @@ def train(
     cfg.learner.steps = steps
     resolved = config.from_config(run_config.RunConfig, cfg)
     run = Run(resolved, workdir, open_run(workdir, resolved))
-    main.run_all(run, threading.Event(), advantages)
+    main.run_all(run, threading.Event(), replace_advantages=advantages)
     return evaluate.read_results(workdir)
 
 

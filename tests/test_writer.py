@@ -94,7 +94,7 @@ def test_publish_with_one_invalid_trajectory_leaves_nothing(tmp_path):
 
 def test_publish_above_the_shard_cap_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(framing, "MAX_SHARD_BYTES", 5000)
-    with pytest.raises(ShardError, match="publish fewer groups"):
+    with pytest.raises(RecordError, match="more than 5000 bytes"):
         make_writer(tmp_path).publish(make_group("a", size=5))
     assert files_under(tmp_path) == []
 

@@ -8,6 +8,7 @@ verifier server in a second one. A process that is killed is started again with 
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -53,6 +54,7 @@ def learn(
     model: loading.PolicyModel,
     mesh: jax.sharding.Mesh,
     stop: threading.Event,
+    on_ready: Callable[[], None] = lambda: None,
     replace_advantages: Advantages | None = None,
 ) -> LearnerResult:
     """The learner's run, on this thread."""
@@ -66,6 +68,7 @@ def learn(
             mesh=mesh,
             curriculum=run.curriculum,
             stop=stop,
+            on_ready=on_ready,
             temperature=run.cfg.actor.rollout.temperature,
             forbidden_ids=forbidden_ids(run.make_chat(model), model),
             seed=run.cfg.seed,
@@ -74,10 +77,16 @@ def learn(
 
 
 def run_all(
-    run: Run, stop: threading.Event, replace_advantages: Advantages | None = None
+    run: Run,
+    stop: threading.Event,
+    *,
+    actors: int = 1,
+    replace_advantages: Advantages | None = None,
 ) -> evaluate.EvalResult | None:
     """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report.
 
+    Args:
+      actors: how many the run has, the one of this process (number 0) among them.
     Returns: what the model that the run ends with was measured to solve.
     """
     cfg = run.cfg
@@ -104,14 +113,18 @@ def run_all(
             measured = background.run(players.evaluate("cold_start", stop))
 
         async_stop = asyncio.Event()
-        acting = background.start(players.act(async_stop, 0, 1))
-        # An actor that ends with an error would leave the learner waiting for records for ever.
-        acting.add_done_callback(lambda future: future.exception() and stop.set())
+        acting: list[concurrent.futures.Future[dict[str, float]]] = []
+
+        def begin_acting() -> None:
+            acting.append(background.start(players.act(async_stop, 0, actors)))
+            # An actor that ends with an error would leave the learner waiting for records for ever.
+            acting[0].add_done_callback(lambda future: future.exception() and stop.set())
+
         try:
-            result = learn(run, model, mesh, stop, replace_advantages)
+            result = learn(run, model, mesh, stop, begin_acting, replace_advantages)
         finally:
             background.start(_set(async_stop))
-            actor_metrics = acting.result()
+            actor_metrics = acting[0].result() if acting else {}
         if not result.finished:
             raise RestartError(
                 f"stopped after step {result.step} of {cfg.learner.steps}; "
@@ -269,7 +282,7 @@ _STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval
 def run_role(role: Role, run: Run, stop: threading.Event) -> int:
     """Dispatches; the exit code."""
     actions: dict[str, Callable[[], Any]] = {
-        "all": lambda: run_all(run, stop),
+        "all": lambda: run_all(run, stop, actors=_ACTORS.value),
         "learner": lambda: run_learner_role(run, stop),
         "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
         "eval": lambda: run_eval_role(run, stop, _STAGE.value),
@@ -295,9 +308,14 @@ def main(argv: list[str]) -> int:
             )
         cfg = config.from_config(RunConfig, _CONFIG.value)
         workdir = Path(_WORKDIR.value)
+        if _ACTOR.value >= _ACTORS.value:
+            raise ConfigError(
+                f"--actor={_ACTOR.value}: of --actors={_ACTORS.value} the last is number "
+                f"{_ACTORS.value - 1}"
+            )
         learns = _ROLE.value in ("all", "learner")
         with only_learner(workdir) if learns else contextlib.nullcontext():
-            run = Run(cfg, workdir, open_run(workdir, cfg))
+            run = Run(cfg, workdir, open_run(workdir, cfg, learns=learns))
             if _ROLE.value != "verifier":  # the server ends gracefully by itself
                 for signum in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(signum, lambda *_: stop.set())

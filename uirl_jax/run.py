@@ -43,12 +43,15 @@ from uirl_jax.verifiers.containers import ContainerClient
 T = TypeVar("T")
 
 
-def open_run(workdir: Path, cfg: RunConfig) -> str:
+def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     """The run's id; config.json is written by whichever role comes first.
 
     More `learner.steps` than a run was begun with carry it on, at the learning rate of a run of
     that length; what it was measured to solve at its end before is kept as that version's.
 
+    Args:
+      learns: whether this role holds the learner's lock (`only_learner`); no other carries a run
+        on.
     Raises:
       ConfigError: the workdir holds a run with another config; every difference is named.
     """
@@ -72,37 +75,52 @@ def open_run(workdir: Path, cfg: RunConfig) -> str:
             f"{path}: is not a run's config ({error}); use another --workdir"
         ) from None
     differences = sorted(_differences(known, resolved, "config"))
-    if _goes_on(known, resolved, differences):
+    goes_on = _goes_on(known, resolved, differences)
+    if goes_on and learns:
         evaluate.rename_stage(workdir, "after", f"version_{known['learner']['steps']}")
         workdir.joinpath(evaluate.SUMMARY_FILE).unlink(missing_ok=True)
         evaluate.write_json(path, {"run_id": run_id, "config": resolved})
     elif differences:
+        way_out = "Use another --workdir, or remove this one"
+        if goes_on:
+            way_out = "Only --role=all and --role=learner carry a run on"
         raise ConfigError(
-            f"{workdir} holds a run with another config: {'; '.join(differences)}. Use another "
-            "--workdir, or remove this one"
+            f"{workdir} holds a run with another config: {'; '.join(differences)}. {way_out}"
         )
     return run_id
 
 
-@contextlib.contextmanager
-def only_learner(workdir: Path) -> Iterator[None]:
+def only_learner(workdir: Path) -> contextlib.AbstractContextManager[None]:
     """Holds the workdir for this process: a second learner would write over the first one's steps.
-
-    The lock ends with the process, however that ends. Processes of other hosts see it where the
-    file system passes locks on (NFS does, a bucket that is mounted does not).
 
     Raises: ConfigError, with who holds it.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / "learner.lock").open("a+", encoding="utf-8") as file:
+    return _alone(workdir / "learner.lock", "a learner", "use another --workdir")
+
+
+def only_actor(workdir: Path, actor_id: str) -> contextlib.AbstractContextManager[None]:
+    """Holds an actor's number: a second one would play the same groups again, to be trained twice.
+
+    Raises: ConfigError, with who holds it.
+    """
+    way_out = "give each actor its --actor, from 0, and all of them the same --actors"
+    return _alone(workdir / f"actor-{actor_id}.lock", f"actor {actor_id}", way_out)
+
+
+@contextlib.contextmanager
+def _alone(path: Path, who: str, way_out: str) -> Iterator[None]:
+    """The lock ends with the process, however that ends. Processes of other hosts see it where the
+    file system passes locks on (NFS does, a bucket that is mounted does not)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read(200).strip() or "one that has just begun"
             raise ConfigError(
-                f"{workdir}: a learner is at work there ({holder}); wait for it or stop it, or use "
-                "another --workdir"
+                f"{path.parent}: {who} is at work there ({holder}); wait for it or stop it, or "
+                f"{way_out}"
             ) from None
         except OSError as error:  # a file system without locks
             print(metrics.key_values("no_lock", path=file.name, reason=error), flush=True)
@@ -266,7 +284,10 @@ class Players:
         return qwen2_vl_weights.adapters_from_numpy(adapters, self.model.lora)
 
     async def act(self, stop: asyncio.Event, actor_index: int, actors: int) -> dict[str, float]:
-        """Samples groups until the learner has finished."""
+        """Samples groups until the learner has finished.
+
+        Raises: ConfigError: another process is that actor.
+        """
         run, cfg = self.run, self.run.cfg
         actor_id = f"a{actor_index}"
         log = run.workdir / "logs" / f"actor-{actor_id}.jsonl"
@@ -276,26 +297,27 @@ class Players:
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
 
-        return await run_actor(
-            self.player(actor_id, temperature=cfg.actor.rollout.temperature),
-            ActorConfig(
-                group_size=cfg.actor.group_size,
-                groups_per_step=cfg.learner.groups_per_step,
-                steps=cfg.learner.steps,
-                max_staleness=cfg.learner.max_staleness,
-                policy_lag=cfg.actor.policy_lag,
-                first_group=actor_index,
-                group_stride=actors,
-            ),
-            workdir=run.workdir,
-            base_hash=self.model.base_hash,
-            layout=run.layout(self.model),
-            to_lora=self.to_lora,
-            task_for_group=run.curriculum.task,
-            run_seed=cfg.seed,
-            stop=stop,
-            on_report=on_report,
-        )
+        with only_actor(run.workdir, actor_id):
+            return await run_actor(
+                self.player(actor_id, temperature=cfg.actor.rollout.temperature),
+                ActorConfig(
+                    group_size=cfg.actor.group_size,
+                    groups_per_step=cfg.learner.groups_per_step,
+                    steps=cfg.learner.steps,
+                    max_staleness=cfg.learner.max_staleness,
+                    policy_lag=cfg.actor.policy_lag,
+                    first_group=actor_index,
+                    group_stride=actors,
+                ),
+                workdir=run.workdir,
+                base_hash=self.model.base_hash,
+                layout=run.layout(self.model),
+                to_lora=self.to_lora,
+                task_for_group=run.curriculum.task,
+                run_seed=cfg.seed,
+                stop=stop,
+                on_report=on_report,
+            )
 
     async def evaluate(
         self, stage: str, stop: threading.Event, engine: SamplingEngine | None = None

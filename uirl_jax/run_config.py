@@ -193,6 +193,12 @@ class RunConfig:
                 "algorithm.replay=True: with curriculum.instances=0 no instance comes back, and "
                 "nothing stored is ever used; say how many instances there are"
             )
+        if self.curriculum.weight_by != "none" and len(set(self.kinds)) < len(self.kinds):
+            twice = next(kind for kind in self.kinds if self.kinds.count(kind) > 1)
+            faults.append(
+                f"tasks: {twice.name!r} is there more than once; curriculum.weight_by="
+                f"{self.curriculum.weight_by!r} draws each as often as it needs, so list it once"
+            )
         if len(self.tasks) * self.curriculum.instances > MAX_ENTRIES:
             faults.append(
                 f"curriculum.instances={self.curriculum.instances}: with {len(self.tasks)} tasks "

@@ -105,13 +105,19 @@ class Ledger:
     def __contains__(self, index: int) -> bool:
         return index in self.pending or _holds(self.trained, index)
 
-    def admits(self, running: int, *, groups_per_step: int, max_staleness: int) -> bool:
+    def admits(
+        self, running: int, *, groups_per_step: int, max_staleness: int, actors: int = 1
+    ) -> bool:
         """Whether one more group may start beside `running` ones that are not pending yet.
 
+        Args:
+          actors: how many there are. Each knows what it runs itself and takes the others to run as
+            many: what all of them sampled beyond a step would be stale.
         Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch.
         """
         accepted = sum(map(len, self.trained)) - self.extra + len(self.pending)
-        return accepted + running < (max_staleness + self.version + 1) * groups_per_step
+        limit = (max_staleness + self.version + 1) * groups_per_step
+        return accepted + running * actors < limit
 
     def next_index(self, first: int, stride: int, taken: Collection[int]) -> int:
         """The lowest of first, first + stride, ... that is neither accounted for nor taken."""

@@ -244,7 +244,10 @@ class _Actor:
             running = sum(index not in self._ledger for index in self._groups)
             ahead = cfg.max_staleness - cfg.policy_lag  # what is sampled is old already
             if not self._ledger.admits(
-                running, groups_per_step=cfg.groups_per_step, max_staleness=ahead
+                running,
+                groups_per_step=cfg.groups_per_step,
+                max_staleness=ahead,
+                actors=cfg.group_stride,
             ):
                 return
             taken = self._groups.keys() | self._journal.abandoned

@@ -109,15 +109,29 @@ class AlgorithmConfig:
 
 def useful(group: Group, cfg: AlgorithmConfig) -> bool:
     """Whether a step may learn from the group; others are counted and replaced by fresh ones."""
-    if cfg.objective == "imitation":
-        return bool(kept(group, cfg))
-    return not cfg.skip_equal_groups or differs(group, cfg)
+    if cfg.objective == "policy" and not cfg.skip_equal_groups:
+        return True
+    return teaches(group, cfg)
+
+
+def teaches(group: Group, cfg: AlgorithmConfig) -> bool:
+    """Whether there is something in it to imitate, or to compare."""
+    return bool(kept(group, cfg)) if cfg.objective == "imitation" else differs(group, cfg)
 
 
 def differs(group: Group, cfg: AlgorithmConfig) -> bool:
-    """Whether its episodes were paid differently, or less than the virtual one beside them."""
-    beside = cfg.advantage.virtual_return
-    return bool(np.ptp([of.reward for of in group] + ([] if beside is None else [beside])) > 0)
+    """Whether its episodes' returns differ, from each other or the virtual one beside them.
+
+    What is taken off for length is no part of it: that groups of equal outcomes are left out is
+    what DAPO asks for.
+    """
+    returns = [
+        cfg.reward.outcome * of.reward + cfg.reward.turns * sum(turn.reward for turn in of.turns)
+        for of in group
+    ]
+    if cfg.advantage.virtual_return is not None:
+        returns.append(cfg.advantage.virtual_return)
+    return bool(np.ptp(returns) > 0)
 
 
 def kept(group: Group, cfg: AlgorithmConfig) -> Group:

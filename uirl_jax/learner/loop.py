@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ import numpy as np
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.curriculum import Curriculum
-from uirl_jax.errors import TrainingError
+from uirl_jax.errors import TrainingError, UirlError
 from uirl_jax.learner import algorithm
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.learner.algorithm import AlgorithmConfig
+from uirl_jax.learner.algorithm import AlgorithmConfig, Group
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.metrics import MetricsWriter, Progress, key_values
@@ -42,15 +42,20 @@ from uirl_jax.types import TrainBatch, Trajectory
 class LearnerConfig:
     """What a step trains on, and for how many steps."""
 
-    steps: int
-    groups_per_step: int = 8
-    max_staleness: int = 0  # versions; 0: the actor waits for every new policy
+    steps: int = dataclasses.field(metadata={"min": 0})
+    groups_per_step: int = dataclasses.field(default=8, metadata={"min": 1})
+    # Versions; 0: the actor waits for every new policy.
+    max_staleness: int = dataclasses.field(default=0, metadata={"min": 0})
     batch: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
     )
-    keep_checkpoints: int = 3
-    poll_s: float = 0.02  # between looks at the shard directory
+    keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1})
+    # Between looks at the shard directory.
+    poll_s: float = dataclasses.field(default=0.02, metadata={"above": 0.0})
+
+
+MAX_REFILLS = 10  # a step takes at most so many times groups_per_step, and then what it has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +78,7 @@ def run_learner(
     mesh: jax.sharding.Mesh,
     curriculum: Curriculum,
     stop: threading.Event,
+    on_ready: Callable[[], None] = lambda: None,
     temperature: float = 1.0,
     forbidden_ids: Sequence[int] = (),
     seed: int = 0,
@@ -82,13 +88,15 @@ def run_learner(
 
     Args:
       curriculum: of the run's tasks; told how they went, which every policy carries to the actors.
+      on_ready: called once the policy that the run carries on from is published. An actor that
+        looked before may find that of a run that had ended.
       temperature, forbidden_ids: as the actors sample; see `learner.step`.
       seed: of the adapters' dropout.
       replace_advantages: for tests: with zeros nothing may be learnt.
     Raises:
       CheckpointError: there are checkpoints and none is whole.
-      TrainingError: a loss, gradient norm or reward that is not finite. The step's records are set
-        aside under quarantine/, the last checkpoint stays.
+      TrainingError: a loss, gradient norm or reward that is not finite (the step's records are set
+        aside under quarantine/), or no episode worth imitating. The last checkpoint stays.
     """
     # 1. The state: fresh, or of the newest checkpoint that is whole.
     updates = cfg.steps * algorithm_cfg.updates_a_step
@@ -177,15 +185,20 @@ def run_learner(
         if not restored:
             saved.append(save())
         publish()
+        on_ready()
 
         # 2. Steps.
         progress = Progress("training", cfg.steps, first_step=step)
         saved_s = 0.0
         while step < cfg.steps and not stop.is_set():
             step_started_s = time.monotonic()
-            groups: list[list[Trajectory]] = []
-            passed = 0  # groups of this step that it could not learn from
-            while missing := _missing(groups, passed, cfg, algorithm_cfg):
+            groups: list[Group] = []
+            taken: list[Group] = []  # all of the step, without their screenshots
+            useless: collections.deque[Group] = collections.deque(maxlen=cfg.groups_per_step)
+            while missing := _missing(groups, len(taken) - len(groups), cfg, algorithm_cfg):
+                if len(taken) >= MAX_REFILLS * cfg.groups_per_step:
+                    groups = groups or _of_no_use(useless, step + 1, len(taken), algorithm_cfg)
+                    break
                 wanted = trained.count + missing - (step + 1) * cfg.groups_per_step - extra
                 if wanted > 0:  # said, or no actor would start more than a step takes
                     extra += wanted
@@ -198,9 +211,10 @@ def run_learner(
                     curriculum.count(tallies, group)
                 if algorithm_cfg.replay:
                     more = [replay.complete(group) for group in more]
-                fresh = [group for group in more if algorithm.useful(group, algorithm_cfg)]
-                groups += fresh
-                passed += len(more) - len(fresh)
+                    replay.remember(more, step + 1)
+                for group in more:
+                    (groups if algorithm.useful(group, algorithm_cfg) else useless).append(group)
+                    taken.append([dataclasses.replace(of, images={}) for of in group])
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
@@ -228,22 +242,19 @@ def run_learner(
             # 3. What it was: before it is saved. Killed in between, a step is taken again and its
             # line goes (`truncate_from`); the other way round a saved step would lack its line.
             whole_s = saved_s + waited_s + learnt_s
-            metrics |= _describe(groups, step - 1) | curriculum.describe(tallies)
+            metrics |= _describe(taken, algorithm_cfg, step - 1) | curriculum.describe(tallies)
             metrics |= {
                 "time/save_and_publish_s": saved_s,  # of the step before
                 "time/wait_for_records_s": waited_s,
                 "time/learn_s": learnt_s,
                 "time/step_s": whole_s,
                 "learner/tokens_per_s": tokens / whole_s,
-                "groups/useless": passed,
                 "compile/count": steps.compile_count(),
             }
             metrics |= {f"records/{name}": n for name, n in queue.accounting().items()}
             metrics_writer.write(step, metrics)
 
             saving_s = time.monotonic()
-            if algorithm_cfg.replay:
-                replay.remember(groups, step)
             saved.append(save())
             publish()
             if len(saved) == saved.maxlen:
@@ -282,7 +293,7 @@ class _Ranges:
 
 
 def _missing(
-    groups: list[list[Trajectory]],
+    groups: list[Group],
     passed: int,
     cfg: LearnerConfig,
     algorithm_cfg: AlgorithmConfig,
@@ -299,9 +310,28 @@ def _missing(
     return min(cfg.groups_per_step, -(-short * seen // n_kept) if n_kept else seen)
 
 
+def _of_no_use(
+    useless: Sequence[Group], step: int, count: int, algorithm_cfg: AlgorithmConfig
+) -> list[Group]:
+    """What a step does with, that has waited long enough for better. Raises TrainingError."""
+    said = {"step": step, "groups": count, "mean_reward": round(_mean_reward(useless), 3)}
+    if algorithm_cfg.objective == "imitation":
+        raise TrainingError(
+            f"step {step}: none of the {count} groups played for it has an episode to imitate: "
+            f"rewards of {algorithm_cfg.keep_reward} (algorithm.keep_reward) are kept, the last "
+            f"groups' mean is {said['mean_reward']}"
+        )
+    print(key_values("nothing_to_learn", **said), flush=True)
+    return list(useless)
+
+
+def _mean_reward(groups: Sequence[Group]) -> float:
+    return float(np.mean([record.reward for group in groups for record in group]))
+
+
 def _wait_for_groups(
     queue: ShardQueue, cfg: LearnerConfig, count: int, version: int, stop: threading.Event
-) -> list[list[Trajectory]] | None:
+) -> list[Group] | None:
     while not stop.is_set():
         queue.poll()
         groups = queue.take_groups(count, version, cfg.max_staleness)
@@ -311,18 +341,21 @@ def _wait_for_groups(
     return None
 
 
-def _set_aside(directory: Path, groups: list[list[Trajectory]], model: PolicyModel) -> Path:
-    """Shards of a step's records, one an actor, for whoever looks for what went wrong."""
+def _set_aside(directory: Path, groups: Sequence[Group], model: PolicyModel) -> str:
+    """Shards of a step's records, one a group, for whoever looks for what went wrong.
+
+    Returns: where they are, or why they are not: what went wrong itself is told in every case.
+    """
     layout = _layout(model)
-    by_actor: dict[str, list[Trajectory]] = {}
-    for group in groups:
-        for trajectory in group:
-            by_actor.setdefault(trajectory.actor_id, []).append(trajectory)
-    directory.mkdir(parents=True, exist_ok=True)
-    for actor_id, records in by_actor.items():
-        path = directory / f"{actor_id}.tfrecord"
-        write_shard(path, records, base_hash=model.base_hash, layout=layout)
-    return directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for group in groups:
+            path = directory / f"group-{group[0].group_id}.tfrecord"
+            fresh = [record for record in group if not is_replayed(record, group)]
+            write_shard(path, fresh, base_hash=model.base_hash, layout=layout)
+    except (OSError, UirlError) as error:
+        return f"nowhere whole ({error})"
+    return str(directory)
 
 
 def _layout(model: PolicyModel) -> TokenLayout:
@@ -331,22 +364,19 @@ def _layout(model: PolicyModel) -> TokenLayout:
     )
 
 
-def _rewards(group: list[Trajectory]) -> np.ndarray:
-    return np.array([trajectory.reward for trajectory in group], np.float32)
+def _describe(
+    groups: Sequence[Group], algorithm_cfg: AlgorithmConfig, version: int
+) -> dict[str, float]:
+    """Metrics of the groups that a step took, whether it learnt from them or not.
 
-
-def _describe(groups: list[list[Trajectory]], version: int) -> dict[str, float]:
-    """Metrics of the records that a step trained on, at the version it started from.
-
-    Replayed ones are counted apart: they say nothing of how the policy does now.
+    Replayed records are counted apart: they say nothing of how the policy does now.
     """
+    signals = [algorithm.teaches(group, algorithm_cfg) for group in groups]
     replayed = [of for group in groups for of in group if is_replayed(of, group)]
-    groups = [[of for of in group if not is_replayed(of, group)] for group in groups]
-    trajectories = [trajectory for group in groups for trajectory in group]
+    trajectories = [of for group in groups for of in group if not is_replayed(of, group)]
     turns = [len(trajectory.turns) for trajectory in trajectories]
     sampled = [sum(len(t.token_ids) for t in trajectory.turns) for trajectory in trajectories]
     staleness = [version - trajectory.oldest_policy_version for trajectory in trajectories]
-    mixed = [np.ptp(_rewards(group)) > 0 for group in groups]
     reasons = collections.Counter(trajectory.stop_reason for trajectory in trajectories)
     return {
         "reward/mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
@@ -354,7 +384,8 @@ def _describe(groups: list[list[Trajectory]], version: int) -> dict[str, float]:
         "episode/turns": float(np.mean(turns)),
         "episode/sampled_tokens": float(np.mean(sampled)),
         "episode/seconds": float(np.mean([trajectory.duration_s for trajectory in trajectories])),
-        "groups/with_signal": float(np.mean(mixed)),
+        "groups/with_signal": float(np.mean(signals)),
+        "groups/useless": sum(not algorithm.useful(group, algorithm_cfg) for group in groups),
         "offpolicy/staleness": float(np.mean(staleness)),
         "replay/episodes": len(replayed),
         "replay/staleness": float(

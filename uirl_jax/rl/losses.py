@@ -126,7 +126,7 @@ def clipped_policy_loss(
         "actor/clip_fraction": total(was_clipped_bt.astype(jnp.float32)),
         # Without the distributions' own: the one-sample estimate, of the sampled tokens.
         "actor/entropy": total(-logprobs_bt if entropies_bt is None else entropies_bt),
-        "actor/old_kl": total(kl(-log_ratio(logprobs_bt, old_bt), "k3")),
+        "actor/old_kl": total(kl(log_ratio(logprobs_bt, old_bt), "k3")),  # KL(old || policy)
         "offpolicy/drift": total(jnp.abs(old_bt - behaviour_bt)),
         "offpolicy/weight": total(correction_bt),
         "offpolicy/weight_squared": total(jnp.square(correction_bt)),
@@ -146,7 +146,7 @@ def importance_weights(old_to_behaviour_bt: jax.Array, cfg: PolicyLossConfig) ->
 
 
 def kl(to_ref_bt: jax.Array, estimator: KlEstimator) -> jax.Array:
-    """KL(policy || ref) from one sample, d = log(ref / policy).
+    """KL(policy || ref) from one sample of the policy, d = log(ref / policy).
 
     k1 = -d is unbiased, and its gradient in a loss is 0 on average: it belongs in the reward.
     k2 = d**2 / 2. k3 = exp(d) - d - 1 is unbiased and never negative (GRPO's, arXiv:2402.03300,

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from uirl_jax.errors import ShardError
+from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, record
 from uirl_jax.types import Trajectory
 
@@ -58,8 +58,8 @@ class ShardWriter:
         """One shard of whole groups, in the order given.
 
         Empty run and actor ids are filled in. Raises ShardError, with nothing published, when the
-        disk is full, the shard is too large or a trajectory belongs to another run or actor;
-        RecordError where a trajectory is not valid.
+        disk is full or a trajectory belongs to another run or actor; RecordError where a trajectory
+        is not valid or all of them together are too large.
         """
         ours = {"run_id": self._run_id, "actor_id": self._actor_id}
         for trajectory in trajectories:
@@ -88,7 +88,8 @@ def write_shard(
     """Write one shard file atomically, of trajectories of one run and actor.
 
     Also for records that no learner reads, such as those of an evaluation. Raises ShardError in one
-    line (disk full, too large, none or mixed) or RecordError; then no file is left, whole or half.
+    line (disk full, none or mixed) or RecordError (one that is not valid, too many bytes); then no
+    file is left, whole or half.
     """
     if not trajectories:
         raise ShardError(f"{path}: a shard needs at least one trajectory")
@@ -136,9 +137,9 @@ def _write_frames(
             framed = framing.frame(payload)
             size_bytes += len(framed)
             if size_bytes > framing.MAX_SHARD_BYTES:
-                raise ShardError(
-                    f"{temporary.name}: more than {framing.MAX_SHARD_BYTES} bytes; publish fewer "
-                    "groups at once"
+                raise RecordError(
+                    f"{temporary.name}: more than {framing.MAX_SHARD_BYTES} bytes, which no reader "
+                    "takes; make groups smaller or episodes shorter"
                 )
             crcs.append(int.from_bytes(framed[-4:], "little"))
             file.write(framed)
