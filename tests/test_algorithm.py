@@ -329,17 +329,21 @@ def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, argume
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"),
+    ("name", "runs", "stages"),
     [
-        ("simple_data_entry_cpu", ("base", "start")),
-        ("miniwob_cpu", ("base", "more", "start")),
+        ("simple_data_entry_cpu", "entry", ("base", "start")),
+        ("miniwob_cpu", "miniwob", ("base", "more", "start")),
     ],
 )
-def test_stage_starts_from_what_the_one_before_it_wrote(name, stages):
+def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
+    """Into the workdir that docs/results.md has it write to."""
+    told = Path("docs/results.md").read_text(encoding="utf-8")
     get_config = importlib.import_module(f"configs.{name}").get_config
     made = {stage: config.from_config(run_config.RunConfig, get_config(stage)) for stage in stages}
     for before, stage in itertools.pairwise(stages):
-        assert Path(made[stage].model.path) == Path("runs") / before / cold_start.MODEL_DIR
+        workdir = f"runs/{runs}-{before}"
+        assert f"--config=configs/{name}.py:{before} --workdir={workdir}\n" in told
+        assert Path(made[stage].model.path) == Path(workdir) / cold_start.MODEL_DIR
     assert {cfg.learner.steps for cfg in made.values()} == {0}
     *careful, start = (cfg.cold_start.quality for cfg in made.values())
     assert set(careful) == {1.0} and start < 0.5
