@@ -316,7 +316,7 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft")),
+        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft", "own_task")),
         *((name, ("base",)) for name in ("simple_data_entry_cpu", "miniwob_cpu")),
         *(("sft", (task,)) for task in bench_algorithms.TASKS.values()),
         ("sft", ("data_entry,rows=1,columns=1",)),
