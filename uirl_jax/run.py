@@ -109,8 +109,11 @@ def only_actor(workdir: Path, actor_id: str) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _alone(path: Path, who: str, way_out: str) -> Iterator[None]:
-    """The lock ends with the process, however that ends. Processes of other hosts see it where the
-    file system passes locks on (NFS does, a bucket that is mounted does not)."""
+    """Holds a file's lock, which ends with the process, however that ends.
+
+    Processes of other hosts see it where the file system passes locks on (NFS does, a bucket that
+    is mounted does not).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         try:
