@@ -18,8 +18,8 @@ from uirl_jax.errors import ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.run import open_run
 from uirl_jax.run_config import RunConfig
+from uirl_jax.workdir import open_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 

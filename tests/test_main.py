@@ -21,9 +21,10 @@ from tests import tiny_config, tiny_model
 from uirl_jax import checkpoints, config, evaluate, main, run_config
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.run import Run, only_actor, only_learner, open_run
+from uirl_jax.run import Run
 from uirl_jax.shards import journal, reader
 from uirl_jax.verifiers import supervisor
+from uirl_jax.workdir import only_actor, only_learner, open_run
 
 ROOT = Path(__file__).parents[1]
 SHIPPED_MODEL = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
@@ -396,7 +397,7 @@ def test_main_second_learner_of_a_workdir_is_refused_before_it_writes(tmp_path):
 
 
 def test_only_learner_holds_no_longer_than_its_process_lives(tmp_path):
-    code = f"import pathlib, time; from uirl_jax.run import only_learner\n\
+    code = f"import pathlib, time; from uirl_jax.workdir import only_learner\n\
 with only_learner(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", code],

@@ -30,17 +30,10 @@ from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.models import loading, sharding
-from uirl_jax.run import (
-    BackgroundLoop,
-    Players,
-    Run,
-    forbidden_ids,
-    only_learner,
-    open_run,
-    when_set,
-)
+from uirl_jax.run import BackgroundLoop, Players, Run, forbidden_ids, when_set
 from uirl_jax.run_config import MeshConfig, RunConfig
 from uirl_jax.verifiers import supervisor
+from uirl_jax.workdir import only_learner, open_run
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
 ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
