@@ -15,6 +15,7 @@ LAYERS = (
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluate"},
     {"report", "charts", "run_config"},
+    {"workdir"},
     {"run"},
     {"main", "vlm"},
 )
@@ -36,7 +37,9 @@ WITHOUT_JAX = (
 
 
 def level(room: str) -> int:
-    return next(number for number, rooms in enumerate(LAYERS) if room in rooms)
+    levels = [number for number, rooms in enumerate(LAYERS) if room in rooms]
+    assert levels, f"uirl_jax/{room} has no layer in LAYERS"
+    return levels[0]
 
 
 def room_of(path: Path) -> str:
