@@ -321,6 +321,20 @@ def test_main_that_dies_around_a_checkpoint_tells_every_step_once(
     assert summary["episodes"]["trained"] == STEPS * GROUPS * MEMBERS
 
 
+def test_main_finished_run_with_its_last_checkpoint_damaged_takes_that_step_again(
+    tmp_path, model_dir
+):
+    """The policy that lies there says that the run has ended, and no actor may believe it."""
+    workdir = tmp_path / "run"
+    assert_whole(workdir, run(workdir, model_dir))
+    for path in (workdir / "checkpoints" / str(STEPS)).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    process = run(workdir, model_dir)
+    assert "checkpoint_skipped" in process.stdout
+    assert_whole(workdir, process)
+
+
 def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir):
     """From the model that the learner's cold start makes, for which the actor waits."""
     workdir = tmp_path / "run"
