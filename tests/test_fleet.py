@@ -65,3 +65,34 @@ def test_container_is_given_one_episode_at_a_time():
             assert await third is second
 
     asyncio.run(run())
+
+
+def test_fleet_rests_a_verifier_that_fails_and_uses_the_others(capsys):
+    async def run():
+        urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+        async with Fleet(lambda: urls, world.client, max_rest_s=1.0) as fleet:
+
+            async def four():  # one after the other
+                for _ in range(4):
+                    verifier = await fleet.next()
+                    yield verifier.url
+                    fleet.left(verifier)
+
+            bad = await fleet.next()
+            for _ in range(8):  # eight episodes fail at once: one rest, not eight doublings
+                fleet.failed(bad)
+            assert bad.rest_s == FIRST_REST_S
+            assert {url async for url in four()} == set(urls) - {bad.url}
+            await asyncio.sleep(FIRST_REST_S + 0.05)
+            assert {url async for url in four()} == set(urls)
+            fleet.failed(bad)
+            assert bad.rest_s == 2 * FIRST_REST_S
+            fleet.worked(bad)
+            assert {url async for url in four()} == set(urls)
+            urls[:] = ["http://127.0.0.1:3"]
+            assert (await fleet.next()).url == "http://127.0.0.1:3"
+
+    asyncio.run(run())
+    printed = capsys.readouterr().out
+    assert printed.count("event=verifier_down") == 2
+    assert printed.count("event=verifier_back") == 1
