@@ -321,17 +321,19 @@ def test_main_that_dies_around_a_checkpoint_tells_every_step_once(
     assert summary["episodes"]["trained"] == STEPS * GROUPS * MEMBERS
 
 
-def test_main_finished_run_with_its_last_checkpoint_damaged_takes_that_step_again(
+def test_main_finished_run_with_its_last_checkpoints_damaged_takes_those_steps_again(
     tmp_path, model_dir
 ):
-    """The policy that lies there says that the run has ended, and no actor may believe it."""
+    """The policy that lies there says that the run has ended, and no actor may believe it: the last
+    step's records were sampled with a policy that is lost, and it waits for others."""
     workdir = tmp_path / "run"
     assert_whole(workdir, run(workdir, model_dir))
-    for path in (workdir / "checkpoints" / str(STEPS)).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"")
+    for step in (STEPS - 1, STEPS):
+        for path in (workdir / "checkpoints" / str(step)).rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"")
     process = run(workdir, model_dir)
-    assert "checkpoint_skipped" in process.stdout
+    assert process.stdout.count("checkpoint_skipped") == 2
     assert_whole(workdir, process)
 
 

@@ -170,7 +170,7 @@ def test_take_groups_of_one_group_id_in_two_shards_keeps_them_apart(tmp_path):
     assert ids(open_queue(tmp_path).take_groups(2, 0, 0)) == [["e0"], ["e1"]]
 
 
-def test_take_groups_drops_whole_groups_that_are_stale_or_from_the_future(tmp_path):
+def test_take_groups_drops_whole_groups_that_are_stale(tmp_path):
     mixed = [
         make_trajectory("m0", "mixed", versions=(4, 5)),
         make_trajectory("m1", "mixed", versions=(2, 5)),  # began two versions too early
@@ -179,13 +179,35 @@ def test_take_groups_drops_whole_groups_that_are_stale_or_from_the_future(tmp_pa
         make_trajectory("f0", "fine", versions=(3, 5)),
         make_trajectory("f1", "fine", versions=()),  # no turn: it has no version to be stale with
     ]
-    future = [make_trajectory("n0", "new", versions=(5, 6))]
     empty = [make_trajectory("z0", "empty", versions=())]
-    make_writer(tmp_path).publish([*mixed, *fine, *future, *empty])
+    make_writer(tmp_path).publish([*mixed, *fine, *empty])
     queue = open_queue(tmp_path)
-    assert accounts(queue) == {"published": 6, "pending": 6}
+    assert accounts(queue) == {"published": 5, "pending": 5}
     assert ids(queue.take_groups(1, current_version=5, max_staleness=2)) == [["f0", "f1"]]
-    assert accounts(queue) == {"published": 6, "trained": 2, "stale": 4}
+    assert accounts(queue) == {"published": 5, "trained": 2, "stale": 3}
+
+
+def test_take_groups_puts_shards_of_a_policy_that_was_lost_out_of_the_actors_sight(tmp_path):
+    shard_writer = make_writer(tmp_path)
+    here = shard_writer.publish([make_trajectory("h0", "here", versions=(5,))])
+    gone = shard_writer.publish(
+        [
+            make_trajectory("g0", "gone", versions=(5, 6)),
+            make_trajectory("g1", "gone too", versions=(5,)),  # its shard goes as a whole
+        ]
+    )
+    queue = open_queue(tmp_path)
+    assert ids(queue.take_groups(1, current_version=5, max_staleness=0)) == [["h0"]]
+    assert accounts(queue) == {"published": 3, "trained": 1, "quarantined": 2}
+    assert here.exists() and not gone.exists()
+    (reason,) = (tmp_path / "quarantine").glob("*.reason")
+    assert "after version 5, which was lost" in reason.read_text()
+    # Nor does it come back: not in this process, and not in the next.
+    assert queue.take_groups(1, current_version=6, max_staleness=1) is None
+    assert accounts(open_queue(tmp_path, queue.state())) == accounts(queue)
+    again = open_queue(tmp_path)  # killed before a checkpoint knew of it
+    assert accounts(again) == {"published": 3, "pending": 1, "quarantined": 2}
+    assert "after version 5" in reason.read_text()
 
 
 # ---------------------------------------------------------------- duplicates

@@ -91,7 +91,7 @@ class Ledger:
     def of(cls, manifest: Manifest, on_disk: Collection[ShardGroup], max_staleness: int) -> Self:
         """Raises PolicyError where the manifest's extra is not as described above."""
         trained = _trained(manifest)
-        # The rule of shards.reader.take_groups: all else it drops as stale.
+        # The rule of shards.reader.take_groups: all else it drops or quarantines.
         oldest = manifest.version - max_staleness
         pending = frozenset(
             group.index

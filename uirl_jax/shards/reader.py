@@ -250,10 +250,11 @@ class ShardQueue:
         """The next n_groups whole groups, trained from now on; None until there are that many.
 
         Before that, whole groups are counted as stale and dropped: those with a turn older than
-        current_version - max_staleness, those with one newer than current_version (they come from a
-        policy that was lost with a damaged checkpoint), and those without any turn. current_version
-        is the version that the learner holds: publish a version only after its checkpoint is
-        committed, or a restart will see its own shards as future ones.
+        current_version - max_staleness, and those without any turn. A shard with a turn newer than
+        current_version comes from a policy that was lost with a damaged checkpoint, and is
+        quarantined: left where it is, actors would take it for fresh once that version comes again.
+        current_version is the version that the learner holds: publish a version only after its
+        checkpoint is committed, or a restart will see its own shards as future ones.
         """
         while True:
             self._drop_stale(current_version, max_staleness)
@@ -369,10 +370,13 @@ class ShardQueue:
     # ------------------------------------------------------------ using
 
     def _drop_stale(self, current_version: int, max_staleness: int) -> None:
+        future = {group.shard for group in self._groups if group.versions[1] > current_version}
+        for name in sorted(future):
+            said = f"sampled with a policy after version {current_version}, which was lost since"
+            self._lose(name, said)
         fresh = []
         for group in self._groups:
-            oldest, newest = group.versions
-            if 0 <= oldest >= current_version - max_staleness and newest <= current_version:
+            if 0 <= group.versions[0] >= current_version - max_staleness:
                 fresh.append(group)
             else:
                 self._finish(group, "stale")
