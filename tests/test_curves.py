@@ -49,6 +49,16 @@ def test_picture_names_every_run_and_is_xml(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("x", "ends"), [("steps", "step 2"), ("episodes", "episode 64"), ("minutes", "minute 1")]
+)
+def test_picture_says_in_words_where_its_curves_end(tmp_path, x, ends):
+    workdir = write_run(tmp_path / "run", [0.25, 0.5])
+    out = tmp_path / "figure.svg"
+    assert curves.main([f"--out={out}", f"--x={x}", f"one={workdir}"]) == 0
+    assert f"50.0\xa0% at {ends}, between" in ET.parse(out).getroot().get("aria-label")
+
+
+@pytest.mark.parametrize(
     ("run", "metric", "said"),
     [
         ("nothing", "success/mean", "expected LABEL=WORKDIR"),

@@ -90,7 +90,9 @@ def _places(path: Path, rows: Sequence[Mapping[str, Any]], x: str) -> list[float
 
 def draw(title: str, series: Sequence[charts.Series], *, unit: str, x: str) -> str:
     """The SVG file's text."""
-    plot = charts.line_chart(title, series, unit=unit, full_share=unit == "%")
+    plot = charts.line_chart(
+        title, series, unit=unit, full_share=unit == "%", x=x.removesuffix("s")
+    )
     legend = 30 + -(-len(series) // LEGEND_COLUMNS) * LEGEND_PX
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_TEMPLATE).render(

@@ -64,6 +64,7 @@ def line_chart(
     stacked: bool = False,
     from_zero: bool = False,
     full_share: bool = False,
+    x: str = "step",
 ) -> Chart:
     """Lays out one chart.
 
@@ -73,6 +74,7 @@ def line_chart(
         stacked: areas on top of each other (series share their steps), instead of lines.
         from_zero: the axis includes zero, as it must where a length is a quantity.
         full_share: the axis is 0 to 1, whatever the values are.
+        x: what the points' first number counts, for the words that describe them.
     """
     binned = [dataclasses.replace(one, points=_bins(one.points)) for one in series]
     if stacked:
@@ -96,7 +98,7 @@ def line_chart(
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     def path(points: Sequence[tuple[float, float]]) -> str:
-        return "M" + "L".join(f"{place_x(x):.1f} {place_y(y):.1f}" for x, y in points)
+        return "M" + "L".join(f"{place_x(at):.1f} {place_y(value):.1f}" for at, value in points)
 
     lines = []
     below: Sequence[tuple[float, float]] = [(at, 0.0) for at, _ in drawn[0].points]
@@ -106,7 +108,7 @@ def line_chart(
             shape += "L" + path(list(reversed(below)))[1:] + "Z"
             below = smooth.points
         dots = (
-            Dot(place_x(at), place_y(top), f"{raw.label}, step {at:.0f}: {format_value(v, unit)}")
+            Dot(place_x(at), place_y(top), f"{raw.label}, {x} {at:.0f}: {format_value(v, unit)}")
             for (at, v), (_, top) in zip(
                 raw.points, smooth.points if stacked else raw.points, strict=True
             )
@@ -122,7 +124,7 @@ def line_chart(
         )
     return Chart(
         title=title,
-        description=f"{title}. " + " ".join(_describe(one, unit) for one in binned),
+        description=f"{title}. " + " ".join(_describe(one, unit, x) for one in binned),
         smoothed_over=window,
         stacked=stacked,
         lines=tuple(lines),
@@ -134,11 +136,11 @@ def line_chart(
     )
 
 
-def _describe(one: Series, unit: str) -> str:
+def _describe(one: Series, unit: str, x: str) -> str:
     values = [value for _, value in one.points]
     return (
-        f"{one.label}: {format_value(values[0], unit)} at step {one.points[0][0]:.0f}, "
-        f"{format_value(values[-1], unit)} at step {one.points[-1][0]:.0f}, between "
+        f"{one.label}: {format_value(values[0], unit)} at {x} {one.points[0][0]:.0f}, "
+        f"{format_value(values[-1], unit)} at {x} {one.points[-1][0]:.0f}, between "
         f"{format_value(min(values), unit)} and {format_value(max(values), unit)}."
     )
 
