@@ -433,7 +433,8 @@ def test_actor_that_cannot_write_a_shard_waits_until_it_can(tmp_path, capsys):
 
 
 def test_actor_starts_again_what_the_learner_can_no_longer_use(tmp_path):
-    """The learner fell back to version 0: groups of version 1 are stale, their indices are free."""
+    """The learner fell back to version 0: what version 1 sampled is lost, its indices are free,
+    and stay so when there is a version 1 again."""
 
     async def run():
         queue = ShardQueue(tmp_path, RUN, BASE)
@@ -442,8 +443,10 @@ def test_actor_starts_again_what_the_learner_can_no_longer_use(tmp_path):
             await until(lambda: len(list(tmp_path.glob("shards/*/*.tfrecord"))) == 2, actor)
             publish(tmp_path, 0)
             groups = await take(queue, 2, 0, actor=actor)
-        assert indices(groups) == [0, 1]
-        assert queue.accounting()["stale"] == 6
+            publish(tmp_path, 1, [0, 1])
+            groups += await take(queue, 2, 1, actor=actor)
+        assert indices(groups) == [0, 1, 2, 3]
+        assert queue.accounting()["quarantined"] == 6
 
     asyncio.run(run())
 
