@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import io
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -52,8 +53,10 @@ def test_reader_reads_a_screenshot_once_for_all_who_hold_it():
         assert first is second is await reader.read("key", compressed())
         np.testing.assert_array_equal(first, np.asarray(compressed()))
         assert reader.screens == 1
+        held = weakref.ref(first)
         del first, second
-        await asyncio.sleep(0)  # the event loop itself held them for this step
+        while held() is not None:  # by the event loop and the thread that read them, for a moment
+            await asyncio.sleep(0.001)
         await reader.read("key", compressed())
         assert reader.screens == 2, "nobody held it: nothing is kept"
 
