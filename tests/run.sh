@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment if it is missing, then runs ruff and pytest. Arguments go to pytest.
+# Makes the environment if it is missing, then runs ruff and pytest. Arguments go to pytest: a file,
+# -k name, or -n 0 to run in one process that --pdb can stop.
 # CI (CI=true) also runs the tests marked `browser` and `tpu_aot`, and installs Chromium and the
 # TPU's compiler for them.
 set -euo pipefail
@@ -20,4 +21,5 @@ fi
 
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-.venv/bin/python -m pytest -m "$marks" "$@"
+# Two processes: most tests keep one core busy. The tests of a file stay together, they share models.
+.venv/bin/python -m pytest -n 2 --dist loadfile -m "$marks" "$@"
