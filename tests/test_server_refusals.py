@@ -93,17 +93,24 @@ def test_compressed_body_is_415_and_the_connection_ends(coding):
     asyncio.run(run())
 
 
+async def begin_an_act(port: int, session: dict) -> tuple:
+    """A connection that sent one byte of a body of 50."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        f"POST /session/{session['id']}/act HTTP/1.1\r\nHost: localhost\r\n"
+        "Content-Length: 50\r\n\r\n{".encode()
+    )
+    await writer.drain()
+    return reader, writer
+
+
 def test_body_that_does_not_come_is_408(monkeypatch):
     monkeypatch.setattr(calls, "_BODY_S", 0.2)
 
     async def run():
         async with serve() as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
             session = await create(http)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(
-                f"POST /session/{session['id']}/act HTTP/1.1\r\nHost: localhost\r\n"
-                "Content-Length: 50\r\n\r\n{".encode()
-            )
+            reader, writer = await begin_an_act(port, session)
             async with asyncio.timeout(5.0):
                 assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
             writer.close()
@@ -115,12 +122,7 @@ def test_caller_that_leaves_in_the_middle_of_its_body_is_no_error(caplog):
     async def run():
         async with serve() as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
             session = await create(http)
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(
-                f"POST /session/{session['id']}/act HTTP/1.1\r\nHost: localhost\r\n"
-                "Content-Length: 50\r\n\r\n{".encode()
-            )
-            await writer.drain()
+            _, writer = await begin_an_act(port, session)
             await asyncio.sleep(0.05)
             writer.close()
             await asyncio.sleep(0.05)
