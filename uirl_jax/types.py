@@ -94,7 +94,7 @@ class Trajectory:
     instruction: str
     turns: tuple[Turn, ...]
     images: dict[str, bytes]  # sha256 hex -> encoded bytes as they came; each distinct one once
-    image_grids: dict[str, tuple[int, int, int]]  # sha256 hex -> grid_thw, as the policy saw it
+    image_tokens: dict[str, int]  # sha256 hex -> visual tokens, as the policy read it
     stop_reason: StopReason
     reward: float  # of the whole episode, by the task's rule
     success: bool
@@ -145,7 +145,7 @@ class TrainBatch:
     token_ids_bt: np.ndarray  # int32
     segment_ids_bt: np.ndarray  # int32, 0 is padding
     prefix_segments_bt: np.ndarray | None  # int32; None: no sequence of any row shares a prompt
-    positions_3bt: np.ndarray  # int32, M-RoPE (time, height, width)
+    positions_abt: np.ndarray  # int32; A is 3 for M-RoPE (time, height, width), else 1
     completion_mask_bt: np.ndarray  # float32, 1 where the policy sampled the token
     sampled_index_bs: np.ndarray  # int32, where completion_mask is 1; -1 fills up
     turn_ids_bt: np.ndarray  # int32, 0 outside completion_mask
@@ -155,9 +155,7 @@ class TrainBatch:
     weights_bt: np.ndarray  # float32, a token's share in the loss's mean; 0 outside of the mask
     values_bt: np.ndarray | None  # float32, of the critic before the update; None without one
     returns_bt: np.ndarray | None  # float32, what the critic is trained on
-    patches_ipc: np.ndarray  # uint8, distinct screenshots, padded patches (vision_inputs.cut_image)
-    patch_positions_ip2: np.ndarray  # int32, (height, width): the tower's rotary embedding
-    patch_segments_ip: np.ndarray  # int32, 0 is padding
+    vision: dict[str, np.ndarray]  # distinct screenshots, a row each; only the family reads them
     # For the host: which of the trajectories, and which of its sampled tokens, stands at
     # sampled_index; -1 fills up.
     trajectory_bs: np.ndarray

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.rollout import RolloutConfig, run_episode
-from uirl_jax.chat import Chat
 from uirl_jax.engine.interface import SamplingEngine
+from uirl_jax.families.border import Inputs
+from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
-from uirl_jax.vision_inputs import ImageConfig
 
 
 class Attempt(NamedTuple):
@@ -35,14 +35,14 @@ class Player:
         fleet: Fleet,
         engine: SamplingEngine,
         chat: Chat,
-        image_cfg: ImageConfig,
+        inputs: Inputs,
         cfg: RolloutConfig,
         *,
         concurrency: int,
         run_id: str = "",
         actor_id: str = "",
     ) -> None:
-        self.fleet, self.engine, self.chat, self.image_cfg = fleet, engine, chat, image_cfg
+        self.fleet, self.engine, self.chat, self.inputs = fleet, engine, chat, inputs
         self.cfg, self.run_id, self.actor_id = cfg, run_id, actor_id
         self.concurrency = concurrency
         self.statistics = Statistics()
@@ -64,7 +64,7 @@ class Player:
                     client=verifier.client,
                     engine=self.engine,
                     chat=self.chat,
-                    image_cfg=self.image_cfg,
+                    inputs=self.inputs,
                     cfg=self.cfg,
                     seed=seed,
                     group_id=group,

@@ -9,10 +9,11 @@ import contextlib
 
 import numpy as np
 
-from uirl_jax import actions, vision_inputs
-from uirl_jax.chat import Chat
+from uirl_jax import actions
 from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.errors import ActionError
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.screens import decode_image
 from uirl_jax.types import Action
 
 _TYPED_SHARE = 0.25
@@ -26,7 +27,7 @@ class RandomEngine:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Raises: ImageError where the newest screenshot cannot be decoded, as every engine."""
-        image = await asyncio.to_thread(vision_inputs.decode_image, request.screenshots[-1])
+        image = await asyncio.to_thread(decode_image, request.screens[-1].screenshot)
         screen = image.size
         rng = np.random.default_rng(request.seed)
         words = [
@@ -46,10 +47,8 @@ class RandomEngine:
 
     def _say(self, action: Action, screen: tuple[int, int], request: SampleRequest) -> str:
         """In the words and the coordinates that the rollout will read."""
-        image_size = self._chat.image_size(request.grids[-1])
-        return actions.format_action(
-            action, screen, self._chat.action_format, image_size=image_size
-        )
+        seen_px = request.screens[-1].seen_px
+        return actions.format_action(action, screen, self._chat.action_format, image_size=seen_px)
 
     def release(self, episode: str) -> None:
         pass  # nothing is kept of it

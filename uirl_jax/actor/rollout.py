@@ -8,7 +8,6 @@ anything (`host` does), nor ask whether a trajectory is worth training on (the l
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import time
 import uuid
@@ -17,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from uirl_jax import actions, vision_inputs
-from uirl_jax.chat import Chat
+from uirl_jax import actions
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.requests import SampleRequest
 from uirl_jax.errors import (
@@ -64,7 +62,7 @@ class _Episode:
     instruction: str = ""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     images: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    image_grids: dict[str, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
+    image_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     progress: dict[str, Any] = dataclasses.field(default_factory=dict)  # the verifier's last word
     reward: float = 0.0  # what that last word is worth
     success: bool = False
@@ -76,7 +74,7 @@ async def run_episode(
     client: VerifierClient,
     engine: SamplingEngine,
     chat: Chat,
-    image_cfg: vision_inputs.ImageConfig,
+    inputs: Inputs,
     cfg: RolloutConfig,
     seed: int,
     group_id: str,
@@ -109,7 +107,7 @@ async def run_episode(
         async with deadline, _open_session(client, task, cfg, waits_s) as session:
             episode.instruction = session.instruction
             stop_reason = await _play(
-                episode, task, session, client, engine, chat, image_cfg, cfg, seed, waits_s
+                episode, task, session, client, engine, chat, inputs, cfg, seed, waits_s
             )
     except TimeoutError:
         if not deadline.expired():
@@ -133,7 +131,7 @@ async def run_episode(
         instruction=episode.instruction,
         turns=tuple(episode.turns),
         images=episode.images,
-        image_grids=episode.image_grids,
+        image_tokens=episode.image_tokens,
         stop_reason=stop_reason,
         reward=0.0 if env_error else episode.reward,
         success=episode.success and not env_error,
@@ -151,59 +149,52 @@ async def _play(
     client: VerifierClient,
     engine: SamplingEngine,
     chat: Chat,
-    image_cfg: vision_inputs.ImageConfig,
+    inputs: Inputs,
     cfg: RolloutConfig,
     seed: int,
     waits_s: MutableMapping[str, float],
 ) -> StopReason:
     """Takes turns until something ends the episode; `episode` always holds what happened so far."""
     screen_size = (session.width_px, session.height_px)
-    grid = vision_inputs.image_grid(screen_size, image_cfg)
-    # Of every observation, in order. No pixel of them is looked at here: the engine decodes what
-    # it has not seen, and a screen that cannot be decoded ends the episode there.
-    image_keys: list[str] = []
-    screens: list[vision_inputs.CompressedPatches] = []
+    # Every observation, in order. No pixel is decoded here: the engine decodes what it has not seen,
+    # and a screen that cannot be decoded ends the episode there.
+    screens: list[Screen] = []
 
     with _stopwatch(waits_s, "environment"):
         screenshot = await client.screenshot(session.id)
 
     for turn_index in range(task.max_turns):
         # 1. Look.
-        key = hashlib.sha256(screenshot).hexdigest()
-        image_keys.append(key)
-        screens.append(vision_inputs.CompressedPatches(screenshot, screen_size, image_cfg))
+        screens.append(plan_screen(inputs, screenshot, screen_size))
 
         # 2. Think.
         context = chat.context(
-            episode.instruction,
-            [grid] * len(image_keys),
-            [turn.token_ids for turn in episode.turns],
+            episode.instruction, screens, [turn.token_ids for turn in episode.turns]
         )
         if len(context.ids) > cfg.max_context_tokens:
             return StopReason.MAX_TOKENS
-        kept_keys = tuple(image_keys[index] for index in context.kept)
+        kept = tuple(screens[index] for index in context.kept)
         request = SampleRequest(
             context_ids=context.ids,
-            patches=tuple(screens[index] for index in context.kept),
-            grids=(grid,) * len(context.kept),
-            image_keys=kept_keys,
+            screens=kept,
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
             top_p=cfg.top_p,
             top_k=cfg.top_k,
             seed=derive_seed(seed, turn_index),
             episode=episode.episode_id,
-            messages=chat.messages(context.ids),
-            screenshots=tuple(screens[index].screenshot for index in context.kept),
+            messages=context.messages,
         )
         with _stopwatch(waits_s, "engine"):
             sample = await engine.sample(request)
-        episode.images[key], episode.image_grids[key] = screenshot, grid
+        newest = screens[-1]
+        episode.images[newest.key] = screenshot
+        episode.image_tokens[newest.key] = newest.tokens
         turn = Turn(
             context_ids=context.ids if sample.context_ids is None else sample.context_ids,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
-            image_keys=kept_keys,
+            image_keys=tuple(screen.key for screen in kept),
             full_logprobs=sample.full_logprobs,
             policy_versions=sample.policy_versions,
             text=chat.decode(sample.token_ids),
@@ -217,7 +208,7 @@ async def _play(
                 turn.text,
                 screen_size,
                 chat.action_format,
-                image_size=chat.image_size(grid),
+                image_size=screens[-1].seen_px,
                 cursor=actions.cursor_after(turn.action for turn in episode.turns),
             )
             if action.kind not in UNSENT:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from uirl_jax.chat import Message
+from uirl_jax.families.chat import Message
 from uirl_jax.engine.requests import SampleRequest
 
 # As strong as the API allows: a token is e^-100 of what it was. A completion that has one of them
@@ -48,7 +48,7 @@ def request_body(
       model: the base's name or an adapter's.
       biases: by token id, added to its logit.
     """
-    screenshots = iter(request.screenshots)
+    screenshots = (screen.screenshot for screen in request.screens)
     return {
         "model": model,
         "messages": [_message(message, screenshots) for message in request.messages],

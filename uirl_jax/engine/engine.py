@@ -9,7 +9,6 @@ import asyncio
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -22,8 +21,8 @@ from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.rounds import Rounds
 from uirl_jax.engine.slots import contents
-from uirl_jax.models import qwen2_vl
-from uirl_jax.vision_inputs import CompressedPatches, ImageConfig
+from uirl_jax.families.chat import Vocabulary
+from uirl_jax.families.loading import PolicyModel
 
 __all__ = ["Engine", "EngineConfig", "SampleRequest", "SampleResult"]
 
@@ -35,44 +34,27 @@ class Engine:
     entered again; compiled programs and the cache stay.
 
     Args:
-      graphdef, frozen, lora: `nnx.split` of the model; frozen is shared and never donated.
-      policy_version: version of lora.
-      end_token_ids: sampling any of them ends a request.
-      forbidden_ids: never sampled; they leave the softmax: logprobs are those of what is left.
-      image_cfg: of the same model directory.
-      decode_text: token ids to text; needed by requests with stop strings.
+      model: its frozen weights are shared and never donated; its adapters are the first policy.
+      vocabulary: of the model's tokenizer.
+      policy_version: of the model's adapters.
+
+    Raises:
+      ConfigError: cfg asks for what the model's family cannot do.
     """
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
-        frozen: nnx.State,
-        lora: nnx.State,
-        policy_version: int,
-        *,
-        model_cfg: qwen2_vl.Qwen2VLConfig,
-        end_token_ids: Sequence[int],
-        forbidden_ids: Sequence[int],
+        model: PolicyModel,
+        vocabulary: Vocabulary,
         cfg: EngineConfig,
-        image_cfg: ImageConfig,
-        decode_text: Callable[[Sequence[int]], str] | None = None,
+        *,
+        policy_version: int = 0,
     ) -> None:
-        self._cfg, self._model_cfg = cfg, model_cfg
-        self._pixels = PixelReader()
-        self._decode_text = decode_text
-        self._merge_size = model_cfg.vision.spatial_merge_size
+        requests.check_family(cfg, model.family)
+        self._model, self._vocabulary, self._cfg = model, vocabulary, cfg
+        self._pixels = PixelReader(model.inputs)
         self._rounds = Rounds(
-            graphdef,
-            frozen,
-            lora,
-            policy_version,
-            model_cfg=model_cfg,
-            end_token_ids=end_token_ids,
-            forbidden_ids=forbidden_ids,
-            cfg=cfg,
-            image_cfg=image_cfg,
-            pixels=self._pixels,
-            decode_text=decode_text,
+            model, vocabulary, cfg, policy_version=policy_version, pixels=self._pixels
         )
         self._changed = asyncio.Event()  # something arrived, or `close` was called
         self._idle_s: collections.Counter[str] = collections.Counter()
@@ -122,41 +104,36 @@ class Engine:
           RuntimeError: the engine is not open, or closed while the request waited.
           Exception: whatever made a round fail, a lack of memory for one.
         """
-        positions_3c = requests.validated_positions(
-            request,
-            self._cfg,
-            image_token_id=self._model_cfg.image_token_id,
-            merge_size=self._merge_size,
-        )
-        if request.stop_strings and self._decode_text is None:
-            raise ValueError("a request with stop strings, and the engine has no decode_text")
+        inputs = self._model.inputs
+        positions_ac = requests.validated_positions(request, self._cfg, inputs)
+        if request.stop_strings and self._vocabulary.decode is None:
+            raise ValueError("a request with stop strings, and the vocabulary has no decode")
         if not self._open:
             raise RuntimeError("sample() outside of `async with engine`")
         request = await self._with_pixels(request)
-        visual = requests.visual_tokens(request, self._merge_size)
-        counts = [visual[key] for key in request.image_keys]
-        contents_c = contents(
-            request.context_ids, request.image_keys, counts, self._model_cfg.image_token_id
+        job = Job(
+            request,
+            positions_ac,
+            inputs.next_position(positions_ac),
+            contents(request.context_ids, request.screens, inputs.image_token_id),
+            requests.visual_tokens(request),
+            asyncio.get_running_loop().create_future(),
+            time.perf_counter(),
         )
-        future = asyncio.get_running_loop().create_future()
-        now_s = time.perf_counter()
-        self._rounds.waiting.append(Job(request, positions_3c, contents_c, visual, future, now_s))
+        self._rounds.waiting.append(job)
         self._changed.set()
-        return await future
+        return await job.future
 
     async def _with_pixels(self, request: SampleRequest) -> SampleRequest:
-        """Its newest screenshot decoded, unless its tokens are there. Those before it were newest
-        once, and are rarely needed again."""
-        *before, newest = request.patches or (None,)
-        if not isinstance(newest, CompressedPatches):
+        """Its newest screen with arrays, unless its tokens are in the table. Older screens were the
+        newest once, and are rarely needed again."""
+        *before, newest = request.screens or (None,)
+        if newest is None or newest.arrays is not None or self._rounds.has_tokens_of(newest.key):
             return request
-        key = request.image_keys[-1]
-        if self._rounds.has_tokens_of(key):
-            return request
-        patches_pc = await self._pixels.read(key, newest)
+        read = await self._pixels.read(newest)
         if not self._open:
             raise RuntimeError("the engine closed as a request waited")
-        return dataclasses.replace(request, patches=(*before, patches_pc))
+        return dataclasses.replace(request, screens=(*before, read))
 
     def release(self, episode: str) -> None:
         """The episode has no further turn: others may have its slot."""

@@ -1,7 +1,7 @@
 """A request on its way through the engine, and the arrays of the calls that several share.
 
-Host side, numpy only: `rounds` decides who shares a call, here it is laid out. Rows of
-padding name the slot past the last, so that nothing of them is written.
+Host side, numpy only: `rounds` decides which requests share a call, `jobs` lays the call out. Rows
+of padding name the slot past the last, so that nothing of them is written.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from uirl_jax.engine import requests
 from uirl_jax.engine.programs import Decoded, DecodeRows, no_rows
 from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.slots import Slot
+from uirl_jax.families.border import Inputs
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,13 +23,14 @@ class Job:
     """One request, from its arrival to its answer."""
 
     request: SampleRequest
-    positions_3c: np.ndarray  # int32[3,C]
+    positions_ac: np.ndarray  # int32[A,C]
+    next_position: int  # of the first token after the context
     contents_c: np.ndarray  # int64[C], see slots.contents
-    visual: dict[str, int]  # visual tokens of its screenshots, by key
+    visual: dict[str, int]  # visual tokens of its screens, by key
     future: asyncio.Future[SampleResult]
     arrived_s: float  # time.perf_counter
     slot: Slot | None = None
-    reading: dict[str, int] | None = None  # of these it has the table's rows; None: of none yet
+    reading: dict[str, int] | None = None  # screens whose table rows it holds; None: not asked yet
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     full_logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -48,30 +50,30 @@ class Job:
         return np.concatenate([self.request.context_ids, np.array(self.token_ids, np.int32)])
 
     def all_positions(self) -> np.ndarray:
-        """int32[3, C + sampled]: text goes on behind the largest position of the context."""
-        more = self.positions_3c.max() + 1 + np.arange(len(self.token_ids), dtype=np.int32)
-        return np.concatenate([self.positions_3c, np.tile(more, (3, 1))], axis=1)
+        """int32[A, C + sampled]: sampled text counts on from next_position."""
+        more_t = self.next_position + np.arange(len(self.token_ids), dtype=np.int32)
+        more_at = np.tile(more_t, (len(self.positions_ac), 1))
+        return np.concatenate([self.positions_ac, more_at], axis=1)
 
     def unread_images(self, image_token_id: int) -> dict[str, int]:
-        """Screenshots with visual tokens among the places that are still to be prefilled."""
+        """Screens with visual tokens among the positions that are still to be prefilled."""
         is_visual_c = self.request.context_ids == image_token_id
-        ends = np.cumsum([self.visual[key] for key in self.request.image_keys])
+        screens = self.request.screens
+        ends = np.cumsum([screen.tokens for screen in screens])
         done = int(is_visual_c[: self.slot.computed].sum())
-        keys = [k for k, end in zip(self.request.image_keys, ends, strict=True) if end > done]
-        return {key: self.visual[key] for key in keys}
+        return {s.key: s.tokens for s, end in zip(screens, ends, strict=True) if end > done}
 
     def vision_index(self, image_token_id: int, rows_of: Callable[[str], np.ndarray]) -> np.ndarray:
         """int32[C + sampled]: the table's row at visual tokens, -1 elsewhere.
 
-        Those that were prefilled before have none: their rows may be others' by now.
+        Those that were prefilled before have none: their rows may belong to others by now.
         """
         index_c = np.full(len(self.contents_c) + len(self.token_ids), -1, np.int32)
-        places = np.flatnonzero(self.request.context_ids == image_token_id)
-        for key in self.request.image_keys:
-            count = self.visual[key]
-            if key in self.reading:
-                index_c[places[:count]] = rows_of(key)
-            places = places[count:]
+        placeholders = np.flatnonzero(self.request.context_ids == image_token_id)
+        for screen in self.request.screens:
+            if screen.key in self.reading:
+                index_c[placeholders[: screen.tokens]] = rows_of(screen.key)
+            placeholders = placeholders[screen.tokens :]
         return index_c
 
     def add(self, decoded: Decoded, row: int, version: int) -> None:
@@ -90,8 +92,8 @@ class Job:
         for count in range(1, len(self.token_ids) + 1):
             text = decode_text(self.token_ids[:count])
             if any(stop in text for stop in self.request.stop_strings):
-                for of in (self.token_ids, self.logprobs, self.full_logprobs, self.versions):
-                    del of[count:]
+                for values in (self.token_ids, self.logprobs, self.full_logprobs, self.versions):
+                    del values[count:]
                 self.stopped = True
                 return
 
@@ -113,30 +115,35 @@ class PrefillArrays(NamedTuple):
     start_b: np.ndarray
     token_ids_bt: np.ndarray
     vision_index_bt: np.ndarray
-    positions_3bt: np.ndarray
+    positions_abt: np.ndarray
+
+
+def no_prefill(rows: int, length: int, slots: int, axes: int) -> PrefillArrays:
+    """A prefill call of padding alone."""
+    return PrefillArrays(
+        np.full(rows, slots, np.int32),
+        np.zeros(rows, np.int32),
+        np.zeros((rows, length), np.int32),
+        np.full((rows, length), -1, np.int32),
+        np.zeros((axes, rows, length), np.int32),
+    )
 
 
 def prefill_arrays(
     jobs: Sequence[Job],
     cfg: EngineConfig,
     *,
-    image_token_id: int,
+    inputs: Inputs,
     rows_of: Callable[[str], np.ndarray],
 ) -> tuple[PrefillArrays, list[int]]:
     """The next chunk of every job's context, and how many tokens of each that is.
 
-    Padding behind a row's tokens is overwritten before it is looked at; beyond the slot's end it is
+    Padding behind a row's tokens is overwritten before it is read; beyond the slot's end it is
     dropped.
     """
     rows = requests.smallest(cfg.prefill_rows, len(jobs))
     length = requests.smallest(cfg.prefill_lengths, max(job.slot.pending for job in jobs))
-    arrays = PrefillArrays(
-        np.full(rows, cfg.num_slots, np.int32),
-        np.zeros(rows, np.int32),
-        np.zeros((rows, length), np.int32),
-        np.full((rows, length), -1, np.int32),
-        np.zeros((3, rows, length), np.int32),
-    )
+    arrays = no_prefill(rows, length, cfg.num_slots, inputs.position_axes)
     counts = []
     for row, job in enumerate(jobs):
         slot = job.slot
@@ -144,8 +151,8 @@ def prefill_arrays(
         count = span.stop - span.start
         arrays.slot_b[row], arrays.start_b[row] = slot.number, slot.computed
         arrays.token_ids_bt[row, :count] = job.all_ids()[span]
-        arrays.vision_index_bt[row, :count] = job.vision_index(image_token_id, rows_of)[span]
-        arrays.positions_3bt[:, row, :count] = job.all_positions()[:, span]
+        arrays.vision_index_bt[row, :count] = job.vision_index(inputs.image_token_id, rows_of)[span]
+        arrays.positions_abt[:, row, :count] = job.all_positions()[:, span]
         counts.append(count)
     return arrays, counts
 
@@ -162,7 +169,7 @@ def decode_rows(jobs: Sequence[Job], cfg: EngineConfig) -> tuple[DecodeRows, lis
         rows.length_b[row] = job.slot.computed
         rows.token_b[row] = job.token_ids[-1] if sampled else request.context_ids[-1]
         rows.position_b[row] = (
-            job.positions_3c.max() + sampled if sampled else job.positions_3c[0, -1]
+            job.next_position + sampled - 1 if sampled else job.positions_ac[0, -1]
         )
         rows.step_b[row] = sampled
         rows.remaining_b[row] = request.max_new_tokens - sampled

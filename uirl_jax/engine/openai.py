@@ -14,7 +14,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -23,17 +23,16 @@ from typing import NamedTuple, Self
 import numpy as np
 from flax import nnx
 
-from uirl_jax.chat import Message, without_repeats
 from uirl_jax.engine import completions, requests
 from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import EngineConfig, SampleRequest, SampleResult
 from uirl_jax.engine.server_calls import ServerCalls
 from uirl_jax.engine.weights import check_fits
 from uirl_jax.errors import ConfigError, ContextError, EngineError
+from uirl_jax.families.chat import Chat, Message, without_repeats
+from uirl_jax.families.loading import PolicyModel, save_adapter
 from uirl_jax.metrics import key_values
-from uirl_jax.models import peft_adapters
-from uirl_jax.models.qwen2_vl_weights import adapters_to_numpy
-from uirl_jax.vision_inputs import CompressedPatches
+from uirl_jax.models.weights import adapters_to_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +53,10 @@ class OpenAIEngine:
     nothing are the base, and need no support for LoRA at the server.
 
     Args:
-      graphdef, frozen, lora: `nnx.split` of the model; only the adapters' values are read.
-      policy_version: version of lora.
+      model: only the values of its adapters are read.
+      chat: of the model directory; tells what a server reads of a context (`Chat.as_read`).
       max_context: tokens that a context may have, once the server has tokenised it.
-      vocab_size: ids are below it.
-      end_token_ids: sampling any of them ends a request.
-      forbidden_ids: never sampled; the server is given a logit bias against them.
-      image_token_id: the placeholder in context_ids.
-      as_read: `Chat.as_read`.
+      policy_version: of the model's adapters.
 
     Raises:
       ConfigError: the key's environment variable is missing.
@@ -69,27 +64,22 @@ class OpenAIEngine:
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
-        frozen: nnx.State,
-        lora: nnx.State,
-        policy_version: int,
-        *,
+        model: PolicyModel,
+        chat: Chat,
         cfg: EngineConfig,
+        *,
         max_context: int,
-        vocab_size: int,
-        end_token_ids: Sequence[int],
-        forbidden_ids: Sequence[int],
-        image_token_id: int,
-        as_read: Callable[[np.ndarray], np.ndarray],
+        policy_version: int = 0,
     ) -> None:
-        self._graphdef, self._frozen, self._cfg = graphdef, frozen, cfg
-        self._max_context, self._vocab_size = max_context, vocab_size
-        self._end_token_ids = [int(token_id) for token_id in end_token_ids]
-        self._forbidden_ids = frozenset(int(token_id) for token_id in forbidden_ids)
-        self._image_token_id, self._as_read = image_token_id, as_read
+        self._model, self._cfg = model, cfg
+        self._max_context, self._vocab_size = max_context, model.cfg.vocab_size
+        vocabulary = chat.vocabulary(model.cfg.vocab_size)
+        self._end_token_ids = [int(token_id) for token_id in vocabulary.end_token_ids]
+        self._forbidden_ids = frozenset(int(token_id) for token_id in vocabulary.forbidden_ids)
+        self._image_token_id, self._as_read = chat.image_token_id, chat.as_read
         self._calls = ServerCalls(cfg.openai)
-        self._pixels = PixelReader()
-        self._next_policy = _Policy(lora, policy_version)
+        self._pixels = PixelReader(model.inputs)
+        self._next_policy = _Policy(model.lora, policy_version)
         self._asked: _Policy | None = None  # the last that the server was asked to load
         self._loading: asyncio.Task[str] | None = None  # it; gives the name to sample from
         self._load_tasks: set[asyncio.Task[str]] = set()  # it, and older ones that go on
@@ -162,9 +152,9 @@ class OpenAIEngine:
                 f"the server's tokenizer makes {len(expected)} tokens of a context of "
                 f"{len(request.context_ids)}, and {self._max_context} are the limit"
             )
-        if request.patches and isinstance(newest := request.patches[-1], CompressedPatches):
-            # The server cuts it itself. A screen that is none would be its error, not the task's.
-            await self._pixels.check(request.image_keys[-1], newest)
+        if request.screens and request.screens[-1].screenshot:
+            # The server cuts it itself. It would be blamed for a screenshot that cannot be decoded.
+            await self._pixels.check(request.screens[-1])
         arrived_s = time.perf_counter()
         async with self._places:
             self._seconds["queue"] += time.perf_counter() - arrived_s
@@ -222,9 +212,7 @@ class OpenAIEngine:
         )
         probe = SampleRequest(
             context_ids=np.zeros(0, np.int32),
-            patches=(),
-            grids=(),
-            image_keys=(),
+            screens=(),
             max_new_tokens=1,
             temperature=1.0,
             seed=0,
@@ -324,8 +312,8 @@ class OpenAIEngine:
             return str(int(ids[place])) if place < len(ids) else "the end"
 
         reason = (
-            "the model directory's chat_template must be Qwen2-VL's and chat.system_prompt what it "
-            "begins with"
+            "the model directory's chat_template must be the family's own and chat.system_prompt "
+            "what it begins with"
         )
         if image in [*got[place : place + 1], *wanted[place : place + 1]]:
             reason = (
@@ -428,8 +416,7 @@ class OpenAIEngine:
         return Path(self._cfg.openai.adapters_dir) / name
 
     def _write_adapter(self, policy: _Policy, directory: Path) -> None:
-        model = nnx.merge(self._graphdef, policy.lora, self._frozen)
         try:
-            peft_adapters.save_adapter(model, directory)
+            save_adapter(self._model, directory, lora=policy.lora)
         except OSError as error:
             raise EngineError(f"{directory}: the adapter cannot be written ({error})") from error

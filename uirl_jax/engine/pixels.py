@@ -15,28 +15,28 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
-from uirl_jax.vision_inputs import CompressedPatches
+from uirl_jax.families.border import Inputs, Screen
+from uirl_jax.families.screens import decode_planned, read_planned
 
 MAX_THREADS = 16
 
 
 class PixelReader:
-    """Threads, and the patches that somebody still holds.
+    """Threads, and the screens that some request still holds.
 
     cpu_s and screens count what was read since the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
         self.cpu_s = 0.0
         self.screens = 0
         self._counting = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._reading: dict[str, asyncio.Future[Any]] = {}
-        # Members of a group begin with one screenshot: whoever asks while another has it gets the
-        # same array.
-        self._held: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+        # Members of a group begin with one screenshot: a request that asks while another holds it
+        # gets the same arrays.
+        self._held: weakref.WeakValueDictionary[str, Screen] = weakref.WeakValueDictionary()
 
     def open(self) -> None:
         threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -47,34 +47,33 @@ class PixelReader:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
 
-    async def read(self, key: str, patches: CompressedPatches) -> np.ndarray:
-        """uint8[P,C].
+    async def read(self, screen: Screen) -> Screen:
+        """The screen with its arrays.
 
         Raises:
           ImageError: the screenshot cannot be decoded.
           RuntimeError: the reader was closed before its turn came.
         """
-        found = self._held.get(key)
+        found = self._held.get(screen.key)
         if found is None:
-            found = self._held[key] = await self._once(key, lambda: np.asarray(patches))
+            found = await self._once(screen.key, lambda: read_planned(self._inputs, screen))
+            self._held[screen.key] = found
         return found
 
-    async def check(self, key: str, patches: CompressedPatches) -> None:
-        """For an engine whose server cuts them itself. Raises: as read."""
-        await self._once(key, patches.check)
+    async def check(self, screen: Screen) -> None:
+        """For an engine whose server cuts images itself. Raises: as read."""
+        await self._once(screen.key, lambda: decode_planned(screen))
 
-    def read_all(
-        self, some: Iterable[np.ndarray | CompressedPatches]
-    ) -> list[np.ndarray | CompressedPatches]:
-        """Those that are compressed are read side by side; not for the event loop."""
+    def read_all(self, screens: Iterable[Screen]) -> list[Screen]:
+        """Planned screens are read side by side; not for the event loop."""
 
-        def one(patches: np.ndarray | CompressedPatches) -> np.ndarray:
-            if isinstance(patches, np.ndarray):
-                return patches
-            return self._timed(lambda: np.asarray(patches))
+        def read(screen: Screen) -> Screen:
+            if screen.arrays is not None:
+                return screen
+            return self._timed(lambda: read_planned(self._inputs, screen))
 
         assert self._threads is not None  # a round of an engine that is open
-        return list(self._threads.map(one, some))
+        return list(self._threads.map(read, screens))
 
     async def _once(self, key: str, work: Callable[[], Any]) -> Any:
         if key not in self._reading:

@@ -7,25 +7,24 @@ share a call is decided in `rounds`, how they are laid out in `jobs` and `reques
 A context of 6 tokens c with 3 sampled ones, a b and e, the end token: prefill writes all but the
 last c, which the first decode step reads. What was sampled last is never written.
 
-    place           0 1 2 3 4 5 6 7 8
+    cache position  0 1 2 3 4 5 6 7 8
     after prefill   c c c c c
     after decode    c c c c c c a b
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from uirl_jax.engine import sampling
+from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.engine.weights import Weights, merge
-from uirl_jax.models import qwen2_vl
-from uirl_jax.models.kv_cache import KVCache
-from uirl_jax.vision_inputs import ImageConfig
+from uirl_jax.families.chat import Vocabulary
+from uirl_jax.families.loading import PolicyModel
 
 # What the dimensions of the buffers mean, for models.sharding: slots over the data axes, heads over
 # the model's; any slot may read any visual token.
@@ -37,9 +36,9 @@ class DecodeRows(NamedTuple):
     """Where every row of a decode call stands; a row of padding has remaining 0."""
 
     slot_b: np.ndarray  # int32; one past the last at padding
-    length_b: np.ndarray  # int32, places of the slot that are written
+    length_b: np.ndarray  # int32, cache positions of the slot that are written
     token_b: np.ndarray  # int32, the token that is read next
-    position_b: np.ndarray  # int32, its M-RoPE position, the same in all three directions
+    position_b: np.ndarray  # int32, its position, the same on every axis
     step_b: np.ndarray  # int32, tokens that the request has sampled so far
     remaining_b: np.ndarray  # int32, tokens that it may still sample
     temperature_b: np.ndarray  # float32
@@ -78,115 +77,126 @@ class Decoded(NamedTuple):
 class Programs(NamedTuple):
     """Jitted; the first argument of each, a buffer, is donated.
 
-    encode(table_md, weights, patches_ipc, patch_positions_ip2, patch_segments_ip, row_m)
-      -> table_md; row_m int32[M']: the table's row of every visual token, one past the last: none.
+    encode(table_md, weights, vision, row_m) -> table_md; row_m int32[M']: the table's row of every
+      visual token, one past the last for padding.
     prefill(cache, weights, table_md, slot_b, start_b, token_ids_bt, vision_index_bt,
-      positions_3bt, *, places) -> cache
+      positions_abt, *, span) -> cache
     copy(cache, source_n, target_n, count) -> cache; slots, the first `count` of them.
-    decode(cache, weights, rows, steps, stop_early, *, places) -> (cache, Decoded);
+    decode(cache, weights, rows, steps, stop_early, *, span) -> (cache, Decoded);
       at most `steps` tokens a row; with stop_early only until a row has ended.
     """
 
     encode: Callable[..., jax.Array]
-    prefill: Callable[..., KVCache]
-    copy: Callable[..., KVCache]
-    decode: Callable[..., tuple[KVCache, Decoded]]
+    prefill: Callable[..., Any]
+    copy: Callable[..., Any]
+    decode: Callable[..., tuple[Any, Decoded]]
 
     def compile_count(self) -> int:
         return sum(program._cache_size() for program in self)
 
 
 def make_programs(
-    graphdef: nnx.GraphDef,
+    model: PolicyModel,
+    vocabulary: Vocabulary,
+    cfg: EngineConfig,
     *,
-    end_token_ids: Sequence[int],
-    forbidden_v: np.ndarray,
-    decode_steps: int,
-    image_cfg: ImageConfig,
     cache_sharding: Any = None,
     table_sharding: Any = None,
 ) -> Programs:
     """The programs of one model.
 
     Args:
-      end_token_ids: sampling any of them ends a row.
-      forbidden_v: bool[V], never sampled.
-      decode_steps: the most that a call may be asked for.
-      image_cfg: what the levels of a screenshot mean to the model.
       cache_sharding, table_sharding: where the buffers lie; left to the compiler they may come back
         placed otherwise, and the next call compiles again.
     """
-    ends = np.array(tuple(end_token_ids), np.int32)
+    return Programs(
+        _make_encode(model, table_sharding),
+        _make_prefill(model, cache_sharding),
+        _make_copy(cache_sharding),
+        _make_decode(model, vocabulary, cfg, cache_sharding),
+    )
+
+
+def _make_encode(model: PolicyModel, table_sharding: Any) -> Callable[..., jax.Array]:
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=table_sharding)
     def encode(
-        table_md: jax.Array,
-        weights: Weights,
-        patches_ipc: jax.Array,
-        patch_positions_ip2: jax.Array,
-        patch_segments_ip: jax.Array,
-        row_m: jax.Array,
+        table_md: jax.Array, weights: Weights, vision: dict[str, jax.Array], row_m: jax.Array
     ) -> jax.Array:
-        model, _ = merge(graphdef, weights)
-        patches_ipf = qwen2_vl.pixel_values(patches_ipc, image_cfg)
-        visual_md = qwen2_vl.encode_images(
-            model, patches_ipf, patch_positions_ip2, patch_segments_ip
-        )
+        module, _ = merge(model, weights)
+        visual_md = module.encode_images(vision)
         return table_md.at[row_m].set(visual_md.astype(table_md.dtype), mode="drop")
 
+    return encode
+
+
+def _make_prefill(model: PolicyModel, cache_sharding: Any) -> Callable[..., Any]:
     @functools.partial(
-        jax.jit, donate_argnums=0, static_argnames="places", out_shardings=cache_sharding
+        jax.jit, donate_argnums=0, static_argnames="span", out_shardings=cache_sharding
     )
     def prefill(
-        cache: KVCache,
+        cache: Any,
         weights: Weights,
         table_md: jax.Array,
         slot_b: jax.Array,
         start_b: jax.Array,
         token_ids_bt: jax.Array,
         vision_index_bt: jax.Array,
-        positions_3bt: jax.Array,
+        positions_abt: jax.Array,
         *,
-        places: int,
-    ) -> KVCache:
-        model, blocks = merge(graphdef, weights)
-        _, cache = qwen2_vl.extend(
-            model,
+        span: int,
+    ) -> Any:
+        module, blocks = merge(model, weights)
+        _, cache = module.extend(
             token_ids_bt,
             table_md,
             vision_index_bt,
-            positions_3bt,
+            positions_abt,
             cache,
             start_b,
             slot_b=slot_b,
-            places=places,
+            span=span,
             blocks=blocks,
         )
         return cache
 
+    return prefill
+
+
+def _make_copy(cache_sharding: Any) -> Callable[..., Any]:
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=cache_sharding)
-    def copy(cache: KVCache, source_n: jax.Array, target_n: jax.Array, count: jax.Array) -> KVCache:
-        def one(n: jax.Array, cache: KVCache) -> KVCache:
+    def copy(cache: Any, source_n: jax.Array, target_n: jax.Array, count: jax.Array) -> Any:
+        def copy_slot(n: jax.Array, cache: Any) -> Any:
             return jax.tree.map(lambda x: x.at[:, target_n[n]].set(x[:, source_n[n]]), cache)
 
-        return jax.lax.fori_loop(0, count, one, cache)  # a slot at a time: it may be gigabytes
+        return jax.lax.fori_loop(0, count, copy_slot, cache)  # one slot each: it may be gigabytes
+
+    return copy
+
+
+def _make_decode(
+    model: PolicyModel, vocabulary: Vocabulary, cfg: EngineConfig, cache_sharding: Any
+) -> Callable[..., tuple[Any, Decoded]]:
+    end_ids = np.array(vocabulary.end_token_ids, np.int32)
+    forbidden_v = np.isin(np.arange(model.cfg.vocab_size), vocabulary.forbidden_ids)
+    axes = model.inputs.position_axes
 
     @functools.partial(
-        jax.jit, donate_argnums=0, static_argnames="places", out_shardings=(cache_sharding, None)
+        jax.jit, donate_argnums=0, static_argnames="span", out_shardings=(cache_sharding, None)
     )
     def decode(
-        cache: KVCache,
+        cache: Any,
         weights: Weights,
         rows: DecodeRows,
         steps: jax.Array,
         stop_early: jax.Array,
         *,
-        places: int,
-    ) -> tuple[KVCache, Decoded]:
-        model, blocks = merge(graphdef, weights)
+        span: int,
+    ) -> tuple[Any, Decoded]:
+        module, blocks = merge(model, weights)
         batch = rows.slot_b.shape[0]
         # All slots, in order: then nothing has to be gathered from the cache.
-        slot_b = None if batch == cache.slots else rows.slot_b
+        slot_b = None if batch == cfg.num_slots else rows.slot_b
 
         def unfinished(carry: Any) -> jax.Array:
             step, _, out, _ = carry
@@ -194,23 +204,22 @@ def make_programs(
             over = stop_early & (live_b != (rows.remaining_b > 0)).any()
             return (step < steps) & live_b.any() & ~over
 
-        def one(carry: Any) -> Any:
+        def sample_token(carry: Any) -> Any:
             step, token_b, out, cache = carry
             live_b = ~out.ended_b & (out.count_b < rows.remaining_b)
-            x_b1d, cache = qwen2_vl.extend(
-                model,
+            x_b1d, cache = module.extend(
                 token_b[:, None],
                 None,
                 None,
-                jnp.broadcast_to((rows.position_b + step)[None, :, None], (3, batch, 1)),
+                jnp.broadcast_to((rows.position_b + step)[None, :, None], (axes, batch, 1)),
                 cache,
-                # A row that has ended writes nothing: its slot keeps what the episode goes on from.
-                jnp.where(live_b, rows.length_b + step, cache.places),
+                # A row that has ended writes nothing: its slot keeps what the episode continues.
+                jnp.where(live_b, rows.length_b + step, cfg.slot_positions),
                 slot_b=slot_b,
-                places=places,
+                span=span,
                 blocks=blocks,
             )
-            logits_bv = qwen2_vl.logits(model, x_b1d)[:, 0]
+            logits_bv = module.logits(x_b1d)[:, 0]
             full_bv = sampling.sampling_logprobs(logits_bv, rows.temperature_b, forbidden_v)
             drawn_bv = sampling.truncated(full_bv, rows.top_p_b, rows.top_k_b)
             token_b = sampling.draw(
@@ -228,19 +237,20 @@ def make_programs(
                 at_step(out.logprobs_bs, of_token(drawn_bv)),
                 at_step(out.full_logprobs_bs, of_token(full_bv)),
                 out.count_b + live_b,
-                out.ended_b | (live_b & jnp.isin(token_b, ends)),
+                out.ended_b | (live_b & jnp.isin(token_b, end_ids)),
             )
             return step + 1, token_b, out, cache
 
-        nothing_bs = jnp.zeros((batch, decode_steps), jnp.float32)
+        zeros_bs = jnp.zeros((batch, cfg.decode_steps), jnp.float32)
         out = Decoded(
-            nothing_bs.astype(jnp.int32),
-            nothing_bs,
-            nothing_bs,
+            zeros_bs.astype(jnp.int32),
+            zeros_bs,
+            zeros_bs,
             jnp.zeros((batch,), jnp.int32),
             jnp.zeros((batch,), bool),
         )
-        carry = jax.lax.while_loop(unfinished, one, (jnp.int32(0), rows.token_b, out, cache))
-        return carry[3], carry[2]
+        carry = (jnp.int32(0), rows.token_b, out, cache)
+        _, _, out, cache = jax.lax.while_loop(unfinished, sample_token, carry)
+        return cache, out
 
-    return Programs(encode, prefill, copy, decode)
+    return decode

@@ -11,12 +11,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from uirl_jax import vision_inputs
-from uirl_jax.chat import Message
 from uirl_jax.errors import ConfigError, ImageError
+from uirl_jax.families.border import Family, Inputs, PlacedScreen, Screen
+from uirl_jax.families.chat import Message
 from uirl_jax.untrusted_http import check_base_url
-
-Patches = np.ndarray | vision_inputs.CompressedPatches
 
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows float32; 0 itself means greedy
 
@@ -104,22 +102,32 @@ class EngineConfig:
         return self.slots or self.batch_sizes[-1]
 
     @property
-    def slot_places(self) -> int:
-        """Tokens of a slot."""
+    def slot_positions(self) -> int:
+        """Cache positions of a slot."""
         return self.context_lengths[-1] + self.max_new_tokens
 
-    def table_rows(self, merge_size: int) -> int:
+    def table_rows(self, inputs: Inputs) -> int:
         """Visual tokens of the table."""
-        a_call = self.image_rows[-1] * self.image_row_patches // merge_size**2
+        a_call = self.image_rows[-1] * inputs.row_tokens(self.image_row_patches)
         return self.image_tokens or 4 * a_call
 
-    def places(self, needed: int) -> int:
-        """Of a slot, that a program looks at."""
+    def span(self, needed: int) -> int:
+        """Cache positions of a slot that a program reads."""
         return next(
             length + self.max_new_tokens
             for length in self.context_lengths
             if length + self.max_new_tokens >= needed
         )
+
+
+def check_family(cfg: EngineConfig, family: Family) -> None:
+    """Refuses sizes that the family cannot work with. Raises: ConfigError."""
+    if cfg.prefill_lengths[-1] < cfg.context_lengths[-1]:
+        value = (
+            f"engine.prefill_lengths={cfg.prefill_lengths} below "
+            f"engine.context_lengths={cfg.context_lengths}"
+        )
+        family.require({"chunked_prefill": value})
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:
@@ -132,11 +140,9 @@ class SampleRequest:
     """One turn to sample. Screenshots come in the order of their placeholders in context_ids."""
 
     context_ids: np.ndarray  # int32[C]
-    # uint8[P,C] each, of vision_inputs.cut_image. An engine reads what is compressed when it needs
-    # it, and raises ImageError where it cannot.
-    patches: tuple[Patches, ...]
-    grids: tuple[tuple[int, int, int], ...]  # (t, h, w) each
-    image_keys: tuple[str, ...]  # screenshots with equal keys are the same, and encoded once
+    # Screens with equal keys are encoded once. The engine reads the arrays of a planned one when it
+    # needs them, and raises ImageError where it cannot.
+    screens: tuple[Screen, ...]
     max_new_tokens: int
     temperature: float  # 0 is greedy
     seed: int  # decides the tokens, together with weights and context: whoever shares the batch
@@ -145,10 +151,9 @@ class SampleRequest:
     stop_strings: tuple[str, ...] = ()  # the text that has one of them ends
     # Whose cache it continues: the turns of an episode have one. Empty: nobody's.
     episode: str = ""
-    # The same context for a server that tokenises and cuts images itself: text, and the encoded
-    # screenshots of its Nones. The engine of this process reads neither.
+    # The same context as text, for a server that tokenises it and cuts the screenshots itself. The
+    # engine of this process does not read it.
     messages: tuple[Message, ...] = ()
-    screenshots: tuple[bytes, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,69 +171,45 @@ class SampleResult:
     context_ids: np.ndarray | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class PlacedImage:
-    """Where one distinct screenshot lies in the vision tower's rows."""
-
-    row: int
-    start: int  # first patch within the row
-    segment: int  # from 1, distinct within the row
-    patches_pc: Patches
-    grid_thw: tuple[int, int, int]
-
-
 class ImageArrays(NamedTuple):
-    """Screenshots in the rows of the vision tower, and where their tokens go in the table."""
+    """Screens in the rows of the vision tower, and where their tokens go in the table."""
 
-    patches_ipc: np.ndarray  # uint8
-    patch_positions_ip2: np.ndarray
-    patch_segments_ip: np.ndarray
+    vision: dict[str, np.ndarray]  # of Inputs.pack_screens
     row_m: np.ndarray  # int32, one past the table's last at padding
 
 
-def validated_positions(
-    request: SampleRequest, cfg: EngineConfig, *, image_token_id: int, merge_size: int
-) -> np.ndarray:
+def validated_positions(request: SampleRequest, cfg: EngineConfig, inputs: Inputs) -> np.ndarray:
     """Refuses a request that could never be sampled.
 
     Returns:
-      int32[3,C], M-RoPE positions of its context; computing them is half of the checks.
+      int32[A,C], positions of its context; computing them is half of the checks.
 
     Raises:
       ConfigError: beyond a limit; the message names it and the key to change.
-      ValueError: the request contradicts itself (a defect of the caller, no user's mistake).
+      ValueError: the request contradicts itself (a defect of the caller, not a user's mistake).
     """
-    length = len(request.context_ids)
     check_settings(request, cfg)
-    largest = max((len(patches_pc) for patches_pc in request.patches), default=0)
+    largest = max((screen.patches for screen in request.screens), default=0)
     if largest > cfg.image_row_patches:
         raise ConfigError(
             f"a screenshot of {largest} patches is larger than a row of the vision tower, "
             f"{cfg.image_row_patches}: raise engine.image_row_patches or lower max_pixels"
         )
-    if not length or not len(request.patches) == len(request.grids) == len(request.image_keys):
-        raise ValueError(
-            f"a request with {length} tokens, {len(request.patches)} images, "
-            f"{len(request.grids)} grids, {len(request.image_keys)} image keys"
-        )
-    tokens = visual_tokens(request, merge_size)
-    if sum(tokens.values()) > cfg.table_rows(merge_size):
+    if not len(request.context_ids):
+        raise ValueError("a request with an empty context")
+    tokens = visual_tokens(request)
+    if sum(tokens.values()) > cfg.table_rows(inputs):
         raise ConfigError(
             f"the {len(tokens)} screenshots of one context have {sum(tokens.values())} visual "
-            f"tokens, and the engine keeps {cfg.table_rows(merge_size)}: raise engine.image_tokens "
+            f"tokens, and the engine keeps {cfg.table_rows(inputs)}: raise engine.image_tokens "
             "or keep fewer screenshots"
         )
-    for patches_pc, grid_thw in zip(request.patches, request.grids, strict=True):
-        if len(patches_pc) != math.prod(grid_thw):
-            raise ValueError(f"{len(patches_pc)} patches for an image of grid {grid_thw}")
-    if request.context_ids[-1] == image_token_id:
+    if request.context_ids[-1] == inputs.image_token_id:
         raise ValueError("a context that ends with a visual token: an image is cut, or no text")
     try:
-        return vision_inputs.rope_positions(
-            request.context_ids, request.grids, image_token_id, merge_size
-        )
+        return inputs.positions(request.context_ids, request.screens)
     except ImageError as error:  # the caller's arithmetic, not a screenshot, is at fault
-        raise ValueError(f"context_ids and grids of a request disagree: {error}") from error
+        raise ValueError(f"context_ids and screens of a request disagree: {error}") from error
 
 
 def check_settings(request: SampleRequest, cfg: EngineConfig) -> None:
@@ -255,69 +236,59 @@ def check_settings(request: SampleRequest, cfg: EngineConfig) -> None:
         raise ConfigError(f"top_k {request.top_k} is negative; 0 cuts nothing")
 
 
-def visual_tokens(request: SampleRequest, merge_size: int) -> dict[str, int]:
-    """By key, of every distinct screenshot of the request."""
-    return {
-        key: vision_inputs.num_visual_tokens(grid, merge_size)
-        for key, grid in zip(request.image_keys, request.grids, strict=True)
-    }
+def visual_tokens(request: SampleRequest) -> dict[str, int]:
+    """By key, of every distinct screen of the request."""
+    return {screen.key: screen.tokens for screen in request.screens}
 
 
-def place_image(
-    placed: dict[str, PlacedImage],
-    key: str,
-    patches_pc: Patches,
-    grid_thw: tuple[int, int, int],
-    cfg: EngineConfig,
+def place_screen(
+    placed: list[PlacedScreen], screen: Screen, cfg: EngineConfig, inputs: Inputs
 ) -> bool:
-    """Adds a screenshot behind those already placed, in the last row while it fits.
+    """Adds a screen behind those already placed, in the last row while it fits.
 
     Returns: False where the rows of a call do not suffice; then nothing is added.
     """
     row, start, segment = 0, 0, 1
     if placed:
-        last = next(reversed(placed.values()))
-        row, start, segment = last.row, last.start + len(last.patches_pc), last.segment + 1
-        if start + len(patches_pc) > cfg.image_row_patches:
+        last = placed[-1]
+        row, start, segment = last.row, last.start + last.screen.patches, last.segment + 1
+        if not inputs.shares_rows or start + screen.patches > cfg.image_row_patches:
             row, start, segment = row + 1, 0, 1
     if row >= cfg.image_rows[-1]:
         return False
-    placed[key] = PlacedImage(row, start, segment, patches_pc, grid_thw)
+    placed.append(PlacedScreen(screen, row, start, segment))
     return True
 
 
 def image_arrays(
-    placed: dict[str, PlacedImage],
+    placed: Sequence[PlacedScreen],
     table_rows: dict[str, np.ndarray],
     cfg: EngineConfig,
-    *,
-    merge_size: int,
-    patch_levels: int,
+    inputs: Inputs,
 ) -> ImageArrays:
-    """The arrays of one call, in the smallest number of rows that holds the screenshots.
+    """The arrays of one call, in the smallest number of rows that holds the screens.
 
     Args:
-      table_rows: by key, where in the table the screenshot's tokens belong.
+      table_rows: by key, where in the table the screen's tokens belong.
     """
-    used = 1 + max((image.row for image in placed.values()), default=0)
-    rows, patches = smallest(cfg.image_rows, used), cfg.image_row_patches
-    tokens = patches // merge_size**2
-    arrays = ImageArrays(
-        np.zeros((rows, patches, patch_levels), np.uint8),
-        np.zeros((rows, patches, 2), np.int32),
-        np.zeros((rows, patches), np.int32),
-        np.full(rows * tokens, cfg.table_rows(merge_size), np.int32),
-    )
-    for key, image in placed.items():
-        span = slice(image.start, image.start + len(image.patches_pc))
-        arrays.patches_ipc[image.row, span] = image.patches_pc
-        arrays.patch_positions_ip2[image.row, span] = vision_inputs.patch_positions(
-            image.grid_thw, merge_size
-        )
-        arrays.patch_segments_ip[image.row, span] = image.segment
-        first = (image.row * patches + image.start) // merge_size**2
-        arrays.row_m[first : first + len(table_rows[key])] = table_rows[key]
-    return arrays
+    used = 1 + max((screen.row for screen in placed), default=0)
+    return packed_images(placed, table_rows, smallest(cfg.image_rows, used), cfg, inputs)
+
+
+def packed_images(
+    placed: Sequence[PlacedScreen],
+    table_rows: dict[str, np.ndarray],
+    rows: int,
+    cfg: EngineConfig,
+    inputs: Inputs,
+) -> ImageArrays:
+    """As image_arrays, in so many rows."""
+    packed = inputs.pack_screens(placed, rows, cfg.image_row_patches)
+    row_tokens = inputs.row_tokens(cfg.image_row_patches)
+    row_m = np.full(rows * row_tokens, cfg.table_rows(inputs), np.int32)
+    for (screen, *_), first in zip(placed, packed.first_tokens, strict=True):
+        row_m[first : first + screen.tokens] = table_rows[screen.key]
+    return ImageArrays(packed.arrays, row_m)
 
 
 def seed_words(seed: int) -> np.ndarray:

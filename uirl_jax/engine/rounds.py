@@ -8,10 +8,8 @@ this, read it first. The jitted `programs` do the work on the device, `jobs` lay
 
 import collections
 import contextlib
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +25,12 @@ from uirl_jax.engine.requests import EngineConfig, SampleResult
 from uirl_jax.engine.slots import SlotPool
 from uirl_jax.engine.visual_table import VisualTable
 from uirl_jax.engine.warm_up import call_everything
-from uirl_jax.engine.weights import Weights, check_fits, prepare, with_adapters
+from uirl_jax.engine.weights import Weights, check_fits, merge, prepare, with_adapters
 from uirl_jax.errors import PolicyError
-from uirl_jax.models import qwen2_vl, sharding
-from uirl_jax.models.kv_cache import KVCache
-from uirl_jax.vision_inputs import ImageConfig
+from uirl_jax.families.border import PlacedScreen
+from uirl_jax.families.chat import Vocabulary
+from uirl_jax.families.loading import PolicyModel
+from uirl_jax.models import sharding
 
 
 class Policy(NamedTuple):
@@ -50,40 +49,28 @@ class Rounds:
     `set_policy`, release an episode in `pool`, ask `has_tokens_of`, and read the counters.
 
     Args:
-      pixels: open while rounds run; the others are those of `engine.Engine`.
+      pixels: open while rounds run; the other arguments as in `engine.Engine`.
     """
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
-        frozen: nnx.State,
-        lora: nnx.State,
-        policy_version: int,
-        *,
-        model_cfg: qwen2_vl.Qwen2VLConfig,
-        end_token_ids: Sequence[int],
-        forbidden_ids: Sequence[int],
+        model: PolicyModel,
+        vocabulary: Vocabulary,
         cfg: EngineConfig,
-        image_cfg: ImageConfig,
+        *,
+        policy_version: int,
         pixels: PixelReader,
-        decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._cfg, self._model_cfg, self._pixels = cfg, model_cfg, pixels
+        self._model, self._vocabulary, self._cfg, self._pixels = model, vocabulary, cfg, pixels
+        self._inputs = model.inputs
         # Placed once, and what is made here beside it: jit tells an array that was placed from one
         # that merely lies somewhere, and would compile again for it.
-        lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), lora)
-        self._decode_text = decode_text
-        self._merge_size = model_cfg.vision.spatial_merge_size
-        self._vision_trainable = "visual" in lora
-        forbidden_v = np.zeros(model_cfg.vocab_size, bool)
-        forbidden_v[list(forbidden_ids)] = True
-        self._embedding_dtype = frozen["text"]["embedding"].dtype
-        table_shape = (cfg.table_rows(self._merge_size), model_cfg.hidden_size)
-        cache = jax.eval_shape(self._init_cache)
+        lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), model.lora)
+        self._vision_trainable = model.trains_vision
         beside = jax.tree.leaves(lora)[0].sharding
         self._mesh = beside.mesh if isinstance(beside, NamedSharding) else None
         by_layer = jax.default_backend() == "cpu" and self._mesh is None
-        weights = prepare(frozen, lora, by_layer=by_layer)
+        weights = prepare(model, lora, by_layer=by_layer)
         self.policy = self.next_policy = Policy(weights, policy_version)
 
         def placement(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
@@ -92,14 +79,15 @@ class Rounds:
             spec = sharding.partition_spec(axes, shape, dict(self._mesh.shape))
             return NamedSharding(self._mesh, spec)
 
-        self._cache_sharding = placement(CACHE_AXES, cache.k_lcksh.shape)
-        self._table_sharding = placement(TABLE_AXES, table_shape)
+        self._table_shape = jax.eval_shape(self._init_table, weights)
+        self._cache_sharding = jax.tree.map(
+            lambda leaf: placement(CACHE_AXES, leaf.shape), jax.eval_shape(self._init_cache)
+        )
+        self._table_sharding = placement(TABLE_AXES, self._table_shape.shape)
         self._programs = make_programs(
-            graphdef,
-            end_token_ids=[int(token_id) for token_id in end_token_ids],
-            forbidden_v=forbidden_v,
-            decode_steps=cfg.decode_steps,
-            image_cfg=image_cfg,
+            model,
+            vocabulary,
+            cfg,
             cache_sharding=self._cache_sharding,
             table_sharding=self._table_sharding,
         )
@@ -122,7 +110,9 @@ class Rounds:
         check_fits(lora, old, version)
         # Placed as the first adapters are: otherwise everything would be compiled again.
         placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), lora, old)
-        self.next_policy = Policy(with_adapters(self.policy.weights, placed), version)
+        self.next_policy = Policy(
+            with_adapters(self._model, self.policy.weights, placed), version
+        )
 
     def run(self) -> list[Outcome]:
         """Admits what waits, and makes one call of each kind that has something to do."""
@@ -147,18 +137,28 @@ class Rounds:
         return outcomes
 
     def _reset_buffers(self) -> None:
-        self.pool = SlotPool(self._cfg.num_slots)
+        can = self._model.family.capabilities
+        self.pool = SlotPool(
+            self._cfg.num_slots, reuse=can.reuse_across_turns, share=can.share_in_group
+        )
         self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
-        rows = self._cfg.table_rows(self._merge_size)
-        self._table = VisualTable(rows)
-        empty_md = jnp.zeros((rows, self._model_cfg.hidden_size), self._embedding_dtype)
+        self._table = VisualTable(len(self._table_shape))
+        empty_md = jnp.zeros(self._table_shape.shape, self._table_shape.dtype)
         self._table_md = jax.device_put(empty_md, self._table_sharding)
 
-    def _init_cache(self) -> KVCache:
+    def _init_cache(self) -> Any:
         cfg = self._cfg
-        return qwen2_vl.init_cache(
-            self._model_cfg, cfg.num_slots, cfg.slot_places, jnp.dtype(cfg.cache_dtype)
+        return self._model.family.init_cache(
+            self._model.cfg, cfg.num_slots, cfg.slot_positions, jnp.dtype(cfg.cache_dtype)
         )
+
+    def _init_table(self, weights: Weights) -> jax.Array:
+        """Zeros of the width and dtype in which the family encodes images."""
+        module, _ = merge(self._model, weights)
+        empty = requests.packed_images((), {}, 1, self._cfg, self._inputs)
+        visual_md = module.encode_images(empty.vision)
+        rows = self._cfg.table_rows(self._inputs)
+        return jnp.zeros((rows, visual_md.shape[-1]), visual_md.dtype)
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
@@ -210,39 +210,33 @@ class Rounds:
         """The screenshots that the next prefills read, as many as one call holds."""
         for job in self._to_prefill():
             if job.reading is None:
-                needed = job.unread_images(self._model_cfg.image_token_id)
+                needed = job.unread_images(self._inputs.image_token_id)
                 if self._table.take(needed) is None:
                     break  # until others have read theirs; the oldest comes first
                 job.reading = needed
                 self.totals["images_cached"] += sum(map(self._table.is_encoded, needed))
-        placed: dict[str, requests.PlacedImage] = {}
+        placed: list[PlacedScreen] = []
+        keys: set[str] = set()
         for job in self.running:
-            reading, request = job.reading or {}, job.request
-            for key, patches_pc, grid in zip(
-                request.image_keys, request.patches, request.grids, strict=True
-            ):
-                known = key not in reading or key in placed or self._table.is_encoded(key)
-                if not known and not requests.place_image(placed, key, patches_pc, grid, self._cfg):
+            for screen in job.request.screens:
+                key = screen.key
+                known = key not in (job.reading or {}) or key in keys or self._table.is_encoded(key)
+                if known:
+                    continue
+                if not requests.place_screen(placed, screen, self._cfg, self._inputs):
                     break
+                keys.add(key)
         if not placed:
             return
-        # The newest of a request was read at its arrival; others whose tokens were given up here.
-        read = self._pixels.read_all(image.patches_pc for image in placed.values())
-        placed = {
-            key: dataclasses.replace(image, patches_pc=patches_pc)
-            for (key, image), patches_pc in zip(placed.items(), read, strict=True)
-        }
+        # The newest of a request was read at its arrival; older ones whose tokens were dropped are
+        # read here.
+        read = self._pixels.read_all(place.screen for place in placed)
+        placed = [place._replace(screen=screen) for place, screen in zip(placed, read, strict=True)]
         started_s = time.perf_counter()
-        rows = {key: self._table.rows_of(key) for key in placed}
-        arrays = requests.image_arrays(
-            placed,
-            rows,
-            self._cfg,
-            merge_size=self._merge_size,
-            patch_levels=self._model_cfg.vision.patch_levels,
-        )
+        rows = {key: self._table.rows_of(key) for key in keys}
+        arrays = requests.image_arrays(placed, rows, self._cfg, self._inputs)
         self._table_md = self._programs.encode(self._table_md, self.policy.weights, *arrays)
-        for key in placed:
+        for key in keys:
             self._table.set_encoded(key)
         self.totals["images_encoded"] += len(placed)
         self._count_seconds("encode", started_s, self._table_md)
@@ -273,10 +267,7 @@ class Rounds:
             return
         started_s = time.perf_counter()
         arrays, counts = prefill_arrays(
-            ready,
-            self._cfg,
-            image_token_id=self._model_cfg.image_token_id,
-            rows_of=self._table.rows_of,
+            ready, self._cfg, inputs=self._inputs, rows_of=self._table.rows_of
         )
         for job, count in zip(ready, counts, strict=True):
             job.slot.computed += count
@@ -288,7 +279,7 @@ class Rounds:
             self.policy.weights,
             self._table_md,
             *arrays,
-            places=self._cfg.places(reach),
+            span=self._cfg.span(reach),
         )
         self.totals["prefill_tokens"] += sum(counts)
         self._count_seconds("prefill", started_s, self._cache)
@@ -309,7 +300,7 @@ class Rounds:
             rows,
             np.int32(steps),
             np.bool_(bool(self.waiting)),  # of a deque it would be an array
-            places=cfg.places(min(cfg.slot_places, int(rows.length_b.max()) + steps)),
+            span=cfg.span(min(cfg.slot_positions, int(rows.length_b.max()) + steps)),
         )
         decoded = jax.device_get(decoded)
         self._count_seconds("decode", started_s, self._cache)
@@ -329,7 +320,7 @@ class Rounds:
                 "weights hold NaN or infinity, or overflow; publish another version"
             )
         if job.request.stop_strings:
-            job.cut_at_stop_string(self._decode_text)
+            job.cut_at_stop_string(self._vocabulary.decode)
         if not job.ended:
             return None
         self._leave(job, len(job.contents_c) + len(job.token_ids) - 1)
@@ -350,7 +341,7 @@ class Rounds:
             self._cache, self._table_md = call_everything(
                 self._programs,
                 self._cfg,
-                self._model_cfg.vision,
+                self._inputs,
                 self.policy.weights,
                 self._cache,
                 self._table_md,

@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from uirl_jax.families.border import Screen
 
 def contents(
-    token_ids_c: np.ndarray, image_keys: Sequence[str], tokens: Sequence[int], image_token_id: int
+    token_ids_c: np.ndarray, screens: Sequence[Screen], image_token_id: int
 ) -> np.ndarray:
-    """int64[C]: equal up to a place exactly where the cache is.
+    """int64[C]: equal up to a position exactly where the cache is.
 
     Args:
-      tokens: visual tokens of every screenshot, in the order of their placeholders.
+      screens: in the order of their placeholders.
     """
     contents_c = token_ids_c.astype(np.int64)
-    visual = [_names(key, count) for key, count in zip(image_keys, tokens, strict=True)]
+    visual = [_names(screen.key, screen.tokens) for screen in screens]
     if visual:
         contents_c[token_ids_c == image_token_id] = np.concatenate(visual)
     return contents_c
@@ -43,28 +44,34 @@ def common(a_c: np.ndarray, b_c: np.ndarray) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """One slot: its places 0 ... computed - 1 hold contents_c[:computed]; the rest is to come."""
+    """One slot: cache positions 0 ... computed - 1 hold contents_c[:computed]; the rest is pending."""
 
     number: int
-    owner: str = ""  # the episode that it belongs to; empty: nobody's
+    owner: str = ""  # the episode that it belongs to; empty: free
     contents_c: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     computed: int = 0
-    used: int = 0  # when, on the pool's own clock
+    used: int = 0  # time of last use, on the pool's own clock
     busy: bool = False  # a request runs in it
     donor: "Slot | None" = None  # its prefix is to be copied from there ...
     shared: int = 0  # ... up to here, once it is computed
 
     @property
     def pending(self) -> int:
-        """Places that are still to be prefilled."""
+        """Positions that are still to be prefilled."""
         return len(self.contents_c) - self.computed
 
 
 class SlotPool:
-    """All slots. A request gets its episode's own, a free one, or the one idle for longest."""
+    """All slots. A request gets its episode's own, a free one, or the one idle for longest.
 
-    def __init__(self, count: int) -> None:
+    Args:
+      reuse: a slot keeps what it holds of a context that continues it; else each begins anew.
+      share: a prefix may be copied from another slot.
+    """
+
+    def __init__(self, count: int, *, reuse: bool = True, share: bool = True) -> None:
         self.slots = [Slot(number) for number in range(count)]
+        self._reuse, self._share = reuse, share
         self._clock = 0
 
     def admit(self, owner: str, contents_c: np.ndarray) -> Slot | None:
@@ -77,7 +84,8 @@ class SlotPool:
             return None
         self._clock += 1
         slot.used, slot.owner, slot.busy = self._clock, owner, True
-        slot.computed = min(slot.computed, common(slot.contents_c, contents_c))
+        kept = common(slot.contents_c, contents_c) if self._reuse else 0
+        slot.computed = min(slot.computed, kept)
         slot.contents_c = contents_c
         self._plan_anew(slot)
         self.plan(slot)
@@ -86,12 +94,16 @@ class SlotPool:
     def plan(self, slot: Slot) -> None:
         """Finds the slot that a prefix can be copied from."""
         slot.donor, slot.shared = None, 0
+        if not self._share:
+            return
         best = slot.computed
         for other in self.slots:
-            # Never from one that waits for a third, or for this one: nobody waits in a circle.
+            # Never from a slot that waits for a third, or for this one: no circular waits.
             if other is slot or other.donor is not None:
                 continue
             shared = common(other.contents_c, slot.contents_c)
+            if not self._reuse and shared < len(slot.contents_c):
+                continue  # a family that computes a context as a whole shares only equal ones
             if not other.busy:
                 shared = min(shared, other.computed)
             if shared > best:

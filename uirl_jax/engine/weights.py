@@ -7,14 +7,15 @@ weights once (measured 2026-11-21 on two cores, 16 rows through 318 MB of matric
 as the model.
 """
 
+import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from uirl_jax.errors import PolicyError
-from uirl_jax.models import qwen2_vl
+from uirl_jax.families.loading import PolicyModel
 
 
 class Weights(NamedTuple):
@@ -26,18 +27,21 @@ class Weights(NamedTuple):
     lora_layers: tuple[nnx.State, ...] | None
 
 
-def prepare(frozen: nnx.State, lora: nnx.State, *, by_layer: bool) -> Weights:
+def prepare(model: PolicyModel, lora: nnx.State, *, by_layer: bool) -> Weights:
     if not by_layer:
-        return Weights(frozen, lora, None, None)
-    layers = jax.tree.leaves(frozen["text"]["blocks"])[0].shape[0]
-    return Weights(frozen, lora, _layers(frozen, layers), _layers(lora, layers))
+        return Weights(model.frozen, lora, None, None)
+    path = model.family.text_blocks
+    layers = jax.tree.leaves(_under(model.frozen, path))[0].shape[0]
+    split = (_layers(_under(tree, path), layers) for tree in (model.frozen, lora))
+    return Weights(model.frozen, lora, *split)
 
 
-def with_adapters(weights: Weights, lora: nnx.State) -> Weights:
+def with_adapters(model: PolicyModel, weights: Weights, lora: nnx.State) -> Weights:
     """The same base under another policy."""
     if weights.frozen_layers is None:
         return weights._replace(lora=lora)
-    return weights._replace(lora=lora, lora_layers=_layers(lora, len(weights.frozen_layers)))
+    blocks = _under(lora, model.family.text_blocks)
+    return weights._replace(lora=lora, lora_layers=_layers(blocks, len(weights.frozen_layers)))
 
 
 def check_fits(lora: nnx.State, old: nnx.State, version: int) -> None:
@@ -55,25 +59,32 @@ def check_fits(lora: nnx.State, old: nnx.State, version: int) -> None:
             )
 
 
-def merge(
-    graphdef: nnx.GraphDef, weights: Weights
-) -> tuple[qwen2_vl.Qwen2VL, tuple[qwen2_vl.TextBlock, ...] | None]:
-    """(model, its text blocks one by one), as `qwen2_vl.extend` takes them; in a traced function.
+def merge(model: PolicyModel, weights: Weights) -> tuple[Any, tuple[Any, ...] | None]:
+    """(module, its text blocks one by one), as `border.Model.extend` takes them; when traced.
 
-    What is not used of the stacked ones is no argument of the compiled program.
+    Stacked blocks that are not used are not arguments of the compiled program.
     """
-    model = nnx.merge(graphdef, weights.lora, weights.frozen)
+    module = nnx.merge(model.graphdef, weights.lora, weights.frozen)
     if weights.frozen_layers is None:
-        return model, None
-    block_graphdef = nnx.graphdef(model.text.blocks)
+        return module, None
+    blocks = functools.reduce(getattr, model.family.text_blocks, module)
+    block_graphdef = nnx.graphdef(blocks)
     pairs = zip(weights.lora_layers, weights.frozen_layers, strict=True)
-    return model, tuple(nnx.merge(block_graphdef, *of_layer) for of_layer in pairs)
+    return module, tuple(nnx.merge(block_graphdef, *pair) for pair in pairs)
 
 
-def _layers(tree: nnx.State, count: int) -> tuple[nnx.State, ...]:
-    if "text" not in tree or "blocks" not in tree["text"]:  # adapters on the vision tower alone
+def _under(tree: nnx.State, path: tuple[str, ...]) -> nnx.State | None:
+    for name in path:
+        if name not in tree:  # adapters on the vision tower alone
+            return None
+        tree = tree[name]
+    return tree
+
+
+def _layers(blocks: nnx.State | None, count: int) -> tuple[nnx.State, ...]:
+    if blocks is None:
         return (nnx.State({}),) * count
-    return _unstack(tree["text"]["blocks"], count)
+    return _unstack(blocks, count)
 
 
 @jax.jit(static_argnames="count")

@@ -1,7 +1,7 @@
 """The keys and values of a text tower's layers, in slots, as floats or as int8.
 
-Between `qwen2_vl.extend`, which writes and reads a layer at a time, and the engine, which owns the
-buffers and decides which slot is whose.
+A family's `extend` writes and reads a layer at a time; the engine owns the buffers and decides which
+request has which slot.
 
 int8 is a choice for memory: one scale for every token and head, so that a token never changes what
 was stored before it. |x - q * scale| is at most scale / 2, half of a 127th of the head's largest
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values of every layer; place s of slot c holds the slot's s-th token.
+    """Keys (rotated) and values of every layer; position s of slot c holds the slot's s-th token.
 
-    A head's places lie side by side, as the products of attention read them.
+    A head's positions lie side by side, as the products of attention read them.
     """
 
     k_lcksh: jax.Array
@@ -31,14 +31,14 @@ class KVCache(NamedTuple):
         return self.k_lcksh.shape[1]
 
     @property
-    def places(self) -> int:
+    def positions(self) -> int:
         """Of a slot."""
         return self.k_lcksh.shape[3]
 
 
-def init(layers: int, slots: int, places: int, heads: int, dim: int, dtype: jnp.dtype) -> KVCache:
+def init(layers: int, slots: int, positions: int, heads: int, dim: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache."""
-    shape = (layers, slots, heads, places, dim)
+    shape = (layers, slots, heads, positions, dim)
 
     def empty() -> jax.Array:
         return jnp.zeros(shape, dtype)
@@ -56,9 +56,9 @@ def write(
     k_btkh: jax.Array,
     v_btkh: jax.Array,
 ) -> KVCache:
-    """The cache with row b's k and v from place start_b[b] of its slot on.
+    """The cache with row b's k and v from position start_b[b] of its slot on.
 
-    slot_b: None are all slots, in order. What lies past the last slot or place is dropped.
+    slot_b: None are all slots, in order. What lies past the last slot or position is dropped.
     """
     tokens, heads = k_btkh.shape[1:3]
     slot_b = jnp.arange(len(start_b)) if slot_b is None else slot_b
@@ -87,12 +87,12 @@ def write(
 
 
 def read(
-    cache: KVCache, layer: jax.Array, slot_b: jax.Array | None, places: int, dtype: jnp.dtype
+    cache: KVCache, layer: jax.Array, slot_b: jax.Array | None, span: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v [B,K,S,H] of a layer, the first `places` of the slots; None: of all, in order."""
+    """k and v [B,K,S,H] of a layer, the first `span` positions of the slots; None: of all, in order."""
 
     def looked_at(buffer: jax.Array) -> jax.Array:
-        of_layer_cksh = buffer[layer, :, :, :places]  # first, or a gather looks through all layers
+        of_layer_cksh = buffer[layer, :, :, :span]  # first, or a gather looks through all layers
         return of_layer_cksh if slot_b is None else of_layer_cksh[slot_b]
 
     if cache.k_scale_lcks1 is None:

@@ -2,16 +2,13 @@
 
 The adapters are a kind of their own, so that `nnx.split(model, LoRAParam, ...)` separates what is
 trained from what is frozen. LoRAParam subclasses Param: it must be the first filter of a split.
-Works on stacked blocks, where every leaf has a leading layer axis. PEFT's files are peft_adapters'
-business. Source: arXiv:2106.09685 and the peft library, tuners/lora; rsLoRA: arXiv:2312.03732.
+Works on stacked blocks, where every leaf has a leading layer axis. `peft_adapters` reads and writes
+PEFT's files. Source: arXiv:2106.09685 and the peft library, tuners/lora; rsLoRA: arXiv:2312.03732.
 """
 
 import dataclasses
 import math
-import types
-import typing
-from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +16,7 @@ from flax import nnx
 
 from uirl_jax.errors import ConfigError
 from uirl_jax.models.sharding import constrain
-
-TextProjection = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-]
-VisionProjection = Literal["qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2"]
-Projection = Literal[TextProjection, VisionProjection]
-Target = Literal["attention", "mlp", "all", "vision", "merger", Projection]
-
-# Target -> the projections that it stands for; a projection's own name stands for itself.
-GROUPS: Mapping[str, tuple[Projection, ...]] = types.MappingProxyType(
-    {
-        "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "mlp": ("gate_proj", "up_proj", "down_proj"),
-        "all": typing.get_args(TextProjection),
-        "vision": ("qkv", "proj", "fc1", "fc2"),
-        "merger": ("merger_fc1", "merger_fc2"),
-    }
-)
-PROJECTIONS: tuple[Projection, ...] = typing.get_args(Projection)
-
+from uirl_jax.models.weight_table import WeightTable
 
 class LoRAParam(nnx.Param):
     """A leaf of the adapters. Filter for it before nnx.Param."""
@@ -48,15 +26,13 @@ class LoRAParam(nnx.Param):
 class LoraConfig:
     """Rank, strength and place of the adapters.
 
-    attention, mlp and both of them, all, lie in the text tower. vision (the blocks of the vision
-    tower) and merger (between the towers) make visual tokens depend on what is trained: the learner
-    then computes them inside the loss, and once more with adapters off for the reference
-    (make_steps(vision_trainable=True), which `learner.loop` asks for where it sees such adapters).
+    Targets are groups of a family's projections (attention, mlp and all of the text tower; vision
+    and what else a family lists) or single projections; `WeightTable.projections_of` checks them.
     """
 
     rank: int = 16
     alpha: float = 32.0  # the update is scaled by alpha / rank
-    targets: tuple[Target, ...] = ("attention", "mlp")  # q, k, v, o / gate, up, down
+    targets: tuple[str, ...] = ("attention", "mlp")  # q, k, v, o / gate, up, down
     # Share of an adapter's inputs that is zeroed, in the pass that gradients are taken of and in no
     # other. 0: the ratio of new to old logprobs would not start from 1.
     dropout: float = 0.0
@@ -67,35 +43,12 @@ class LoraConfig:
             raise ConfigError(f"lora.rank={self.rank}, expected at least 1")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout}, expected at least 0 and less than 1")
-        known = typing.get_args(Target)
-        unknown = [target for target in self.targets if target not in known]
-        if unknown or not self.targets:
-            what = f": {unknown[0]!r} is unknown" if unknown else ""
-            raise ConfigError(f"lora.targets={self.targets}{what}, expected some of {known}")
+        if not self.targets:
+            raise ConfigError("lora.targets=(), expected at least one, such as 'attention'")
 
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    @property
-    def projections(self) -> frozenset[str]:
-        """The names of the linear layers that carry adapters."""
-        return frozenset(name for target in self.targets for name in GROUPS.get(target, (target,)))
-
-    def for_projection(self, name: Projection) -> "LoraConfig | None":
-        """This config where `name` carries adapters, else None."""
-        return self if name in self.projections else None
-
-
-def targets_of(projections: Collection[str]) -> tuple[Target, ...]:
-    """The reverse of LoraConfig.projections: whole groups by their names, then what is left."""
-    groups = [
-        name
-        for name, members in GROUPS.items()
-        if name != "all" and set(members) <= set(projections)
-    ]
-    grouped = {member for name in groups for member in GROUPS[name]}
-    return (*groups, *(n for n in PROJECTIONS if n in projections and n not in grouped))
 
 
 class Linear(nnx.Module):
@@ -171,3 +124,17 @@ class Linear(nnx.Module):
 def split_key(key: jax.Array | None, count: int) -> list[jax.Array] | list[None]:
     """One dropout key each for `count` layers, or None each where nothing is dropped."""
     return [None] * count if key is None else list(jax.random.split(key, count))
+
+
+def adapted_linear(
+    name: str,
+    in_features: int,
+    out_features: int,
+    *,
+    lora: LoraConfig | None,
+    table: WeightTable,
+    **options: Any,
+) -> Linear:
+    """The projection `name` of a family, with adapters where the targets of `lora` include it."""
+    carries = lora is not None and name in table.projections_of(lora.targets)
+    return Linear(in_features, out_features, lora=lora if carries else None, **options)

@@ -1,12 +1,8 @@
 """Adapters in PEFT's format: adapter_config.json + adapter_model.safetensors <-> LoRAParam leaves.
 
-What is written here is read by the peft library onto transformers' Qwen2VLForConditionalGeneration,
-and the other way round. Which module of theirs is which leaf of ours comes from qwen2_vl_names. An
-adapter that computes anything but x A B times a constant is refused, and pickles are never opened.
-
-    adapter = load_adapter(directory, read_config(model_dir))
-    model = load_pretrained(model_dir, lora=adapter.lora, ...)
-    nnx.update(model, adapters_from_numpy(adapter.arrays, nnx.state(model, LoRAParam)))
+The peft library reads what is written here onto transformers' model, and the other way round. A
+family's table (`weight_table`) says which of their modules is which leaf of ours. An adapter that
+computes anything but x A B times a constant is refused, and pickles are never opened.
 
 Source: peft 0.21, tuners/lora/config.py, tuners/tuners_utils.py, utils/save_and_load.py.
 """
@@ -14,7 +10,7 @@ Source: peft 0.21, tuners/lora/config.py, tuners/tuners_utils.py, utils/save_and
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,20 +20,16 @@ import safetensors.numpy
 from flax import nnx
 
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.models.lora import PROJECTIONS, LoraConfig, LoRAParam, targets_of
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
-from uirl_jax.models.qwen2_vl_names import Leaf, current_name, leaves_of
-from uirl_jax.models.qwen2_vl_weights import adapters_to_numpy
+from uirl_jax.models.directory import read_json
+from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.weight_files import DTYPE_NAMES, listed, replacing
+from uirl_jax.models.weight_table import Leaf, WeightTable
+from uirl_jax.models.weights import adapters_to_numpy, leaves_of
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}  # ours -> theirs; torch's is the transpose
-# A name that would also match something else (the patch embedding is a `proj` too) takes its
-# parent's with it, as in what peft itself makes of "all-linear".
-_TARGET_NAMES = {"proj": "attn.proj", "merger_fc1": "mlp.0", "merger_fc2": "mlp.2"}
 
 # Fields of adapter_config.json that are read, and those that say nothing about what a finished
 # adapter computes. Any other field must be off: what it asks for is not computed here.
@@ -62,11 +54,15 @@ class Adapter(NamedTuple):
     """What a directory holds."""
 
     lora: LoraConfig  # of a model that takes it
-    arrays: dict[str, np.ndarray]  # float32, by leaf, as qwen2_vl_weights.adapters_to_numpy
+    arrays: dict[str, np.ndarray]  # float32, by leaf, as weights.adapters_to_numpy
 
 
 def save_adapter(
-    model: Qwen2VL, directory: str | Path, *, base_model: str | Path | None = None
+    model: nnx.Module,
+    directory: str | Path,
+    table: WeightTable,
+    *,
+    base_model: str | Path | None = None,
 ) -> None:
     """Writes the model's adapters; both files appear when both are whole.
 
@@ -79,13 +75,15 @@ def save_adapter(
     directory = Path(directory)
     arrays = adapters_to_numpy(nnx.state(model, LoRAParam))
     tensors = {}
-    for leaf in _adapted(leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam))), model.lora):
+    leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)), table)
+    projections = table.projections_of(model.lora.targets)
+    for leaf in _adapted(leaves, projections):
         for ours, theirs in _MATRICES.items():
             array = arrays[_beside(leaf, ours)]
             for tensor, matrix in zip(
                 leaf.tensors, array if leaf.stacked else [array], strict=True
             ):
-                name = _tensor_name(current_name(_module(tensor)), theirs)
+                name = _tensor_name(table.current_name(_module(tensor)), theirs)
                 tensors[name] = np.ascontiguousarray(matrix.T)
     alpha = float(model.lora.alpha)
     config = {
@@ -96,7 +94,7 @@ def save_adapter(
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers want an int
         "lora_dropout": model.lora.dropout,
         "use_rslora": model.lora.rslora,
-        "target_modules": sorted(_TARGET_NAMES.get(n, n) for n in model.lora.projections),
+        "target_modules": sorted(table.peft_targets.get(n, n) for n in projections),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -109,14 +107,19 @@ def save_adapter(
         config_file.write((json.dumps(config, indent=2) + "\n").encode())
 
 
-def load_adapter(directory: str | Path, cfg: Qwen2VLConfig) -> Adapter:
+def load_adapter(
+    directory: str | Path, build: Callable[[], nnx.Module], table: WeightTable
+) -> Adapter:
     """Reads an adapter of a model of this shape, in either layout of module names.
+
+    Args:
+      build: makes the model without adapters; only its shapes are computed.
 
     Raises: ModelError that lists everything in adapter_config.json that is not computed here, or
       every tensor that is missing, unexpected or of another shape.
     """
     directory = Path(directory)
-    config = _read_config(directory / _CONFIG)
+    config = read_json(directory / _CONFIG, "a directory that peft's save_pretrained wrote")
     path = directory / _TENSORS
     if not path.is_file():
         raise ModelError(
@@ -131,11 +134,11 @@ def load_adapter(directory: str | Path, cfg: Qwen2VLConfig) -> Adapter:
         raise ModelError(f"{path}: not a whole safetensors file ({error})") from error
     with file:
         tensors = {name: file.get_slice(name) for name in sorted(file.keys())}
-        named = _layout_of(tensors)
-        abstract = nnx.eval_shape(lambda: Qwen2VL(cfg, rngs=nnx.Rngs(0)))
-        leaves = leaves_of(cfg, nnx.state(abstract))
-        lora = _lora_config(directory / _CONFIG, config, leaves, named)
-        leaves = _adapted(leaves, lora)
+        named = _layout_of(tensors, table)
+        abstract = nnx.eval_shape(build)
+        leaves = leaves_of(abstract.cfg, nnx.state(abstract), table)
+        lora = _lora_config(directory / _CONFIG, config, leaves, named, table)
+        leaves = _adapted(leaves, table.projections_of(lora.targets))
         _check(path, tensors, leaves, lora.rank, named)
         arrays = {}
         for leaf in leaves:
@@ -147,21 +150,12 @@ def load_adapter(directory: str | Path, cfg: Qwen2VLConfig) -> Adapter:
     return Adapter(lora, arrays)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path}: cannot be read as JSON ({error}); expected a directory that peft's "
-            "save_pretrained wrote"
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return config
-
-
 def _lora_config(
-    path: Path, config: Mapping[str, Any], leaves: list[Leaf], named: Callable[[str], str]
+    path: Path,
+    config: Mapping[str, Any],
+    leaves: list[Leaf],
+    named: Callable[[str], str],
+    table: WeightTable,
 ) -> LoraConfig:
     """What the config asks for. Fields that it leaves out have peft's defaults."""
     problems = [
@@ -191,13 +185,13 @@ def _lora_config(
     rslora = config.get("use_rslora", False)
     if type(rslora) is not bool:
         problems.append(f"use_rslora={rslora!r}, expected true or false")
-    projections = _projections(config, leaves, named, problems)
+    projections = _projections(config, leaves, named, table.projections, problems)
     if not problems:
         try:
             return LoraConfig(
                 rank=rank,
                 alpha=float(alpha),
-                targets=targets_of(projections),
+                targets=table.targets_of(projections),
                 dropout=float(dropout),
                 rslora=rslora,
             )
@@ -210,6 +204,7 @@ def _projections(
     config: Mapping[str, Any],
     leaves: list[Leaf],
     named: Callable[[str], str],
+    known: Collection[str],
     problems: list[str],
 ) -> set[str]:
     """Which of our projections target_modules means; what it means besides goes to problems."""
@@ -232,7 +227,7 @@ def _projections(
         return set()
     projections = set()
     for leaf, modules in matched.items():
-        if modules and _projection(leaf) not in PROJECTIONS:
+        if modules and _projection(leaf) not in known:
             problems.append(f"target_modules={wanted!r}: {modules[0]} carries no adapter here")
         elif modules and len(modules) < len(leaf.tensors):
             problems.append(
@@ -279,21 +274,26 @@ def _check(
         raise ModelError(f"{path}: adapters do not fit the model: {listed(problems)}")
 
 
-def _layout_of(tensor_names: Iterable[str]) -> Callable[[str], str]:
+def _layout_of(tensor_names: Iterable[str], table: WeightTable) -> Callable[[str], str]:
     """From a published module name to that of the file, which has one layout or the other.
 
     Regular expressions in target_modules are written for the file's own.
     """
-    new = (f"{_PREFIX}model.language_model.", f"{_PREFIX}model.visual.")
-    return current_name if any(name.startswith(new) for name in tensor_names) else str
+
+    def is_current(tensor_name: str) -> bool:
+        module = tensor_name.removeprefix(_PREFIX).partition(".lora_")[0]
+        published = table.published_name(module)
+        return published not in (None, module) and table.current_name(published) == module
+
+    return table.current_name if any(map(is_current, tensor_names)) else str
 
 
-def _adapted(leaves: list[Leaf], lora: LoraConfig) -> list[Leaf]:
+def _adapted(leaves: list[Leaf], projections: Collection[str]) -> list[Leaf]:
     """The kernels that have adapters beside them."""
     return [
         leaf
         for leaf in leaves
-        if leaf.path.endswith("/kernel") and _projection(leaf) in lora.projections
+        if leaf.path.endswith("/kernel") and _projection(leaf) in projections
     ]
 
 

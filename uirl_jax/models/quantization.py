@@ -2,14 +2,15 @@
 
     kernel int8[in, out] * kernel_scale float32[out]  ~  the kernel as it was
 
-What is quantised are the projections that may carry adapters (lora.PROJECTIONS): attention and MLP
-of both towers and the merger, 89 % of the parameters of Qwen2-VL-2B and 87 % of those of 7B; the
+The projections that may carry adapters are quantised (`WeightTable.projections`): attention and MLP
+of both towers and the merger, 89 % of the parameters of Qwen2-VL-2B and 87 % of those of 7B. The
 embedding, the head, biases and norms stay as they are. `Linear` multiplies by int8 values in the
 compute dtype, which holds them exactly, and scales the product; activations are not rounded.
 Adapters are never quantised, nor trained differently: only the base that they are added to is
-(QLoRA's idea, arXiv:2305.14314, with 8 bits for 4). Reading files is qwen2_vl_weights' business.
+(QLoRA's idea, arXiv:2305.14314, with 8 bits for 4). `weights` reads the files.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from uirl_jax.models.lora import PROJECTIONS, Linear
+from uirl_jax.models.lora import Linear
 
 Quantize = Literal["none", "int8"]
 # Rows that are widened to float32 at a time: 9 MB where a row has 8960 inputs.
@@ -44,10 +45,14 @@ def quantize_rows(weight_oi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return q_oi, scale_o
 
 
-def quantized(model: nnx.Module) -> nnx.Module:
-    """The model with int8 projections, in place. Works on abstract models (nnx.eval_shape) too."""
+def quantized(model: nnx.Module, projections: Collection[str]) -> nnx.Module:
+    """The model with int8 projections, in place. Works on abstract models (nnx.eval_shape) too.
+
+    Args:
+      projections: names of the linear layers (`WeightTable.projections`).
+    """
     for path, module in nnx.iter_graph(model):
-        if isinstance(module, Linear) and path[-1] in PROJECTIONS:
+        if isinstance(module, Linear) and path[-1] in projections:
             q, scale = _quantize_kernel(module.kernel.get_value())
             module.kernel = nnx.Param(q)
             module.kernel_scale = nnx.data(nnx.Param(scale))

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from uirl_jax.models import qwen2_vl
 from uirl_jax.models.sharding import on_a_device
 
 MAX_LOGITS_BYTES = 256 * 2**20  # of a device's float32 logits at once
 
 
 def token_logprobs(
-    model: qwen2_vl.Qwen2VL,
+    model: nnx.Module,
     x_btd: jax.Array,
     token_ids_bt: jax.Array,
     sampled_index_bs: jax.Array | None = None,
@@ -52,7 +52,7 @@ def token_logprobs(
 
 
 def token_logprobs_and_entropies(
-    model: qwen2_vl.Qwen2VL,
+    model: nnx.Module,
     x_btd: jax.Array,
     token_ids_bt: jax.Array,
     sampled_index_bs: jax.Array | None = None,
@@ -78,7 +78,7 @@ def token_logprobs_and_entropies(
         chunk = max(MAX_LOGITS_BYTES // token_bytes, 1)
 
     def score(x_bcd: jax.Array, target_ids_bc: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        logits_bcv = qwen2_vl.logits(model, x_bcd) / temperature
+        logits_bcv = model.logits(x_bcd) / temperature
         if forbidden_v is not None:
             logits_bcv = jnp.where(forbidden_v, jnp.finfo(jnp.float32).min, logits_bcv)
         # A comparison with the targets instead of a gather: its gradient is elementwise, where the

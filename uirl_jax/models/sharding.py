@@ -1,13 +1,13 @@
-"""Where arrays live: one mesh with the axes (data, fsdp, model), and one table of rules.
+"""Where arrays live: one mesh with the axes (data, fsdp, model), and rules for every leaf.
 
 A row of a batch goes to (data, fsdp); a weight is cut along fsdp on its embedding side and along
-model on its wide side. The table names every leaf of a model; a tree with the same leaf names
-(gradients, optimizer moments) gets the same shardings. The same code runs on one device.
+model on its wide side. A family's rules name every leaf of its models; a tree with the same leaf
+names (gradients, optimizer moments) gets the same shardings. The same code runs on one device.
 """
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,58 +29,60 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     }
 )
 
-# Leaf -> what its last dimensions mean; a stacked leaf has a leading layer axis, which stays whole.
-# None: every device holds all of it.
-PARAM_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
+# What a dimension of every family's embedding, head and value head means.
+_SHARED_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
     {
         "embedding": ("vocab", "embed"),
         "lm_head/kernel": ("embed", "vocab"),
-        **{
-            f"{name}/{leaf}": axes
-            for name in (
-                *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-                *("qkv", "fc1", "merger_fc1"),
-            )
-            for leaf, axes in {
-                "kernel": ("embed", "wide"),
-                "kernel_scale": ("wide",),
-                "bias": ("wide",),
-                "lora_a": ("embed", None),
-                "lora_b": (None, "wide"),
-            }.items()
-        },
-        **{
-            f"{name}/{leaf}": axes
-            for name in ("o_proj", "down_proj", "proj", "fc2", "merger_fc2")
-            for leaf, axes in {
-                "kernel": ("wide", "embed"),
-                "kernel_scale": (None,),
-                "bias": (None,),
-                "lora_a": ("wide", None),
-                "lora_b": (None, "embed"),
-            }.items()
-        },
-        "patch_embed/kernel": (None, "embed"),
         "value_head/kernel": ("embed", None),
         "value_head/bias": (None,),
-        **{
-            f"{name}/{leaf}": (None,)
-            for name in (
-                *("norm1", "norm2", "merger_norm"),
-                *("input_norm", "post_attention_norm", "final_norm"),
-            )
-            for leaf in ("scale", "bias")
-        },
     }
 )
 
-# Field of TrainBatch -> what its dimensions mean.
+
+def param_rules(
+    *,
+    wide_out: Sequence[str],
+    wide_in: Sequence[str],
+    whole: Sequence[str] = (),
+    more: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({}),
+) -> Mapping[str, tuple[str | None, ...]]:
+    """Leaf -> what its last dimensions mean; a leading layer axis stays whole.
+
+    Args:
+      wide_out: linear layers from the residual stream to heads or to an MLP's inside.
+      wide_in: linear layers back to the residual stream.
+      whole: norms, which every device holds whole.
+      more: rules of other leaves, by their last two names.
+    """
+    rules = dict(_SHARED_RULES)
+    for name in wide_out:
+        rules |= {
+            f"{name}/kernel": ("embed", "wide"),
+            f"{name}/kernel_scale": ("wide",),
+            f"{name}/bias": ("wide",),
+            f"{name}/lora_a": ("embed", None),
+            f"{name}/lora_b": (None, "wide"),
+        }
+    for name in wide_in:
+        rules |= {
+            f"{name}/kernel": ("wide", "embed"),
+            f"{name}/kernel_scale": (None,),
+            f"{name}/bias": (None,),
+            f"{name}/lora_a": ("wide", None),
+            f"{name}/lora_b": (None, "embed"),
+        }
+    rules |= {f"{name}/{leaf}": (None,) for name in whole for leaf in ("scale", "bias")}
+    return types.MappingProxyType(rules | dict(more))
+
+
+# Field of TrainBatch -> what its dimensions mean. The rows of every array of `vision` are images.
 BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
     {
         "token_ids_bt": ("batch", None),
         "segment_ids_bt": ("batch", None),
         "prefix_segments_bt": ("batch", None),
-        "positions_3bt": (None, "batch", None),
+        "positions_abt": (None, "batch", None),
         "completion_mask_bt": ("batch", None),
         "sampled_index_bs": ("batch", None),
         "vision_index_bt": ("batch", None),
@@ -89,9 +91,6 @@ BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
             name: ("batch", None)
             for name in ("turn_ids_bt", "advantages_bt", "weights_bt", "values_bt", "returns_bt")
         },
-        "patches_ipc": ("images", None, None),
-        "patch_positions_ip2": ("images", None, None),
-        "patch_segments_ip": ("images", None),
     }
 )
 
@@ -160,10 +159,13 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
-def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
+def state_shardings(
+    mesh: Mesh, abstract_state: Any, rules: Mapping[str, tuple[str | None, ...]]
+) -> Any:
     """A NamedSharding for every leaf of a tree with a model's leaf names.
 
     Args:
+      rules: of the model's family (`WeightTable.sharding_rules`).
       abstract_state: pytree of arrays or jax.ShapeDtypeStruct: nnx.State, optimizer state, or both.
         Leaves of no dimension (counters) are replicated.
     Raises: ModelError that lists every leaf without a rule.
@@ -174,7 +176,7 @@ def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
         if not leaf.shape:
             return NamedSharding(mesh, PartitionSpec())
         names = leaf_names(path)
-        axes = PARAM_RULES.get("/".join(names[-2:]), PARAM_RULES.get(names[-1] if names else ""))
+        axes = rules.get("/".join(names[-2:]), rules.get(names[-1] if names else ""))
         if axes is None:
             unknown.append("/".join(names))
             axes = ()
@@ -185,7 +187,7 @@ def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
     shardings = jax.tree.map_with_path(rule, abstract_state)
     if unknown:
         raise ModelError(
-            f"no sharding rule for {', '.join(sorted(unknown))}: add it to PARAM_RULES"
+            f"no sharding rule for {', '.join(sorted(unknown))}: add it to the family's sharding_rules"
         )
     return shardings
 
@@ -201,24 +203,29 @@ def leaf_names(path: tuple[Any, ...]) -> list[str]:
     return names
 
 
-def batch_shardings(
-    mesh: Mesh, batch: Mapping[str, np.ndarray] | None = None
-) -> dict[str, NamedSharding]:
-    """Shardings of a TrainBatch's arrays: rows over (data, fsdp).
+def batch_shardings(mesh: Mesh, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings of a TrainBatch's arrays: rows over (data, fsdp), where they divide over the mesh.
 
     Args:
-      batch: the arrays that it has, whose rows may not divide over the mesh (these then stay
-        whole). Without it every field's rows are cut.
+      batch: the arrays that it has, by field; `vision` is a mapping of arrays.
     """
     sizes = dict(mesh.shape)
-    rows = math.prod(sizes[name] for name in AXIS_RULES["batch"])
+
+    def sharding(axes: tuple[str | None, ...], array: Any) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(axes, array.shape, sizes))
+
     return {
-        name: NamedSharding(
-            mesh, partition_spec(axes, batch[name].shape if batch else (rows,) * len(axes), sizes)
+        name: (
+            {key: sharding(_image_axes(array), array) for key, array in value.items()}
+            if name == "vision"
+            else sharding(BATCH_RULES[name], value)
         )
-        for name, axes in BATCH_RULES.items()
-        if batch is None or name in batch
+        for name, value in batch.items()
     }
+
+
+def _image_axes(array: Any) -> tuple[str | None, ...]:
+    return ("images", *[None] * (array.ndim - 1))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

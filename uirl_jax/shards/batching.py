@@ -12,10 +12,13 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from uirl_jax import vision_inputs
 from uirl_jax.errors import ConfigError, ImageError, RecordError
+from uirl_jax.families.border import Inputs, PlacedScreen, Screen
+from uirl_jax.families.screens import read_screen, vision_index
 from uirl_jax.shards import packing
 from uirl_jax.types import TrainBatch, Trajectory
+
+_EMPTY = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,7 @@ class BatchConfig:
     row_lengths: tuple[int, ...] = (128, 256, 512)  # T
     sampled_lengths: tuple[int, ...] = ()  # S, sampled tokens of a row; after these, T
     image_rows: tuple[int, ...] = (8, 16, 32, 64)  # I, one distinct screenshot per row
-    patch_lengths: tuple[int, ...] = (192,)  # P of a row; multiples of merge_size ** 2
+    patch_lengths: tuple[int, ...] = (192,)  # P of a row; `Inputs.row_tokens` refuses some
     pack: bool = True  # several sequences in a row; else one each
     share_prompts: bool = False
 
@@ -101,26 +104,18 @@ def _continues(before: Sequence, context_ids: np.ndarray, image_keys: tuple[str,
     )
 
 
-Screenshot = tuple[np.ndarray, tuple[int, int, int]]  # uint8[P,C] patches, grid_thw
-
-
 def make_batches(
-    trajectories: Seq[Trajectory],
-    *,
-    image_cfg: vision_inputs.ImageConfig,
-    image_token_id: int,
-    cfg: BatchConfig,
+    trajectories: Seq[Trajectory], *, inputs: Inputs, cfg: BatchConfig
 ) -> list[TrainBatch]:
     """All the trajectories in batches of cfg.rows rows; see types.TrainBatch for the layout.
 
     Args:
-        image_token_id: the placeholder in context_ids, one per visual token.
+        inputs: of the model directory.
         cfg: the shapes, and what rows may hold.
 
     Returns: at least one batch, its advantages and weights still 0 (`fill`). Rows beyond the
-    sequences, and image rows beyond the screenshots, are padding. Row i of patches_ipc holds a
-    batch's screenshot i; its visual tokens are rows i * P / merge_size ** 2 and on of the
-    flattened table.
+    sequences, and image rows beyond the screenshots, are padding. Row i of the arrays of `vision`
+    holds a batch's screenshot i.
 
     Raises ConfigError where the trajectories fit none of the shapes, RecordError where a trajectory
     contradicts itself or its screenshots.
@@ -130,11 +125,11 @@ def make_batches(
         for number, trajectory in enumerate(trajectories)
         for sequence, first_token in _numbered(sequences(trajectory))
     ]
-    screenshots = _process_images(
-        [(sequence, trajectories[number]) for sequence, number, _ in flat], image_cfg
+    screens = _read_screens(
+        [(sequence, trajectories[number]) for sequence, number, _ in flat], inputs
     )
     pieces = [
-        _piece(sequence, trajectories[number], number, first_token, image_cfg, image_token_id)
+        _piece(sequence, trajectories[number], number, first_token, screens, inputs)
         for sequence, number, first_token in flat
     ]
     row_length, rows = packing.fill_rows(
@@ -145,8 +140,8 @@ def make_batches(
         share_prompts=cfg.share_prompts,
     )
     return [
-        _assemble(some, row_length, screenshots, image_cfg, image_token_id, cfg)
-        for some in _cut_batches(rows, cfg)
+        _assemble(batch_rows, row_length, screens, inputs, cfg)
+        for batch_rows in _cut_batches(rows, cfg)
     ]
 
 
@@ -155,30 +150,28 @@ def _piece(
     trajectory: Trajectory,
     number: int,
     first_token: int,
-    image_cfg: vision_inputs.ImageConfig,
-    image_token_id: int,
+    screens: dict[str, Screen],
+    inputs: Inputs,
 ) -> packing.Piece:
-    grids = [trajectory.image_grids[key] for key in sequence.image_keys]
+    seen = [screens[key] for key in sequence.image_keys]
     try:
-        positions_3t = vision_inputs.rope_positions(
-            sequence.token_ids_t, grids, image_token_id, image_cfg.merge_size
-        )
+        positions_at = inputs.positions(sequence.token_ids_t, seen)
     except ImageError as error:
         raise RecordError(f"episode {trajectory.episode_id}: {error}") from None
     # All before the first sampled token but the last one, whose logits choose it: that one every
     # sequence keeps.
     prompt_length = max(int(np.argmax(sequence.completion_mask_t > 0)) - 1, 0)
-    ends_v = np.cumsum([vision_inputs.num_visual_tokens(g, image_cfg.merge_size) for g in grids])
-    seen = np.count_nonzero(sequence.token_ids_t[:prompt_length] == image_token_id)
+    ends_v = np.cumsum([screen.tokens for screen in seen])
+    in_prompt = np.count_nonzero(sequence.token_ids_t[:prompt_length] == inputs.image_token_id)
     return packing.Piece(
         sequence.token_ids_t,
         sequence.completion_mask_t,
         sequence.behaviour_logprobs_t,
         sequence.turns_t,
-        positions_3t,
+        positions_at,
         sequence.image_keys,
         prompt_length,
-        prompt_images=int(np.searchsorted(ends_v, seen)) + 1 if seen else 0,
+        prompt_images=int(np.searchsorted(ends_v, in_prompt)) + 1 if in_prompt else 0,
         trajectory=number,
         first_token=first_token,
     )
@@ -189,7 +182,7 @@ def _cut_batches(rows: list[packing.Row], cfg: BatchConfig) -> list[list[packing
     batches: list[list[packing.Row]] = [[]]
     seen: set[str] = set()
     for row in rows:
-        keys = {key for place in row.places for key in place.piece.image_keys}
+        keys = {key for span in row.spans for key in span.piece.image_keys}
         full = len(batches[-1]) == cfg.rows or len(seen | keys) > cfg.image_rows[-1]
         if full and batches[-1]:
             batches.append([])
@@ -202,22 +195,21 @@ def _cut_batches(rows: list[packing.Row], cfg: BatchConfig) -> list[list[packing
 def _assemble(
     rows: list[packing.Row],
     row_length: int,
-    screenshots: dict[str, Screenshot],
-    image_cfg: vision_inputs.ImageConfig,
-    image_token_id: int,
+    screens: dict[str, Screen],
+    inputs: Inputs,
     cfg: BatchConfig,
 ) -> TrainBatch:
     """One batch of at most cfg.rows filled rows."""
     keys = dict.fromkeys(
-        key for row in rows for place in row.places for key in place.piece.image_keys
+        key for row in rows for span in row.spans for key in span.piece.image_keys
     )
-    images, first_visual = _image_table({key: screenshots[key] for key in keys}, image_cfg, cfg)
+    vision, visual_rows = _pack_screens([screens[key] for key in keys], inputs, cfg)
     shape_bt = (cfg.rows, row_length)
-    arrays = images | {
+    arrays = {
         "token_ids_bt": np.zeros(shape_bt, np.int32),
         "segment_ids_bt": np.zeros(shape_bt, np.int32),
         "prefix_segments_bt": np.zeros(shape_bt, np.int32),
-        "positions_3bt": np.zeros((3, *shape_bt), np.int32),
+        "positions_abt": np.zeros((inputs.position_axes, *shape_bt), np.int32),
         "completion_mask_bt": np.zeros(shape_bt, np.float32),
         "vision_index_bt": np.full(shape_bt, -1, np.int32),
         "behaviour_logprobs_bt": np.zeros(shape_bt, np.float32),
@@ -225,25 +217,26 @@ def _assemble(
     }
     number_bt, token_bt = np.full(shape_bt, -1, np.int32), np.full(shape_bt, -1, np.int32)
     for b, row in enumerate(rows):
-        for place in row.places:
-            piece, of = place.piece, slice(place.start, place.stop)
-            at = (b, slice(place.at, place.at + place.stop - place.start))
-            vision_index_t = _vision_index(
-                piece, first_visual, screenshots, image_token_id, image_cfg.merge_size
-            )
-            arrays["token_ids_bt"][at] = piece.token_ids[of]
-            arrays["segment_ids_bt"][at] = place.segment
-            arrays["prefix_segments_bt"][at] = place.prefix_segment
-            arrays["positions_3bt"][:, b, at[1]] = piece.positions[:, of]
-            arrays["completion_mask_bt"][at] = piece.completion_mask[of]
-            arrays["vision_index_bt"][at] = vision_index_t[of]
-            arrays["behaviour_logprobs_bt"][at] = piece.behaviour_logprobs[of]
-            inside_t = piece.completion_mask[of] > 0
-            first_turn = min(piece.turns[of][inside_t], default=0)
-            turns_t = arrays["turn_ids_bt"][b].max() + 1 + piece.turns[of] - first_turn
+        for span in row.spans:
+            piece, taken = span.piece, slice(span.start, span.stop)
+            at = (b, slice(span.column, span.column + span.stop - span.start))
+            # The k-th placeholder is the k-th visual token of the sequence's screenshots; as many
+            # of one as of the other: Inputs.positions has checked it.
+            rows_v = np.concatenate([_EMPTY, *(visual_rows[key] for key in piece.image_keys)])
+            index_t = vision_index(piece.token_ids, inputs.image_token_id, rows_v)
+            arrays["token_ids_bt"][at] = piece.token_ids[taken]
+            arrays["segment_ids_bt"][at] = span.segment
+            arrays["prefix_segments_bt"][at] = span.prefix_segment
+            arrays["positions_abt"][:, b, at[1]] = piece.positions[:, taken]
+            arrays["completion_mask_bt"][at] = piece.completion_mask[taken]
+            arrays["vision_index_bt"][at] = index_t[taken]
+            arrays["behaviour_logprobs_bt"][at] = piece.behaviour_logprobs[taken]
+            inside_t = piece.completion_mask[taken] > 0
+            first_turn = min(piece.turns[taken][inside_t], default=0)
+            turns_t = arrays["turn_ids_bt"][b].max() + 1 + piece.turns[taken] - first_turn
             arrays["turn_ids_bt"][at] = np.where(inside_t, turns_t, 0)
             number_bt[at] = np.where(inside_t, piece.trajectory, -1)
-            before = np.count_nonzero(piece.completion_mask[: place.start])
+            before = np.count_nonzero(piece.completion_mask[: span.start])
             tokens_t = piece.first_token + before + np.cumsum(inside_t) - 1
             token_bt[at] = np.where(inside_t, tokens_t, -1)
     if not cfg.share_prompts:
@@ -252,6 +245,7 @@ def _assemble(
     unused_bs, at_bs = index_bs < 0, np.maximum(index_bs, 0)
     return TrainBatch(
         **arrays,
+        vision=vision,
         sampled_index_bs=index_bs,
         trajectory_bs=np.where(unused_bs, -1, np.take_along_axis(number_bt, at_bs, 1)),
         token_bs=np.where(unused_bs, -1, np.take_along_axis(token_bt, at_bs, 1)),
@@ -290,11 +284,11 @@ def fill(batches: Seq[TrainBatch], **per_token: Seq[float | np.ndarray]) -> list
     for batch in batches:
         np.add.at(sampled, batch.trajectory_bs[batch.trajectory_bs >= 0], 1)
     for name, values in per_token.items():
-        for number, of in enumerate(values):
+        for number, value in enumerate(values):
             expected = sampled[number] if number < len(sampled) else 0
-            if np.ndim(of) and np.shape(of) != (expected,):
+            if np.ndim(value) and np.shape(value) != (expected,):
                 raise ConfigError(
-                    f"trajectory {number}: {name} has shape {np.shape(of)}, expected one float or "
+                    f"trajectory {number}: {name} has shape {np.shape(value)}, expected one float or "
                     f"[{expected}], one per sampled token"
                 )
     return [
@@ -308,8 +302,10 @@ def fill(batches: Seq[TrainBatch], **per_token: Seq[float | np.ndarray]) -> list
 def _spread(batch: TrainBatch, values: Seq[float | np.ndarray]) -> np.ndarray:
     out_bt = np.zeros(batch.token_ids_bt.shape, np.float32)
     for b, s in zip(*np.nonzero(batch.sampled_index_bs >= 0), strict=True):
-        of = values[batch.trajectory_bs[b, s]]
-        out_bt[b, batch.sampled_index_bs[b, s]] = of[batch.token_bs[b, s]] if np.ndim(of) else of
+        value = values[batch.trajectory_bs[b, s]]
+        if np.ndim(value):
+            value = value[batch.token_bs[b, s]]
+        out_bt[b, batch.sampled_index_bs[b, s]] = value
     return out_bt
 
 
@@ -325,66 +321,54 @@ def gather(
     out = [np.zeros(count, np.float32) for count in sampled_tokens]
     for batch, array_bt in zip(batches, arrays_bt, strict=True):
         for b, s in zip(*np.nonzero(batch.sampled_index_bs >= 0), strict=True):
-            of = out[batch.trajectory_bs[b, s]]
-            of[batch.token_bs[b, s]] = array_bt[b, batch.sampled_index_bs[b, s]]
+            values_s = out[batch.trajectory_bs[b, s]]
+            values_s[batch.token_bs[b, s]] = array_bt[b, batch.sampled_index_bs[b, s]]
     return out
 
 
-def _process_images(
-    flat: list[tuple[Sequence, Trajectory]], image_cfg: vision_inputs.ImageConfig
-) -> dict[str, Screenshot]:
+def _read_screens(
+    flat: list[tuple[Sequence, Trajectory]], inputs: Inputs
+) -> dict[str, Screen]:
     """Every distinct screenshot by its key."""
     found = {key: trajectory for sequence, trajectory in flat for key in sequence.image_keys}
     # 22 ms for a 1280x800 screen, nearly all of it without the interpreter's lock.
     with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="screenshots") as threads:
-        made = threads.map(lambda key: _process(key, found[key], image_cfg), found)
-        processed = dict(zip(found, made, strict=True))
+        read = threads.map(lambda key: _read(key, found[key], inputs), found)
+        screens = dict(zip(found, read, strict=True))
     for sequence, trajectory in flat:
         for key in sequence.image_keys:
-            grid_thw = processed[key][1]
-            if trajectory.image_grids[key] != grid_thw:
+            recorded, tokens = trajectory.image_tokens[key], screens[key].tokens
+            if recorded != tokens:
                 raise RecordError(
-                    f"episode {trajectory.episode_id}: the policy saw image {key[:16]} with grid "
-                    f"{trajectory.image_grids[key]}, this image config makes {grid_thw}"
+                    f"episode {trajectory.episode_id}: the policy read image {key[:16]} as "
+                    f"{recorded} visual tokens, this model directory's image settings give {tokens}"
                 )
-    return processed
+    return screens
 
 
-def _image_table(
-    screenshots: dict[str, Screenshot],
-    image_cfg: vision_inputs.ImageConfig,
-    cfg: BatchConfig,
-) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """The image arrays of a TrainBatch, and the row of each screenshot's first visual token."""
-    area = image_cfg.merge_size**2
-    if any(length % area for length in cfg.patch_lengths):
-        raise ConfigError(f"patch_lengths {cfg.patch_lengths}: expected multiples of {area}")
-    largest = max((len(patches_pc) for patches_pc, _ in screenshots.values()), default=0)
-    n_rows = _smallest(len(screenshots), cfg.image_rows, "distinct screenshots", "image_rows")
-    n_patches = _smallest(largest, cfg.patch_lengths, "patches of a screenshot", "patch_lengths")
-    patches_ipc = np.zeros((n_rows, n_patches, image_cfg.patch_levels), np.uint8)
-    positions_ip2 = np.zeros((n_rows, n_patches, 2), np.int32)
-    segments_ip = np.zeros((n_rows, n_patches), np.int32)
-    for row, (patches_pc, grid_thw) in enumerate(screenshots.values()):
-        count = len(patches_pc)
-        patches_ipc[row, :count] = patches_pc
-        positions_ip2[row, :count] = vision_inputs.patch_positions(grid_thw, image_cfg.merge_size)
-        segments_ip[row, :count] = 1
-    arrays = {
-        "patches_ipc": patches_ipc,
-        "patch_positions_ip2": positions_ip2,
-        "patch_segments_ip": segments_ip,
-    }
-    return arrays, {key: row * n_patches // area for row, key in enumerate(screenshots)}
-
-
-def _process(key: str, trajectory: Trajectory, image_cfg: vision_inputs.ImageConfig) -> Screenshot:
+def _read(key: str, trajectory: Trajectory, inputs: Inputs) -> Screen:
     try:
-        image = vision_inputs.decode_image(trajectory.images[key])
-        patches_pc, grid_thw = vision_inputs.cut_image(image, image_cfg)
+        return read_screen(inputs, trajectory.images[key])
     except ImageError as error:
         raise RecordError(f"episode {trajectory.episode_id}: image {key[:16]}: {error}") from None
-    return patches_pc, tuple(grid_thw)
+
+
+def _pack_screens(
+    screens: list[Screen], inputs: Inputs, cfg: BatchConfig
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """TrainBatch.vision, and the rows of the visual table of each screenshot, by key."""
+    for length in cfg.patch_lengths:
+        inputs.row_tokens(length)
+    largest = max((screen.patches for screen in screens), default=0)
+    n_rows = _smallest(len(screens), cfg.image_rows, "distinct screenshots", "image_rows")
+    n_patches = _smallest(largest, cfg.patch_lengths, "patches of a screenshot", "patch_lengths")
+    placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
+    packed = inputs.pack_screens(placed, n_rows, n_patches)
+    visual_rows = {
+        screen.key: np.arange(first, first + screen.tokens, dtype=np.int32)
+        for screen, first in zip(screens, packed.first_tokens, strict=True)
+    }
+    return packed.arrays, visual_rows
 
 
 def _smallest(needed: int, sizes: tuple[int, ...], what: str, name: str) -> int:
@@ -392,30 +376,3 @@ def _smallest(needed: int, sizes: tuple[int, ...], what: str, name: str) -> int:
         if needed <= size:
             return size
     raise ConfigError(f"{needed} {what}, {name} accepts at most {sizes[-1]}: add a larger one")
-
-
-def _vision_index(
-    piece: packing.Piece,
-    first_visual: dict[str, int],
-    screenshots: dict[str, Screenshot],
-    image_token_id: int,
-    merge_size: int,
-) -> np.ndarray:
-    """int32[T]: the k-th placeholder is the k-th visual token of the sequence's screenshots.
-
-    As many of one as of the other: rope_positions has checked it.
-    """
-    rows_v = np.concatenate(
-        [
-            np.zeros(0, np.int32),
-            *(
-                first_visual[key]
-                + np.arange(vision_inputs.num_visual_tokens(screenshots[key][1], merge_size))
-                for key in piece.image_keys
-            ),
-        ]
-    )
-    placeholders_t = piece.token_ids == image_token_id
-    index_t = np.full(len(placeholders_t), -1, np.int32)
-    index_t[placeholders_t] = rows_v
-    return index_t

@@ -1,4 +1,4 @@
-"""Sequences into rows of one length, and prompts that several of them begin with into one place.
+"""Sequences into rows of one length; a prompt that several of them begin with is stored once.
 
 Called by `batching`, which makes the rows into arrays; knows tokens and lengths, no screenshots.
 """
@@ -19,7 +19,7 @@ class Piece(NamedTuple):
     completion_mask: np.ndarray
     behaviour_logprobs: np.ndarray
     turns: np.ndarray  # -1 where nothing was sampled
-    positions: np.ndarray  # [3,T]
+    positions: np.ndarray  # [A,T]
     image_keys: tuple[str, ...]
     prompt_length: int  # tokens that may stand in a row once for several sequences
     prompt_images: int  # screenshots among them
@@ -27,13 +27,13 @@ class Piece(NamedTuple):
     first_token: int  # sampled tokens of the trajectory that are in earlier pieces
 
 
-class Place(NamedTuple):
-    """Tokens [start, stop) of a piece at column `at` of a row."""
+class Span(NamedTuple):
+    """Tokens [start, stop) of a piece, from `column` of a row on."""
 
     piece: Piece
     start: int
     stop: int
-    at: int
+    column: int
     segment: int
     prefix_segment: int
 
@@ -43,7 +43,7 @@ class Row:
 
     def __init__(self, length: int) -> None:
         self.free = length
-        self.places: list[Place] = []
+        self.spans: list[Span] = []
         self.prompts: dict[bytes, int] = {}  # -> the segment that holds it
         self._length = length
 
@@ -62,10 +62,10 @@ class Row:
         self._put(piece, start, len(piece.token_ids), prefix)
 
     def _put(self, piece: Piece, start: int, stop: int, prefix: int | None) -> int:
-        segment = len(self.places) + 1
-        at = self._length - self.free
-        self.places.append(
-            Place(piece, start, stop, at, segment, segment if prefix is None else prefix)
+        segment = len(self.spans) + 1
+        column = self._length - self.free
+        self.spans.append(
+            Span(piece, start, stop, column, segment, segment if prefix is None else prefix)
         )
         self.free -= stop - start
         return segment
@@ -93,13 +93,13 @@ def fill_rows(
     prompts = _shared_prompts(pieces) if share_prompts else [None] * len(pieces)
     wanted = list(zip(pieces, prompts, strict=True))
     if pack:
-        # Families stay together, and what is long goes first: the short fills what is left.
+        # Sequences of one prompt stay together; long ones go first, short ones fill what is left.
         tokens = collections.Counter[bytes | None]()
         for piece, prompt in wanted:
             tokens[prompt] += len(piece.token_ids)
 
-        def size(one: tuple[Piece, bytes | None]) -> tuple[int, bytes, int]:
-            piece, prompt = one
+        def size(pair: tuple[Piece, bytes | None]) -> tuple[int, bytes, int]:
+            piece, prompt = pair
             length = len(piece.token_ids)
             return (-(length if prompt is None else tokens[prompt]), prompt or b"", -length)
 
@@ -112,7 +112,7 @@ def fill_rows(
                 _best_row(used, piece, prompt, row_length, pack).add(piece, prompt)
             slots = -(-len(used) // rows) * rows * row_length
             filled.append((slots, row_length, used))
-    _, row_length, used = min(filled, key=lambda one: (one[0], -one[1]))
+    _, row_length, used = min(filled, key=lambda fill: (fill[0], -fill[1]))
     return row_length, used
 
 
@@ -125,7 +125,7 @@ def _best_row(
     shorter than half a row.
     """
     fitting = [
-        row for row in rows if row.needs(piece, prompt) <= row.free and (pack or not row.places)
+        row for row in rows if row.needs(piece, prompt) <= row.free and (pack or not row.spans)
     ]
     if not fitting:
         rows.append(Row(row_length))

@@ -21,16 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from uirl_jax import vision_inputs
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import example, framing
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
-SCHEMA_VERSION = 2  # 2: full_logprobs, and a policy version for every token
+# 2: full_logprobs, and a policy version for every token. 3: visual tokens of a screenshot in place
+# of a grid of patches.
+SCHEMA_VERSION = 3
+_READ_SCHEMAS = (2, 3)
 
 _ID_CHARS = 200
 _MAX_RECORDS = 1_000_000  # of a shard: more than framing.MAX_SHARD_BYTES can hold
-_GRID_SIDE_PATCHES = 4096
+_MAX_IMAGE_TOKENS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,8 @@ class TokenLayout:
     """What a reader must know of the model to check a record's tokens against its screenshots."""
 
     vocab_size: int
-    image_token_id: int  # the placeholder; one of it per visual token in context_ids
-    merge_size: int  # patches per side that become one visual token
+    image_token_id: int  # the placeholder; one per visual token in context_ids
+    merge_size: int = 0  # of a header of schema 2: patches per side that become one visual token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Footer:
 def encode_header(header: Header) -> bytes:
     flat = dataclasses.asdict(header)
     flat |= flat.pop("layout")
+    del flat["merge_size"]
     return example.encode({"kind": [b"header"]} | {k: [_scalar(v)] for k, v in flat.items()})
 
 
@@ -79,8 +82,8 @@ def decode_header(payload: bytes) -> Header:
     try:
         fields = example.Fields(example.decode(payload), "header")
         schema = fields.integer("schema")
-        if schema != SCHEMA_VERSION:
-            raise ShardError(f"schema {schema}, this reader knows {SCHEMA_VERSION}")
+        if schema not in _READ_SCHEMAS:
+            raise ShardError(f"schema {schema}, this reader knows {_READ_SCHEMAS}")
         header = Header(
             schema=schema,
             run_id=fields.text("run_id"),
@@ -92,16 +95,15 @@ def decode_header(payload: bytes) -> Header:
             layout=TokenLayout(
                 vocab_size=fields.integer("vocab_size"),
                 image_token_id=fields.integer("image_token_id"),
-                merge_size=fields.integer("merge_size"),
+                merge_size=fields.integer("merge_size") if schema == 2 else 0,
             ),
         )
         fields.finish()
     except RecordError as error:
         raise ShardError(f"record 0 is no header: {error}") from None
-    if not (1 <= header.records <= _MAX_RECORDS and 1 <= header.layout.merge_size <= 64):
-        raise ShardError(
-            f"the header says {header.records} records and merge size {header.layout.merge_size}"
-        )
+    merge_size = header.layout.merge_size
+    if not 1 <= header.records <= _MAX_RECORDS or (schema == 2 and not 1 <= merge_size <= 64):
+        raise ShardError(f"the header says {header.records} records and merge size {merge_size}")
     return header
 
 
@@ -151,7 +153,7 @@ def encode(trajectory: Trajectory, layout: TokenLayout | None = None) -> bytes:
     }
     for name in ("episode_id", "group_id", "instruction", "stop_reason", "run_id", "actor_id"):
         features[name] = [_utf8(getattr(trajectory, name))]
-    grids = [trajectory.image_grids[key] for key in keys]
+    image_tokens = [trajectory.image_tokens[key] for key in keys]
     times = [trajectory.reward, trajectory.started_unix_s, trajectory.duration_s]
     arrays = {
         "turns/context_ids": np.concatenate([_EMPTY_I4, *(t.context_ids for t in turns)]),
@@ -163,7 +165,7 @@ def encode(trajectory: Trajectory, layout: TokenLayout | None = None) -> bytes:
         "turns/token_lengths": np.array([len(t.token_ids) for t in turns], "<i4"),
         "turns/image_counts": np.array([len(t.image_keys) for t in turns], "<i4"),
         "turns/reward": np.array([t.reward for t in turns], "<f8"),
-        "images/grid_thw": np.array(grids, "<i4").reshape(-1, 3),
+        "images/tokens": np.array(image_tokens, "<i4"),
         "reward_started_duration": np.array(times, "<f8"),
     }
     for name, array in arrays.items():
@@ -181,15 +183,19 @@ def encode(trajectory: Trajectory, layout: TokenLayout | None = None) -> bytes:
 
 
 def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
-    """The trajectory of a payload, checked by `validate`. Raises RecordError."""
+    """The trajectory of a payload, checked by `validate`. Raises RecordError.
+
+    Args:
+      layout: of the shard's header; a record of schema 2 cannot be decoded without it.
+    """
     if len(payload) > framing.MAX_RECORD_BYTES:
         raise RecordError(
             f"record of {len(payload)} bytes, at most {framing.MAX_RECORD_BYTES} are read"
         )
     fields = example.Fields(example.decode(payload), "trajectory")
     schema = fields.integer("schema")
-    if schema != SCHEMA_VERSION:
-        raise RecordError(f"schema {schema}, this reader knows {SCHEMA_VERSION}")
+    if schema not in _READ_SCHEMAS:
+        raise RecordError(f"schema {schema}, this reader knows {_READ_SCHEMAS}")
     count = fields.integer("turns")
     texts, errors, actions, progresses = (
         fields.items(f"turns/{name}", count) for name in ("text", "error", "action", "progress")
@@ -227,9 +233,12 @@ def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
     if len(set(keys)) != len(keys):
         raise RecordError("images/key names an image twice")
     data = fields.items("images/data", len(keys))
-    grids_i3 = fields.array("images/grid_thw", "<i4", 2, len(keys))
-    if grids_i3.shape[1] != 3:
-        raise RecordError(f"images/grid_thw has shape {grids_i3.shape}, expected [I, 3]")
+    if schema == 2:
+        if layout is None or not layout.merge_size:
+            raise RecordError("schema 2 needs the merge size of its shard's header")
+        image_tokens_i = _tokens_of_grids(fields, len(keys), layout.merge_size)
+    else:
+        image_tokens_i = fields.array("images/tokens", "<i4", 1, len(keys))
     reward, started_unix_s, duration_s = fields.array("reward_started_duration", "<f8", 1, 3)
     stop_reason = fields.text("stop_reason")
     if stop_reason not in list(StopReason):
@@ -241,7 +250,7 @@ def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
         instruction=fields.text("instruction"),
         turns=turns,
         images=dict(zip(keys, data, strict=True)),
-        image_grids={k: tuple(g) for k, g in zip(keys, grids_i3.tolist(), strict=True)},
+        image_tokens=dict(zip(keys, image_tokens_i.tolist(), strict=True)),
         stop_reason=StopReason(stop_reason),
         reward=float(reward),
         success=bool(fields.integer("success")),
@@ -270,19 +279,14 @@ def validate(trajectory: Trajectory, layout: TokenLayout | None = None) -> None:
     for name in ("reward", "started_unix_s", "duration_s"):
         if not math.isfinite(getattr(trajectory, name)):
             raise RecordError(f"{where}: {name} is not finite: {getattr(trajectory, name)}")
-    if trajectory.images.keys() != trajectory.image_grids.keys():
-        raise RecordError(f"{where}: images and image_grids have different keys")
+    if trajectory.images.keys() != trajectory.image_tokens.keys():
+        raise RecordError(f"{where}: images and image_tokens have different keys")
     for key, data in trajectory.images.items():
         if hashlib.sha256(data).hexdigest() != key:
             raise RecordError(f"{where}: the sha256 of image {key[:16]!r} is not its key")
-    for key, grid_thw in trajectory.image_grids.items():
-        if len(grid_thw) != 3 or not all(1 <= side <= _GRID_SIDE_PATCHES for side in grid_thw):
-            raise RecordError(f"{where}: image {key[:16]} has grid {grid_thw}")
-        if layout and (grid_thw[1] % layout.merge_size or grid_thw[2] % layout.merge_size):
-            raise RecordError(
-                f"{where}: image {key[:16]} has grid {grid_thw}, its height and width must be "
-                f"multiples of {layout.merge_size}"
-            )
+    for key, tokens in trajectory.image_tokens.items():
+        if not 1 <= tokens <= _MAX_IMAGE_TOKENS:
+            raise RecordError(f"{where}: image {key[:16]} has {tokens} visual tokens")
     for number, turn in enumerate(trajectory.turns):
         _validate_turn(turn, trajectory, layout, f"{where}: turn {number}")
 
@@ -325,10 +329,7 @@ def _validate_turn(
         raise RecordError(f"{where}: image key {missing[0][:16]!r} has no image")
     if layout is None:
         return
-    expected = [
-        vision_inputs.num_visual_tokens(trajectory.image_grids[key], layout.merge_size)
-        for key in turn.image_keys
-    ]
+    expected = [trajectory.image_tokens[key] for key in turn.image_keys]
     # One run of placeholders per screenshot: 1 2 9 9 3 9 9 9 -> starts at 2, 5, ends before 4, 8.
     is_image_c = np.concatenate([[0], turn.context_ids == layout.image_token_id, [0]])
     edges = np.flatnonzero(np.diff(is_image_c))
@@ -345,6 +346,20 @@ def _validate_turn(
 # ---------------------------------------------------------------- features and JSON
 
 _EMPTY_I4, _EMPTY_F4 = np.zeros(0, "<i4"), np.zeros(0, "<f4")
+
+
+def _tokens_of_grids(fields: example.Fields, count: int, merge_size: int) -> np.ndarray:
+    """int64[I] visual tokens of schema 2's grids (time, height, width) in patches."""
+    grids_i3 = fields.array("images/grid_thw", "<i4", 2, count).astype(np.int64)
+    if grids_i3.shape[1] != 3:
+        raise RecordError(f"images/grid_thw has shape {grids_i3.shape}, expected [I, 3]")
+    sides = grids_i3.min(initial=1), grids_i3.max(initial=1)
+    if sides[0] < 1 or sides[1] > 4096 or (grids_i3[:, 1:] % merge_size).any():
+        raise RecordError(
+            f"images/grid_thw is {grids_i3.tolist()[:20]}, expected sides of 1 to 4096 patches, "
+            f"height and width multiples of {merge_size}"
+        )
+    return grids_i3.prod(axis=1) // merge_size**2
 
 
 def _split(

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from PIL import Image
 
-from uirl_jax import vision_inputs
-from uirl_jax.chat import Chat
 from uirl_jax.errors import VerifierError
+from uirl_jax.families.border import Inputs
+from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers import desktop, own_tasks
 from uirl_jax.verifiers.recording import Recording
@@ -25,10 +25,10 @@ def _record(
     task: TaskSpec,
     session: desktop.Session | RunningTask,
     chat: Chat,
-    image_cfg: vision_inputs.ImageConfig,
+    inputs: Inputs,
 ) -> Recording:
     screen_size = (session.width_px, session.height_px)
-    return Recording(task, session.instruction, screen_size, chat, image_cfg)
+    return Recording(task, session.instruction, screen_size, chat, inputs)
 
 
 def _ended(recording: Recording, progress: Mapping[str, object]) -> Trajectory:
@@ -44,7 +44,7 @@ def _ended(recording: Recording, progress: Mapping[str, object]) -> Trajectory:
 def demonstrate(
     task: TaskSpec,
     chat: Chat,
-    image_cfg: vision_inputs.ImageConfig,
+    inputs: Inputs,
     rng: np.random.Generator,
     *,
     quality: float = 1.0,
@@ -55,7 +55,7 @@ def demonstrate(
       quality: probability that an action is the right one, not the task's characteristic mistake.
     """
     session = desktop.open_session(task)
-    recording = _record(task, session, chat, image_cfg)
+    recording = _record(task, session, chat, inputs)
     progress = session.progress()
     while len(recording.turns) < task.max_turns and not progress["done"]:
         image = session.screenshot()
@@ -96,7 +96,7 @@ class Demonstrator:
         self,
         task: TaskSpec,
         chat: Chat,
-        image_cfg: vision_inputs.ImageConfig,
+        inputs: Inputs,
         rng: np.random.Generator,
         *,
         quality: float = 1.0,
@@ -107,14 +107,14 @@ class Demonstrator:
           VerifierError: no such task, nobody who can demonstrate it, or no browser.
         """
         if task.name in desktop.TASKS:
-            return demonstrate(task, chat, image_cfg, rng, quality=quality)
-        return self._runner.run(self._play(task, chat, image_cfg, rng, quality))
+            return demonstrate(task, chat, inputs, rng, quality=quality)
+        return self._runner.run(self._play(task, chat, inputs, rng, quality))
 
     def demonstrate_all(
         self,
         tasks: Sequence[TaskSpec],
         chat: Chat,
-        image_cfg: vision_inputs.ImageConfig,
+        inputs: Inputs,
         rngs: Sequence[np.random.Generator],
         *,
         quality: float = 1.0,
@@ -123,9 +123,9 @@ class Demonstrator:
 
         async def play(task: TaskSpec, rng: np.random.Generator) -> Trajectory:
             if task.name in desktop.TASKS:
-                return demonstrate(task, chat, image_cfg, rng, quality=quality)
+                return demonstrate(task, chat, inputs, rng, quality=quality)
             async with self._browsers:
-                return await self._play(task, chat, image_cfg, rng, quality)
+                return await self._play(task, chat, inputs, rng, quality)
 
         async def play_all() -> list[Trajectory]:
             # None of them goes on when one has failed: whoever catches that may close the browsers.
@@ -142,13 +142,13 @@ class Demonstrator:
         self,
         task: TaskSpec,
         chat: Chat,
-        image_cfg: vision_inputs.ImageConfig,
+        inputs: Inputs,
         rng: np.random.Generator,
         quality: float,
     ) -> Trajectory:
         session = await self._types.open(task)
         try:
-            recording = _record(task, session, chat, image_cfg)
+            recording = _record(task, session, chat, inputs)
             progress = await session.progress()
             while len(recording.turns) < task.max_turns and not progress["done"]:
                 encoded = await session.screenshot("png")

@@ -7,16 +7,17 @@ seen, said and written down. Who plays is in `demonstrations` and, for people, `
 """
 
 import dataclasses
-import hashlib
 import uuid
 from collections.abc import Mapping
 
 import numpy as np
 from PIL import Image
 
-from uirl_jax import actions, vision_inputs
-from uirl_jax.chat import Chat, Context
+from uirl_jax import actions
 from uirl_jax.errors import ActionError
+from uirl_jax.families.border import Inputs, Screen
+from uirl_jax.families.chat import Chat, Context
+from uirl_jax.families.screens import decode_image, plan_screen
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
 
@@ -29,29 +30,25 @@ class Recording:
         instruction: str,
         screen_size: tuple[int, int],
         chat: Chat,
-        image_cfg: vision_inputs.ImageConfig,
+        inputs: Inputs,
     ) -> None:
         self._task = task
         self._instruction = instruction
         self._screen_size = screen_size
         self._chat = chat
-        self._image_cfg = image_cfg
+        self._inputs = inputs
         self._images: dict[str, bytes] = {}
-        self._grids: dict[str, tuple[int, int, int]] = {}
-        self._keys: list[str] = []
+        self._screens: list[Screen] = []
         self._context: Context
         self.turns: list[Turn] = []
 
     def see(self, image: Image.Image, encoded: bytes) -> int:
         """The screenshot before the next action; how many tokens a policy would read there."""
-        key = hashlib.sha256(encoded).hexdigest()
-        self._images[key] = encoded
-        self._grids[key] = vision_inputs.image_grid(image.size, self._image_cfg)
-        self._keys.append(key)
+        screen = plan_screen(self._inputs, encoded, image.size)
+        self._images[screen.key] = encoded
+        self._screens.append(screen)
         self._context = self._chat.context(
-            self._instruction,
-            [self._grids[key] for key in self._keys],
-            [turn.token_ids for turn in self.turns],
+            self._instruction, self._screens, [turn.token_ids for turn in self.turns]
         )
         return len(self._context.ids)
 
@@ -71,7 +68,7 @@ class Recording:
           ActionError: not valid on this screen, or the action format cannot say it.
         """
         how = {
-            "image_size": self._chat.image_size(self._grids[self._keys[-1]]),
+            "image_size": self._screens[-1].seen_px,
             "cursor": self.cursor,
         }
         action_format = self._chat.action_format
@@ -87,7 +84,7 @@ class Recording:
                 context_ids=self._context.ids,
                 token_ids=token_ids,
                 logprobs=np.zeros(len(token_ids), np.float32),
-                image_keys=tuple(self._keys[index] for index in self._context.kept),
+                image_keys=tuple(self._screens[index].key for index in self._context.kept),
                 full_logprobs=np.zeros(len(token_ids), np.float32),
                 policy_versions=np.full(len(token_ids), -1, np.int32),
                 text=text,
@@ -108,16 +105,14 @@ class Recording:
             instruction=self._instruction,
             turns=tuple(self.turns),
             images={key: data for key, data in self._images.items() if key in seen},
-            image_grids={key: grid for key, grid in self._grids.items() if key in seen},
+            image_tokens={s.key: s.tokens for s in self._screens if s.key in seen},
             stop_reason=stop_reason,
             reward=float(progress["reward"] or 0.0),
             success=success,
         )
 
 
-def retell(
-    demonstration: Trajectory, chat: Chat, image_cfg: vision_inputs.ImageConfig
-) -> Trajectory:
+def retell(demonstration: Trajectory, chat: Chat, inputs: Inputs) -> Trajectory:
     """A demonstration in the words of another chat: the same screenshots and actions, new tokens.
 
     Raises:
@@ -129,10 +124,10 @@ def retell(
         if turn.action is None or not turn.image_keys:
             raise ActionError(f"turn {number} has no action on a screenshot: no demonstration")
         encoded = demonstration.images[turn.image_keys[-1]]  # the newest always stays in a context
-        image = vision_inputs.decode_image(encoded)
+        image = decode_image(encoded)
         if recording is None:
             recording = Recording(
-                demonstration.task, demonstration.instruction, image.size, chat, image_cfg
+                demonstration.task, demonstration.instruction, image.size, chat, inputs
             )
         recording.see(image, encoded)
         try:
@@ -147,5 +142,5 @@ def retell(
         stop_reason=demonstration.stop_reason,
     )
     return dataclasses.replace(
-        demonstration, turns=told.turns, images=told.images, image_grids=told.image_grids
+        demonstration, turns=told.turns, images=told.images, image_tokens=told.image_tokens
     )

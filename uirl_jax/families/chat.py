@@ -1,17 +1,17 @@
-"""Prompts as token ids: Qwen2-VL's chat format, the context policy, and the only tokenizer user.
+"""Prompts as token ids: the context policy, the family's chat layout, and the only tokenizer user.
 
-Sits between actor and engine: instruction, screenshots' grids and sampled ids in, the next turn's
-context out. Structure is put together from ids; text that comes from elsewhere is encoded as plain
-text, so that no instruction can open a chat turn or an image. What the prompt says, and how a turn
-is laid out, is the action format's. This file does not resize images (vision_inputs), read actions
-(actions) or run the model (engine).
+Sits between actor and engine: instruction, screens and sampled ids in, the next turn's context out.
+Structure is put together from ids; text from elsewhere is encoded as plain text, so that no
+instruction can open a chat turn or an image. The action format decides what the prompt says, the
+family (`border.ChatLayout`) how a turn is written. Images are read in `screens`, actions in
+`actions`, and the engine runs the model.
 """
 
 import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from uirl_jax.actions import ActionFormat, Prompt, find_format
 from uirl_jax.errors import ConfigError, ContextError, ModelError
-from uirl_jax.vision_inputs import num_visual_tokens
+from uirl_jax.families.border import ChatLayout, Marker, Piece, Screen, ScreenSlot
 
 OMITTED_SCREENSHOT = "[screenshot omitted]"  # stands where a dropped screenshot was
 _PLACEHOLDER = re.compile(r"\{(instruction|task_description|history|width|height)\}")
@@ -71,14 +71,6 @@ class ChatConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """Everything the policy reads on one turn."""
-
-    ids: np.ndarray  # int32[C], image placeholders expanded
-    kept: tuple[int, ...]  # indices of the screenshots that are in ids, oldest first
-
-
 class Message(NamedTuple):
     """One turn of the chat as text, for a server that has the chat template and the tokenizer."""
 
@@ -86,43 +78,71 @@ class Message(NamedTuple):
     parts: tuple[str | None, ...]  # None: the next screenshot of the context
 
 
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Everything the policy reads on one turn."""
+
+    ids: np.ndarray  # int32[C], image placeholders expanded
+    kept: tuple[int, ...]  # indices of the screens that are in ids, oldest first
+    messages: tuple[Message, ...]  # the same as text
+
+
+class _Turn(NamedTuple):
+    """A turn of the chat before it becomes ids: templates of ours, with screens between them."""
+
+    role: str  # system, user or assistant
+    parts: tuple[str | ScreenSlot, ...]
+    sampled: np.ndarray | None = None  # int32[S] of an assistant's turn, in place of parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """What an engine must know of the tokenizer.
+
+    Attributes:
+      end_token_ids: sampling any of them ends a request.
+      forbidden_ids: never sampled; they leave the softmax: logprobs are those of what is left.
+      decode: token ids to text; needed by requests with stop strings.
+    """
+
+    end_token_ids: tuple[int, ...]
+    forbidden_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str] | None = None
+
+
 class Chat:
-    """A model's tokenizer and the chat format around it.
+    """A model's tokenizer and the chat around it.
 
     Attributes:
       action_format: how the policy's answers are to be read.
       end_token_ids: end a turn when sampled; the first is the one that completions are given.
       image_token_id: the placeholder, one per visual token.
       forbidden_ids: never to be sampled: they would open an image or a turn in the next context.
-      vocab_size: ids from here on (the padding rows of an embedding table) stand for nothing.
+      vocab_size: ids from here on (the padding rows of an embedding table) have no token.
     """
 
-    def __init__(
-        self, model_path: str | Path, cfg: ChatConfig, merge_size: int, patch_size: int = 14
-    ) -> None:
+    def __init__(self, model_path: str | Path, cfg: ChatConfig, layout: ChatLayout) -> None:
         """Loads the tokenizer.
 
         Args:
           model_path: a model directory in Hugging Face's format, or its tokenizer.json.
           cfg: prompts and context policy.
-          merge_size: of the vision tower; placeholders per image follow from it.
-          patch_size: of the vision tower, in pixels; the size of the image that it sees does.
+          layout: of the model's family.
 
         Raises:
-          ModelError: there is no tokenizer there, it cannot be read, or it is not Qwen2-VL's kind.
+          ModelError: the tokenizer is missing, cannot be read, or belongs to another family.
         """
         self.cfg = cfg
         self.action_format = cfg.format
         self._prompt = cfg.prompt
-        self._merge_size = merge_size
-        self._patch_size = patch_size
+        self._layout = layout
         path = Path(model_path)
         path = path / "tokenizer.json" if path.is_dir() else path
         self._tokenizer, self._plain = _load(path)
-        special = _special_ids(path, self._tokenizer, self._plain)
-        self.end_token_ids = (special["<|im_end|>"], special["<|endoftext|>"])
-        self.image_token_id = special["<|image_pad|>"]
-        self.forbidden_ids = tuple(special[token] for token in _FORBIDDEN)
+        special = _special_ids(path, layout.needed, self._tokenizer, self._plain)
+        self.end_token_ids = tuple(special[token] for token in layout.end_tokens)
+        self.image_token_id = special[layout.image_token]
+        self.forbidden_ids = tuple(special[token] for token in layout.forbidden)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
         added = {
@@ -131,23 +151,21 @@ class Chat:
         self._added = added
         self._split_added = _splitter(added)  # in prompts, which are ours
         self._split_markers = _splitter(set(self.action_format.markers) & set(added))
-
-        self._start, self._end = special["<|im_start|>"], special["<|im_end|>"]
-        self._vision = (special["<|vision_start|>"], special["<|vision_end|>"])
-        self._newline = self._ids("\n")
-        self._reply = [self._start, *self._ids("assistant\n")]
+        self._end = self.end_token_ids[0]
         # A published prompt is a thousand tokens and the same for every turn: 2 ms to encode.
         self._cached_ids = functools.lru_cache(maxsize=256)(self._template_ids)
 
-    def image_size(self, grid: tuple[int, int, int]) -> tuple[int, int]:
-        """(width, height) in pixels of the image that the model sees, of its grid_thw."""
-        return grid[2] * self._patch_size, grid[1] * self._patch_size
+    def vocabulary(self, vocab_size: int) -> Vocabulary:
+        """For an engine. Ids above the tokenizer's are padding of the embedding table: forbidden.
+
+        Args:
+          vocab_size: rows of the embedding table.
+        """
+        forbidden_ids = (*self.forbidden_ids, *range(self.vocab_size, vocab_size))
+        return Vocabulary(self.end_token_ids, forbidden_ids, self.decode)
 
     def context(
-        self,
-        instruction: str,
-        grids: Sequence[tuple[int, int, int]],
-        sampled: Sequence[np.ndarray],
+        self, instruction: str, screens: Sequence[Screen], sampled: Sequence[np.ndarray]
     ) -> Context:
         """The context of the newest turn.
 
@@ -164,70 +182,106 @@ class Chat:
 
         Args:
           instruction: of the task, untrusted.
-          grids: (time, height, width) in patches of all screenshots so far, one more than sampled.
+          screens: all screenshots so far, one more than sampled.
           sampled: int32[S] of every turn so far.
 
         Returns:
-          The ids, and which screenshots they hold.
+          The ids, which screens they hold, and the same as text.
         """
-        assert len(grids) == len(sampled) + 1, (len(grids), len(sampled))
-        prompt = self._prompt
-        width, height = self.image_size(grids[-1])
+        assert len(screens) == len(sampled) + 1, (len(screens), len(sampled))
+        width_px, height_px = screens[-1].seen_px
         values = {
             "instruction": instruction,
             "task_description": instruction,
-            "width": str(width),
-            "height": str(height),
+            "width": str(width_px),
+            "height": str(height_px),
         }
-        ids: list[int] = []
-        if prompt.system:
-            ids += [self._start, *self._text(f"system\n{prompt.system}", values), self._end]
-            ids += self._newline
-        if "{history}" in prompt.template:
-            lines = (prompt.summary(self.decode(tokens)) for tokens in sampled)
-            done = "".join(f"Step {number}: {line}; " for number, line in enumerate(lines, 1))
-            ids += self._user(grids[-1], prompt.template, {**values, "history": done})
-            return Context(np.array([*ids, *self._reply], np.int32), (len(grids) - 1,))
-
-        dropped = self._num_dropped(len(grids))
-        template = prompt.template
-        if prompt.layout == "own_message":
-            ids += [self._start, *self._text(f"user\n{template}", values), self._end]
-            ids += self._newline
-            template = ""
-        for turn, grid in enumerate(grids):
-            if turn > 0:
-                tokens = np.asarray(sampled[turn - 1]).tolist()
-                ids += tokens
-                if tokens[-1:] != [self._end]:
-                    ids.append(self._end)
-                ids += self._newline
-            ids += self._user(grid if turn >= dropped else None, template, values)
-            ids += self._reply
-            template = ""
-        return Context(np.array(ids, np.int32), tuple(range(dropped, len(grids))))
-
-    def _user(
-        self, grid: tuple[int, int, int] | None, template: str, values: dict[str, str]
-    ) -> list[int]:
-        """A user message: a screenshot, or the word that stands for a dropped one, and a text."""
-        first = self._prompt.layout != "image_last"
-        if grid is None:
-            texts = (OMITTED_SCREENSHOT, template) if first else (template, OMITTED_SCREENSHOT)
-            inside = self._text("user\n" + "\n".join(filter(None, texts)), values)
+        if "{history}" in self._prompt.template:
+            lines = (self._prompt.summary(self.decode(tokens)) for tokens in sampled)
+            values["history"] = "".join(f"Step {n}: {line}; " for n, line in enumerate(lines, 1))
+            turns, kept = self._single_turn(screens[-1]), (len(screens) - 1,)
         else:
-            start, end = self._vision
-            placeholders = [self.image_token_id] * num_visual_tokens(grid, self._merge_size)
-            image = [start, *placeholders, end]
-            if first:
-                inside = [*self._text("user\n", {}), *image, *self._text(template, values)]
-            else:
-                inside = [*self._text(f"user\n{template}", values), *image]
-        return [self._start, *inside, self._end, *self._newline]
+            dropped = self._num_dropped(len(screens))
+            turns = self._growing_turns(screens, sampled, dropped)
+            kept = tuple(range(dropped, len(screens)))
+        ids = [token_id for turn in turns for token_id in self._turn_ids(turn, values)]
+        ids += self._piece_ids(self._layout.reply, {})
+        messages = tuple(self._message(turn, values) for turn in turns)
+        return Context(np.array(ids, np.int32), kept, messages)
 
-    def _text(self, template: str, values: dict[str, str]) -> tuple[int, ...]:
-        used = set(_PLACEHOLDER.findall(template))
-        return self._cached_ids(template, tuple((k, v) for k, v in values.items() if k in used))
+    def _single_turn(self, screen: Screen) -> list[_Turn]:
+        """The turns of a context whose history is text."""
+        return [*self._system_turn(), self._user_turn(screen, self._prompt.template)]
+
+    def _growing_turns(
+        self, screens: Sequence[Screen], sampled: Sequence[np.ndarray], dropped: int
+    ) -> list[_Turn]:
+        turns, template = self._system_turn(), self._prompt.template
+        if self._prompt.layout == "own_message":
+            turns.append(_Turn("user", (template,)))
+            template = ""
+        for number, screen in enumerate(screens):
+            if number > 0:
+                turns.append(_Turn("assistant", (), sampled[number - 1]))
+            turns.append(self._user_turn(screen if number >= dropped else None, template))
+            template = ""
+        return turns
+
+    def _system_turn(self) -> list[_Turn]:
+        return [_Turn("system", (self._prompt.system,))] if self._prompt.system else []
+
+    def _user_turn(self, screen: Screen | None, template: str) -> _Turn:
+        """A screenshot, or the text that stands for a dropped one, and a text."""
+        image_first = self._prompt.layout != "image_last"
+        if screen is None:
+            parts = (OMITTED_SCREENSHOT, template) if image_first else (template, OMITTED_SCREENSHOT)
+            return _Turn("user", ("\n".join(filter(None, parts)),))
+        slot = ScreenSlot(screen.tokens)
+        parts = (slot, template) if image_first else (template, slot)
+        return _Turn("user", tuple(part for part in parts if part != ""))
+
+    def _turn_ids(self, turn: _Turn, values: dict[str, str]) -> list[int]:
+        if turn.role == "system":
+            return self._piece_ids(self._layout.system(*turn.parts), values)
+        if turn.role == "user":
+            return self._piece_ids(self._layout.user(turn.parts), values)
+        tokens = np.asarray(turn.sampled).tolist()
+        ends = [] if tokens[-1:] == [self._end] else [self._end]
+        return [
+            *self._piece_ids(self._layout.reply, {}),
+            *tokens,
+            *ends,
+            *self._piece_ids(self._layout.after_reply, {}),
+        ]
+
+    def _message(self, turn: _Turn, values: dict[str, str]) -> Message:
+        if turn.sampled is not None:
+            tokens = np.asarray(turn.sampled).tolist()
+            tokens = tokens[:-1] if tokens[-1:] == [self._end] else tokens
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            return Message("assistant", (text,) if text else ())
+        texts = [
+            None if isinstance(part, ScreenSlot) else _whole_characters(_filled(part, values))
+            for part in turn.parts
+        ]
+        return Message(turn.role, tuple(text for text in texts if text != ""))
+
+    def _piece_ids(self, pieces: Sequence[Piece], values: dict[str, str]) -> list[int]:
+        ids: list[int] = []
+        text = ""
+        for piece in [*pieces, None]:
+            if isinstance(piece, str):
+                text += piece
+                continue
+            if text:
+                used = set(_PLACEHOLDER.findall(text))
+                ids += self._cached_ids(text, tuple((k, v) for k, v in values.items() if k in used))
+                text = ""
+            if isinstance(piece, Marker):
+                ids.append(self._added[piece.token])
+            elif isinstance(piece, ScreenSlot):
+                ids += [self.image_token_id] * piece.tokens
+        return ids
 
     def _template_ids(self, template: str, values: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
         """A prompt of ours with texts of others in it. Added tokens are recognised in the prompt,
@@ -237,44 +291,11 @@ class Chat:
             if piece in self._added:
                 ids.append(self._added[piece])
             else:
-                ids += self._ids(_PLACEHOLDER.sub(lambda match: filled[match[1]], piece))
+                ids += self._ids(_filled(piece, filled))
         return tuple(ids)
 
-    def messages(self, context_ids: np.ndarray) -> tuple[Message, ...]:
-        """A context of `context` as text: Qwen2-VL's template makes it again of these.
-
-        Args:
-          context_ids: int32[C], image placeholders expanded.
-        """
-        ids = without_repeats(np.asarray(context_ids), self.image_token_id).tolist()
-        messages = []
-        while self._end in ids:  # behind the last one comes the reply that is asked for
-            block, ids = (
-                ids[ids.index(self._start) + 1 : ids.index(self._end)],
-                ids[ids.index(self._end) + 1 :],
-            )
-            texts = [
-                self._tokenizer.decode(piece, skip_special_tokens=False)
-                for piece in self._around_images(block)
-            ]
-            role, _, texts[0] = texts[0].partition("\n")
-            parts = [part for text in texts for part in (None, text)][1:]
-            messages.append(Message(role, tuple(part for part in parts if part != "")))
-        return tuple(messages)
-
-    def _around_images(self, ids: list[int]) -> list[list[int]]:
-        """The pieces of text before, between and behind the images, one placeholder each."""
-        start, end = self._vision
-        pieces: list[list[int]] = [[]]
-        for token_id in ids:
-            if token_id == start:
-                pieces.append([])
-            elif token_id not in (self.image_token_id, end):
-                pieces[-1].append(token_id)
-        return pieces
-
     def as_read(self, context_ids: np.ndarray) -> np.ndarray:
-        """What becomes of a context that is given away as text and tokenised again.
+        """The ids of a context that is sent as text and tokenised again.
 
         Mostly the same ids. Others where the policy sampled a text in other pieces than the
         tokenizer cuts it into, or bytes that are no UTF-8.
@@ -330,9 +351,7 @@ class Chat:
         return -(-excess // self.cfg.drop_screenshots) * self.cfg.drop_screenshots
 
     def _ids(self, text: str) -> list[int]:
-        # JSON may carry half a surrogate pair, which the tokenizer cannot take.
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return self._plain.encode(_whole_characters(text), add_special_tokens=False).ids
 
 
 def without_repeats(ids: np.ndarray, token_id: int) -> np.ndarray:
@@ -346,15 +365,13 @@ def run_starts(ids: np.ndarray, token_id: int) -> np.ndarray:
     return is_token & ~np.concatenate([[False], is_token[:-1]])
 
 
-_FORBIDDEN = (
-    "<|im_start|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-_NEEDED = ("<|endoftext|>", "<|im_end|>", *_FORBIDDEN)
+def _whole_characters(text: str) -> str:
+    """JSON may carry half a surrogate pair, which the tokenizer cannot take."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
 def _splitter(tokens: Iterable[str]) -> Callable[[str], list[str]]:
@@ -390,12 +407,14 @@ def _load(path: Path) -> tuple[Tokenizer, Tokenizer]:
     return tokenizer, plain
 
 
-def _special_ids(path: Path, tokenizer: Tokenizer, plain: Tokenizer) -> dict[str, int]:
-    ids = {token: tokenizer.token_to_id(token) for token in _NEEDED}
+def _special_ids(
+    path: Path, needed: Sequence[str], tokenizer: Tokenizer, plain: Tokenizer
+) -> dict[str, int]:
+    ids = {token: tokenizer.token_to_id(token) for token in needed}
     missing = [token for token, token_id in ids.items() if token_id is None]
     if missing:
         raise ModelError(
-            f"{path}: no chat tokenizer of Qwen2-VL's kind, it lacks {', '.join(missing)}"
+            f"{path}: not the tokenizer of this model family, it lacks {', '.join(missing)}"
         )
     leaking = [t for t, i in ids.items() if i in plain.encode(t, add_special_tokens=False).ids]
     if leaking:

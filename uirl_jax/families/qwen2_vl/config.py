@@ -1,15 +1,108 @@
-"""The dimensions of a Qwen2-VL: a directory's config.json, read, checked and written.
+"""A Qwen2-VL's config.json and preprocessor_config.json: read, checked and written.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/configuration_qwen2_vl.py.
 """
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from uirl_jax.errors import ModelError
+from uirl_jax.models.directory import read_json
 
 VISION_ROPE_THETA = 10_000.0
+_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageConfig:
+    """What a Hugging Face directory's preprocessor_config.json says about images."""
+
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2  # merge_size**2 patches become one visual token
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    rescale_factor: float = 1 / 255
+
+    @property
+    def patch_levels(self) -> int:
+        """C, the bytes of one patch of a still image: channels x height x width."""
+        return 3 * self.patch_size**2
+
+    @property
+    def patch_features(self) -> int:
+        """F, the floats of one patch: channels x time x height x width."""
+        return self.patch_levels * self.temporal_patch_size
+
+    @classmethod
+    def from_dict(cls, preprocessor_config: Mapping[str, Any]) -> "ImageConfig":
+        """Reads the fields that matter here.
+
+        min_pixels and max_pixels may stand at the top, as older files have them, or as `size`'s
+        shortest_edge and longest_edge.
+        Raises: ModelError for a step of preprocessing that this module does not do.
+        """
+        for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if not preprocessor_config.get(switch, True):
+                raise ModelError(f"preprocessor_config.json: {switch}=false is not supported")
+        if (
+            preprocessor_config.get("resample", _BICUBIC)
+            != _BICUBIC
+        ):
+            raise ModelError(
+                f"preprocessor_config.json: resample={preprocessor_config['resample']}, "
+                "expected 3 (bicubic)"
+            )
+        size = preprocessor_config.get("size") or {}
+        found = {
+            "min_pixels": size.get("shortest_edge", size.get("min_pixels")),
+            "max_pixels": size.get("longest_edge", size.get("max_pixels")),
+        }
+        for field in dataclasses.fields(cls):
+            value = preprocessor_config.get(field.name)
+            if value is not None:
+                found[field.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> "ImageConfig":
+        """Of <model_dir>/preprocessor_config.json. Raises: ModelError."""
+        return cls.from_dict(read_json(Path(model_dir) / "preprocessor_config.json"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """preprocessor_config.json as transformers' Qwen2-VL processor reads it."""
+        values = dataclasses.asdict(self)
+        size = {
+            "shortest_edge": values.pop("min_pixels"),
+            "longest_edge": values.pop("max_pixels"),
+        }
+        return {
+            **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
+            "size": size,
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2VLProcessor",
+            "do_resize": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "do_convert_rgb": True,
+            "resample": int(_BICUBIC),
+        }
+
+
+def level_values(cfg: ImageConfig) -> np.ndarray:
+    """float32[3,256], what the vision tower reads for each level of each channel: a table instead
+    of arithmetic on every pixel."""
+    # Rescaled in float64 and normalised in float32, as the reference does.
+    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
+    mean_c = np.array(cfg.image_mean, np.float32)
+    std_c = np.array(cfg.image_std, np.float32)
+    return (level_l[None] - mean_c[:, None]) / std_c[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +160,7 @@ class Qwen2VLConfig:
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
+    images: ImageConfig = ImageConfig()  # of preprocessor_config.json
 
     @property
     def head_dim(self) -> int:
@@ -140,7 +234,7 @@ class Qwen2VLConfig:
         if problems:
             raise ModelError(f"config.json: not supported: {', '.join(problems)}")
 
-        found = {f.name: text.get(f.name) for f in dataclasses.fields(cls)}
+        found = {f.name: text.get(f.name) for f in dataclasses.fields(cls) if f.name != "images"}
         if found["num_key_value_heads"] is None:  # no grouping
             found["num_key_value_heads"] = found["num_attention_heads"]
         if "rope_theta" in rope:
@@ -169,6 +263,7 @@ class Qwen2VLConfig:
     def to_dict(self) -> dict[str, Any]:
         """config.json that transformers 4 and 5 read: the flat layout of the published models."""
         values = dataclasses.asdict(self)
+        del values["images"]
         vision = values.pop("vision")
         section = list(values.pop("mrope_section"))
         return {
@@ -185,3 +280,18 @@ class Qwen2VLConfig:
                 "hidden_act": "quick_gelu",
             },
         }
+
+
+def read_model_config(model_dir: Path) -> Qwen2VLConfig:
+    """Of <model_dir>/config.json; image settings are the defaults. Raises: ModelError."""
+    path = model_dir / "config.json"
+    try:
+        return Qwen2VLConfig.from_dict(read_json(path))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: a value of the wrong type ({error})") from error
+
+
+def read_config(model_dir: Path) -> Qwen2VLConfig:
+    """Of config.json and preprocessor_config.json. Raises: ModelError."""
+    cfg = read_model_config(model_dir)
+    return dataclasses.replace(cfg, images=ImageConfig.load(model_dir))

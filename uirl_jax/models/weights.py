@@ -1,9 +1,9 @@
-"""Qwen2-VL directories in Hugging Face's format: config.json, safetensors <-> the model's leaves.
+"""Model directories in Hugging Face's format: config.json, safetensors <-> a model's leaves.
 
-The table of qwen2_vl_names says which tensors make up which leaf. Tensors go one at a time between
-file and device, so that host memory holds a few tensors and not a model. Nothing is downloaded; no
-tokenizer is read or written; adapters in PEFT's format are peft_adapters' business, and how leaves
-are put together on their devices is stacking's.
+A family's table (`weight_table`) says which tensors make up which leaf. Tensors go one at a time
+between file and device, so that host memory holds a few tensors and not a model. Nothing is
+downloaded. `peft_adapters` reads adapters in PEFT's format; `stacking` puts leaves together on
+their devices; `directory` copies tokenizers.
 """
 
 import collections
@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,10 @@ from uirl_jax.errors import ModelError
 from uirl_jax.models import weight_files
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize, is_quantized, quantize_rows, quantized
-from uirl_jax.models.qwen2_vl import Qwen2VL, Remat
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
-from uirl_jax.models.qwen2_vl_names import Leaf, leaves_of, published_name
 from uirl_jax.models.sharding import leaf_names, state_shardings
 from uirl_jax.models.stacking import start_leaf
 from uirl_jax.models.weight_files import StoredTensor, listed
+from uirl_jax.models.weight_table import Leaf, WeightTable
 
 _HASH_BLOCK_BYTES = 16 * 2**20
 # Threads that put tensors in place: one turns 2 GB/s, and a disk may give several times that.
@@ -44,48 +42,38 @@ _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetens
 
 def load_pretrained(
     model_dir: str | Path,
+    build: Callable[[], nnx.Module],
+    table: WeightTable,
     *,
-    lora: LoraConfig | None,
-    param_dtype: jnp.dtype,
     init_key: jax.Array,
     mesh: jax.sharding.Mesh | None = None,
-    compute_dtype: jnp.dtype | None = None,
-    remat: Remat = "full",
     quantize: Quantize = "none",
-) -> Qwen2VL:
-    """Reads config.json and model.safetensors (or its shards) straight into the model's arrays.
+) -> nnx.Module:
+    """Reads model.safetensors (or its shards) straight into a model's arrays.
 
     Args:
-      lora: fresh adapters, drawn from init_key, or None.
-      param_dtype: of the base weights, whatever dtype the files have.
+      build: makes the model, with adapters or without; only its shapes are computed.
+      table: of the model's family.
+      init_key: of fresh adapters.
       mesh: where the arrays go (`sharding.state_shardings`); None is the default device.
-      compute_dtype, remat: see Qwen2VL.
-      quantize: int8 holds the projections in 8 bits; what else there is stays in param_dtype.
+      quantize: int8 holds the projections in 8 bits; other weights keep their dtype.
     Raises: ModelError that lists every tensor that is missing, unexpected or of another shape.
     """
     model_dir = Path(model_dir)
-    cfg = read_config(model_dir)
-    abstract = nnx.eval_shape(
-        lambda: Qwen2VL(
-            cfg,
-            lora=lora,
-            rngs=nnx.Rngs(0),
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
-            remat=remat,
-        )
-    )
+    abstract = nnx.eval_shape(build)
     if quantize == "int8":
-        abstract = quantized(abstract)
+        abstract = quantized(abstract, table.projections)
     graphdef, adapters, base = nnx.split(abstract, LoRAParam, ...)
     single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def shardings(tree: Any) -> Any:
-        return state_shardings(mesh, tree) if mesh else jax.tree.map(lambda _: single, tree)
+        if mesh is None:
+            return jax.tree.map(lambda _: single, tree)
+        return state_shardings(mesh, tree, table.sharding_rules)
 
-    leaves = {leaf.path: leaf for leaf in leaves_of(cfg, base)}
-    stored = _stored_tensors(model_dir)
-    _check(model_dir, cfg, stored, leaves)
+    leaves = {leaf.path: leaf for leaf in leaves_of(abstract.cfg, base, table)}
+    stored = _stored_tensors(model_dir, table)
+    _check(model_dir, stored, leaves, set(table.redundant(abstract.cfg)))
     base = _read_base(stored, leaves, base, shardings(base))
     adapters = jax.tree.map_with_path(
         lambda path, leaf, sharding: jax.device_put(
@@ -97,9 +85,24 @@ def load_pretrained(
     return nnx.merge(graphdef, adapters, base)
 
 
+def leaves_of(cfg: Any, base: nnx.State, table: WeightTable) -> list[Leaf]:
+    """Every leaf of the base that tensors are read for.
+
+    The scale of an int8 kernel is left out: it comes from the kernel's own tensors.
+    """
+    named = [("/".join(leaf_names(path)), leaf) for path, leaf in jax.tree.leaves_with_path(base)]
+    return [
+        table.leaf(cfg, path, tuple(array.shape))
+        for path, array in named
+        if not path.endswith("/kernel_scale")
+    ]
+
+
 def save_pretrained(
-    model: Qwen2VL,
+    model: nnx.Module,
     model_dir: str | Path,
+    table: WeightTable,
+    config: Mapping[str, Any],
     *,
     dtype: jnp.dtype | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -111,6 +114,7 @@ def save_pretrained(
     needed for both, host memory for a few tensors.
 
     Args:
+      config: content of config.json.
       dtype: of the written tensors; None keeps each leaf's own.
       max_shard_bytes: of tensors in a file; only a single tensor that is larger exceeds it. What
         fits in one file is model.safetensors, more are shards with model.safetensors.index.json.
@@ -127,7 +131,7 @@ def save_pretrained(
     model_dir.mkdir(parents=True, exist_ok=True)
     state = nnx.state(model)
     arrays = {"/".join(leaf_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-    leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)))
+    leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)), table)
     shards = weight_files.cut(
         [
             weight_files.Tensor(name, leaf.tensor_shape, np.dtype(dtype or arrays[leaf.path].dtype))
@@ -138,7 +142,7 @@ def save_pretrained(
     )
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    documents = {"config.json": model.cfg.to_dict() | {"torch_dtype": shards[0][0].dtype.name}}
+    documents = {"config.json": {**config, "torch_dtype": shards[0][0].dtype.name}}
     if count == 1:
         names = ["model.safetensors"]
     else:
@@ -161,24 +165,6 @@ def save_pretrained(
     for path in model_dir.iterdir():
         if _WEIGHT_FILE.fullmatch(path.name) and path.name not in (*names, *documents):
             path.unlink()
-
-
-def read_config(model_dir: str | Path) -> Qwen2VLConfig:
-    """Of <model_dir>/config.json. Raises: ModelError."""
-    path = Path(model_dir) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path}: cannot be read as JSON ({error}); expected a model directory in Hugging "
-            "Face's format"
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    try:
-        return Qwen2VLConfig.from_dict(config)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path}: a value of the wrong type ({error})") from error
 
 
 def stored_dtype(model_dir: str | Path) -> jnp.dtype:
@@ -248,29 +234,24 @@ def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx
     )
 
 
-def _stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+def _stored_tensors(model_dir: Path, table: WeightTable) -> dict[str, StoredTensor]:
     """By published name."""
     tensors = {}
     for path in weight_files.paths_in(model_dir):
         for tensor in weight_files.tensors_in(path):
-            if (published := published_name(tensor.name)) is not None:
+            if (published := table.published_name(tensor.name)) is not None:
                 tensors[published] = tensor
     return tensors
 
 
 def _check(
     model_dir: Path,
-    cfg: Qwen2VLConfig,
     tensors: dict[str, StoredTensor],
     leaves: dict[str, Leaf],
+    redundant: set[str],
 ) -> None:
     expected = {name: leaf.tensor_shape for leaf in leaves.values() for name in leaf.tensors}
-    # A tied head may be stored a second time.
-    surplus = (
-        tensors.keys()
-        - expected.keys()
-        - ({"lm_head.weight"} if cfg.tie_word_embeddings else set())
-    )
+    surplus = tensors.keys() - expected.keys() - redundant
     problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"unexpected {name}" for name in sorted(surplus)]
     for name in sorted(expected.keys() & tensors.keys()):

@@ -1,0 +1,1 @@
+"""The border to a model family: `border` says what one gives, `table` lists them."""

@@ -1,0 +1,246 @@
+"""A model directory in Hugging Face's format -> what learner and engine share: one split model.
+
+The table of families says which family a directory belongs to. Nothing is downloaded and no code of
+the directory is run; a directory is untrusted input, and every fault of it is a ModelError.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from uirl_jax.errors import ModelError
+from uirl_jax.families.border import Family, Inputs
+from uirl_jax.families.table import family_of
+from uirl_jax.models import peft_adapters, weights
+from uirl_jax.models.blocks import Remat
+from uirl_jax.models.directory import copy_tokenizer
+from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.models.quantization import Quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyModel:
+    """One model, split once: everything that computes shares `frozen`; training starts at `lora`.
+
+    base_hash names the directory's weights: records and policies carry it, and belong to no other.
+    """
+
+    path: Path
+    family: Family
+    graphdef: nnx.GraphDef
+    lora: nnx.State
+    frozen: nnx.State
+    cfg: Any  # of Family.read_config
+    inputs: Inputs
+    base_hash: str
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether adapters change the visual tokens."""
+        return any(part in self.lora for part in self.family.vision_parts)
+
+
+def load(
+    model_dir: str | Path,
+    *,
+    lora: LoraConfig | None,
+    seed: int,
+    param_dtype: str = "float32",
+    remat: Remat = "none",
+    mesh: jax.sharding.Mesh | None = None,
+    quantize: Quantize = "none",
+    adapter: str | Path = "",
+) -> PolicyModel:
+    """Reads a directory onto the mesh, with fresh adapters from `seed` or those of `adapter`.
+
+    Args:
+      param_dtype: of what is frozen; also of activations.
+      quantize: int8 holds the frozen projections in 8 bits (see `quantization`).
+      adapter: a directory in PEFT's format. It must equal `lora` in everything but dropout, which
+        belongs to the training and not to the adapter.
+
+    Raises:
+      ModelError: not a model directory, an architecture that is not supported, or weights that do
+        not fit.
+      ConfigError: an unknown LoRA target.
+    """
+    path = Path(model_dir)
+    family = family_of(path)
+    if lora is not None:
+        family.weights.projections_of(lora.targets)
+    cfg = family.read_config(path)
+    arrays = None
+    if adapter:  # before the weights: what is wrong with it shows in a second
+        arrays = _read_adapter(Path(adapter), family, cfg, lora)
+    with _hashing(path) as base_hash:
+        model = read_model(
+            family,
+            path,
+            cfg,
+            lora=lora,
+            param_dtype=jnp.dtype(param_dtype),
+            remat=remat,
+            mesh=mesh,
+            init_key=jax.random.key(seed),
+            quantize=quantize,
+        )
+    graphdef, lora_state, frozen = nnx.split(model, LoRAParam, ...)
+    if arrays is not None:
+        lora_state = weights.adapters_from_numpy(arrays, lora_state)
+    return PolicyModel(
+        path=path,
+        family=family,
+        graphdef=graphdef,
+        lora=lora_state,
+        frozen=frozen,
+        cfg=cfg,
+        inputs=family.make_inputs(cfg),
+        base_hash=base_hash.result(),
+    )
+
+
+def read_model(
+    family: Family,
+    model_dir: Path,
+    cfg: Any,
+    *,
+    lora: LoraConfig | None,
+    param_dtype: jnp.dtype,
+    init_key: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
+    remat: Remat = "full",
+    quantize: Quantize = "none",
+) -> Any:
+    """The whole model of a directory's weights, as `border.Model`. Arguments as in `load`.
+
+    Raises: ModelError.
+    """
+
+    def build() -> Any:
+        return family.make_model(
+            cfg, lora=lora, rngs=nnx.Rngs(0), param_dtype=param_dtype, remat=remat
+        )
+
+    return weights.load_pretrained(
+        model_dir, build, family.weights, init_key=init_key, mesh=mesh, quantize=quantize
+    )
+
+
+def save_merged(
+    model_dir: str | Path, lora: LoraConfig, adapters: nnx.State, directory: str | Path
+) -> None:
+    """Writes a model directory of its own: model_dir's weights with adapters added to them.
+
+    The weights are read again, in the dtype that the files have, whatever a run held them in.
+
+    Raises: ModelError where adapters do not fit.
+    """
+    path = Path(model_dir)
+    family = family_of(path)
+    model = read_model(
+        family,
+        path,
+        family.read_config(path),
+        lora=lora,
+        param_dtype=weights.stored_dtype(path),
+        init_key=jax.random.key(0),
+    )
+    nnx.update(model, adapters)
+    save_model(family, model, directory)
+    copy_tokenizer(path, Path(directory))
+
+
+def save_model(
+    family: Family,
+    model: Any,
+    directory: str | Path,
+    *,
+    dtype: jnp.dtype | str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes config.json and the weights; see weights.save_pretrained."""
+    weights.save_pretrained(
+        model,
+        directory,
+        family.weights,
+        family.to_config_json(model.cfg),
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def save_adapter(
+    model: PolicyModel,
+    directory: str | Path,
+    *,
+    lora: nnx.State | None = None,
+    base_model: str | Path | None = None,
+) -> None:
+    """Writes adapters in PEFT's format; those of the model where `lora` is None.
+
+    Args:
+      base_model: the directory or name that peft's AutoPeftModel loads the base from.
+    Raises: ModelError where the model has no adapters.
+    """
+    module = nnx.merge(model.graphdef, model.lora if lora is None else lora, model.frozen)
+    peft_adapters.save_adapter(module, directory, model.family.weights, base_model=base_model)
+
+
+def load_adapter(directory: str | Path, family: Family, cfg: Any) -> peft_adapters.Adapter:
+    """Reads an adapter of a model of this shape. Raises: ModelError; see peft_adapters."""
+
+    def build() -> Any:
+        return family.make_model(cfg, lora=None, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
+
+    return peft_adapters.load_adapter(directory, build, family.weights)
+
+
+@contextlib.contextmanager
+def _hashing(path: Path) -> Iterator[concurrent.futures.Future[str]]:
+    """The directory's hash, computed while the block reads the same files: the disk is read once.
+
+    A block that fails does not wait for it.
+    """
+    stop = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1, "hash-weights") as thread:
+        future = thread.submit(weights.base_hash, path, stop)
+        try:
+            yield future
+        except BaseException:
+            stop.set()
+            raise
+
+
+def _read_adapter(
+    directory: Path, family: Family, cfg: Any, lora: LoraConfig | None
+) -> dict[str, np.ndarray]:
+    """Its arrays, by leaf. Raises: ModelError that names every difference to `lora`."""
+    found = load_adapter(directory, family, cfg)
+    if lora is None:
+        raise ModelError(f"{directory}: the model is loaded without adapters")
+    table = family.weights
+    targets = [
+        table.targets_of(table.projections_of(config.targets)) for config in (lora, found.lora)
+    ]
+    differences = [
+        f"model.lora.{name}={wanted!r}, the adapter has {got!r}"
+        for name, wanted, got in (
+            ("rank", lora.rank, found.lora.rank),
+            ("alpha", lora.alpha, found.lora.alpha),
+            ("rslora", lora.rslora, found.lora.rslora),
+            ("targets", *targets),
+        )
+        if wanted != got
+    ]
+    if differences:
+        raise ModelError(f"{directory}: {'; '.join(differences)}; set what the adapter has")
+    return found.arrays

@@ -1,0 +1,272 @@
+"""Screens of Qwen2-VL as arrays, and positions of its tokens: resize, patchify, count, M-RoPE.
+
+Patches stay bytes, one frame each, until they are on the device (`model.pixel_values`). Engine,
+learner and tools use the same functions, so that policy and learner see the same numbers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from uirl_jax.errors import ConfigError, ImageError
+from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen, Size
+from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig, level_values
+
+Grid = tuple[int, int, int]  # patches in time, height and width
+
+_MAX_ASPECT_RATIO = 200  # of smart_resize in the reference implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen2VLInputs:
+    """See border.Inputs. A screen's layout is its Grid; its array is patches_pc, uint8[P,C]."""
+
+    images: ImageConfig
+    image_token_id: int
+    position_axes = 3
+    shares_rows = True
+
+    def plan_screen(self, size_px: Size) -> Screen:
+        return self._screen(size_px, image_grid(size_px, self.images))
+
+    def cut_screen(self, image: Image.Image) -> Screen:
+        patches_pc, grid = cut_image(image, self.images)
+        planned = self._screen(image.size, grid)
+        return dataclasses.replace(planned, arrays={"patches_pc": patches_pc})
+
+    def _screen(self, size_px: Size, grid: Grid) -> Screen:
+        patch = self.images.patch_size
+        return Screen(
+            key="",
+            size_px=size_px,
+            seen_px=(grid[2] * patch, grid[1] * patch),
+            tokens=num_visual_tokens(grid, self.images.merge_size),
+            patches=math.prod(grid),
+            layout=grid,
+        )
+
+    def row_tokens(self, row_patches: int) -> int:
+        area = self.images.merge_size**2
+        if row_patches % area:
+            raise ConfigError(
+                f"a row of {row_patches} patches: {area} patches make one visual token; set "
+                f"engine.image_row_patches and learner.batch.patch_lengths to multiples of {area}"
+            )
+        return row_patches // area
+
+    def pack_screens(
+        self, placed: Sequence[PlacedScreen], rows: int, row_patches: int
+    ) -> PackedScreens:
+        """patches_ipc: uint8[I,P,C]; patch_positions_ip2: int32[I,P,2]; patch_segments_ip:
+        int32[I,P], 0 at padding. The table of visual tokens has I * P / merge_size**2 rows."""
+        area, row_tokens = self.images.merge_size**2, self.row_tokens(row_patches)
+        patches_ipc = np.zeros((rows, row_patches, self.images.patch_levels), np.uint8)
+        positions_ip2 = np.zeros((rows, row_patches, 2), np.int32)
+        segments_ip = np.zeros((rows, row_patches), np.int32)
+        first_tokens = []
+        for screen, row, start, segment in placed:
+            span = slice(start, start + screen.patches)
+            patches_ipc[row, span] = screen.arrays["patches_pc"]
+            positions_ip2[row, span] = patch_positions(screen.layout, self.images.merge_size)
+            segments_ip[row, span] = segment
+            first_tokens.append(row * row_tokens + start // area)
+        arrays = {
+            "patches_ipc": patches_ipc,
+            "patch_positions_ip2": positions_ip2,
+            "patch_segments_ip": segments_ip,
+        }
+        return PackedScreens(arrays, first_tokens)
+
+    def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
+        grids = [screen.layout for screen in screens]
+        return rope_positions(token_ids_t, grids, self.image_token_id, self.images.merge_size)
+
+    def next_position(self, positions_at: np.ndarray) -> int:
+        return int(positions_at.max(initial=-1)) + 1
+
+    def from_processor(
+        self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
+    ) -> tuple[list[Screen], PackedScreens]:
+        """An image is a row of the tower.
+
+        Args:
+          pixel_values: float[P,F], the patches of all images, one after the other.
+          image_grid_thw: int[N,3], of each image in patches.
+        """
+        grids = [(int(t), int(h), int(w)) for t, h, w in image_grid_thw]
+        screens = [self._screen((0, 0), grid) for grid in grids]
+        counts = [screen.patches for screen in screens]
+        if sum(counts) != len(pixel_values):
+            raise ImageError(
+                f"pixel_values has {len(pixel_values)} patches, image_grid_thw says {sum(counts)}"
+            )
+        most = max(counts, default=0)
+        pixels_ipf = np.zeros((len(grids), most, self.images.patch_features), np.float32)
+        positions_ip2 = np.zeros((len(grids), most, 2), np.int32)
+        segments_ip = np.zeros((len(grids), most), np.int32)
+        images_pf = np.split(pixel_values, np.cumsum(counts)[:-1])
+        for row, (grid, image_pf) in enumerate(zip(grids, images_pf, strict=True)):
+            pixels_ipf[row, : counts[row]] = image_pf
+            positions_ip2[row, : counts[row]] = patch_positions(grid, self.images.merge_size)
+            segments_ip[row, : counts[row]] = 1
+        arrays = {
+            "pixels_ipf": pixels_ipf,
+            "patch_positions_ip2": positions_ip2,
+            "patch_segments_ip": segments_ip,
+        }
+        row_tokens = self.row_tokens(most)
+        return screens, PackedScreens(arrays, [row * row_tokens for row in range(len(grids))])
+
+
+def make_inputs(cfg: Qwen2VLConfig) -> Qwen2VLInputs:
+    return Qwen2VLInputs(cfg.images, cfg.image_token_id)
+
+
+def smart_resize(
+    height_px: int, width_px: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """The size that an image is resized to: multiples of factor, within the two pixel counts.
+
+    Raises: ImageError where the sides are further apart than 200 to 1.
+    Source: transformers, models/qwen2_vl/image_processing_qwen2_vl.py, smart_resize.
+    """
+    ratio = max(height_px, width_px) / max(min(height_px, width_px), 1)
+    if min(height_px, width_px) < 1 or ratio > _MAX_ASPECT_RATIO:
+        raise ImageError(
+            f"image of {width_px}x{height_px} pixels: sides may be at most "
+            f"{_MAX_ASPECT_RATIO} to 1 apart"
+        )
+    height = round(height_px / factor) * factor
+    width = round(width_px / factor) * factor
+    if height * width > max_pixels:
+        beta = math.sqrt((height_px * width_px) / max_pixels)
+        height = max(factor, math.floor(height_px / beta / factor) * factor)
+        width = max(factor, math.floor(width_px / beta / factor) * factor)
+    elif height * width < min_pixels:
+        beta = math.sqrt(min_pixels / (height_px * width_px))
+        height = math.ceil(height_px * beta / factor) * factor
+        width = math.ceil(width_px * beta / factor) * factor
+    return height, width
+
+
+def image_grid(size_px: tuple[int, int], cfg: ImageConfig) -> Grid:
+    """What `cut_image` makes of an image of (width, height): 1, then height and width in patches.
+
+    Raises: ImageError, as smart_resize.
+    """
+    factor = cfg.patch_size * cfg.merge_size
+    width_px, height_px = size_px
+    height_px, width_px = smart_resize(height_px, width_px, factor, cfg.min_pixels, cfg.max_pixels)
+    return 1, height_px // cfg.patch_size, width_px // cfg.patch_size
+
+
+def cut_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
+    """Resize and cut into patches.
+
+    Returns:
+      patches_pc: uint8[P,C]; the merge_size**2 patches of one visual token stand side by side, and
+        C is (channel, height, width).
+      grid_thw: (1, height, width) in patches.
+    Source: transformers, models/qwen2_vl/image_processing_pil_qwen2_vl.py.
+    """
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    _, grid_h, grid_w = grid_thw = image_grid(image.size, cfg)
+    size_px = grid_w * cfg.patch_size, grid_h * cfg.patch_size
+    if size_px != image.size:  # bicubic to the same size is the identity
+        image = image.resize(size_px, Image.Resampling.BICUBIC)
+    blocks = (
+        np.asarray(image)
+        .reshape(
+            grid_h // cfg.merge_size,
+            cfg.merge_size,
+            cfg.patch_size,
+            grid_w // cfg.merge_size,
+            cfg.merge_size,
+            cfg.patch_size,
+            3,
+        )
+        .transpose(0, 3, 1, 4, 6, 2, 5)
+    )  # block row, block column, row, column, channel, then pixels
+    return blocks.reshape(grid_h * grid_w, cfg.patch_levels), grid_thw
+
+
+def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
+    """`cut_image` and `pixel_values`: what the reference's processor returns."""
+    patches_pc, grid_thw = cut_image(image, cfg)
+    return pixel_values(patches_pc, cfg), grid_thw
+
+
+def pixel_values(patches_pc: np.ndarray, cfg: ImageConfig) -> np.ndarray:
+    """What the vision tower reads of patches, on the host; `model.pixel_values` is the device's.
+
+    Returns: float32[P,F]; F is (channel, time, height, width), the still image repeated in time.
+    """
+    table_cl = level_values(cfg)
+    area = cfg.patch_size**2
+    levels_pcx = patches_pc.reshape(-1, 3, area)
+    values_pctx = np.empty((len(levels_pcx), 3, cfg.temporal_patch_size, area), np.float32)
+    for c in range(3):
+        values_pctx[:, c] = table_cl[c][levels_pcx[:, c]][:, None]
+    return values_pctx.reshape(len(levels_pcx), cfg.patch_features)
+
+
+def num_visual_tokens(grid_thw: Grid, merge_size: int) -> int:
+    """How many tokens an image takes in the text: its patches over merge_size**2."""
+    t, h, w = grid_thw
+    return t * (h // merge_size) * (w // merge_size)
+
+
+def patch_positions(grid_thw: Grid, merge_size: int) -> np.ndarray:
+    """int32[P,2], (row, column) of each patch in process_image's order.
+
+    Source: transformers, vision_utils.py, get_vision_position_ids.
+    """
+    t, h, w = grid_thw
+    rows_hw, columns_hw = np.indices((h, w), dtype=np.int32)
+    blocks = (h // merge_size, merge_size, w // merge_size, merge_size)
+    order = [a.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1) for a in (rows_hw, columns_hw)]
+    return np.tile(np.stack(order, axis=-1), (t, 1))
+
+
+def rope_positions(
+    token_ids_t: np.ndarray, grids: Sequence[Grid], image_token_id: int, merge_size: int
+) -> np.ndarray:
+    """M-RoPE positions of one unpadded sequence, int32[3,T]: time, height, width.
+
+    Text counts on in all three; an image's tokens take its block's row and column, and the text
+    after it goes on at its largest position + 1:
+
+        token     P  P  v  v  v  v  v  v  P        an image of 2 x 3 visual tokens
+        time      0  1  2  2  2  2  2  2  5
+        height    0  1  2  2  2  3  3  3  5
+        width     0  1  2  3  4  2  3  4  5
+
+    Raises: ImageError where runs of image_token_id and grids do not fit each other.
+    Source: transformers, models/qwen2_vl/modeling_qwen2_vl.py, get_rope_index.
+    """
+    is_image_t = np.asarray(token_ids_t) == image_token_id
+    positions_3t = np.zeros((3, len(is_image_t)), np.int32)
+    starts = np.flatnonzero(is_image_t & ~np.concatenate([[False], is_image_t[:-1]]))
+    ends = np.flatnonzero(is_image_t & ~np.concatenate([is_image_t[1:], [False]])) + 1
+    counts = [num_visual_tokens(grid, merge_size) for grid in grids]
+    if (ends - starts).tolist() != counts:
+        raise ImageError(
+            f"runs of image tokens of lengths {(ends - starts).tolist()}, expected {counts} "
+            f"for the grids {[tuple(grid) for grid in grids]}"
+        )
+    done, position = 0, 0
+    for start, end, (t, h, w) in zip(starts, ends, grids, strict=True):
+        positions_3t[:, done:start] = position + np.arange(start - done)
+        position += start - done
+        rows, columns = h // merge_size, w // merge_size
+        indices_3thw = np.indices((t, rows, columns), dtype=np.int32)
+        positions_3t[:, start:end] = position + indices_3thw.reshape(3, -1)
+        # The time axis is not counted, as in the reference.
+        position += max(h, w) // merge_size
+        done = end
+    positions_3t[:, done:] = position + np.arange(len(is_image_t) - done)
+    return positions_3t

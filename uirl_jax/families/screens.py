@@ -1,0 +1,100 @@
+"""Screenshots as untrusted bytes: decoded within limits, and read into a family's arrays.
+
+Between the verifier's bytes and `Inputs` of a family; numpy and Pillow, no JAX. Nothing is cached.
+"""
+
+import dataclasses
+import hashlib
+import io
+
+import numpy as np
+from PIL import Image
+
+from uirl_jax.errors import ImageError
+from uirl_jax.families.border import Inputs, Screen, Size
+
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+def image_key(screenshot: bytes) -> str:
+    """What names a screenshot everywhere: the SHA-256 of its bytes, in hex."""
+    return hashlib.sha256(screenshot).hexdigest()
+
+
+def decode_image(data: bytes, *, max_pixels: int = 16_000_000) -> Image.Image:
+    """Untrusted bytes -> RGB image.
+
+    Args:
+      data: a PNG, JPEG or WEBP file.
+      max_pixels: checked against the header before any pixel is decoded: a PNG of 236 KB may hold
+        9000x9000 pixels and take 324 MB.
+    Raises: ImageError for anything else, with the reason.
+    """
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        width_px, height_px = image.size
+        if width_px * height_px > max_pixels:
+            raise ImageError(
+                f"image of {width_px}x{height_px} pixels, expected at most {max_pixels} pixels"
+            )
+        if image.format != "JPEG" and image.n_frames != 1:  # JPEG has no frames and no such field
+            raise ImageError(f"image of {image.n_frames} frames, expected a still image")
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
+    except ImageError:
+        raise
+    except Exception as error:  # Pillow's decoders raise a dozen unrelated types on hostile bytes
+        raise ImageError(
+            f"{len(data)} bytes are not a readable PNG, JPEG or WEBP image "
+            f"({type(error).__name__}: {str(error)[:120]})"
+        ) from error
+
+
+def plan_screen(inputs: Inputs, screenshot: bytes, size_px: Size) -> Screen:
+    """A screen that is read when its pixels are needed (`read_planned`).
+
+    Args:
+      screenshot: bytes that `decode_image` takes.
+      size_px: of the screen that the verifier announced.
+
+    Raises: ImageError: the family has no plan for that size.
+    """
+    planned = inputs.plan_screen(size_px)
+    return dataclasses.replace(planned, key=image_key(screenshot), screenshot=screenshot)
+
+
+def read_screen(inputs: Inputs, screenshot: bytes) -> Screen:
+    """A screen with its arrays. Raises: ImageError."""
+    cut = inputs.cut_screen(decode_image(screenshot))
+    return dataclasses.replace(cut, key=image_key(screenshot), screenshot=screenshot)
+
+
+def read_planned(inputs: Inputs, screen: Screen) -> Screen:
+    """The screen with its arrays.
+
+    Raises: ImageError: the bytes are not an image, or one of another size than planned.
+    """
+    if screen.arrays is not None:
+        return screen
+    cut = inputs.cut_screen(decode_planned(screen))
+    return dataclasses.replace(cut, key=screen.key, screenshot=screen.screenshot)
+
+
+def decode_planned(screen: Screen) -> Image.Image:
+    """The image of a planned screen. Raises: ImageError, as read_planned."""
+    image = decode_image(screen.screenshot)
+    if image.size != screen.size_px:  # a verifier may announce one size and send another
+        raise ImageError(
+            f"a screenshot of {image.width}x{image.height} pixels, "
+            f"the screen has {screen.size_px[0]}x{screen.size_px[1]}"
+        )
+    return image
+
+
+def vision_index(
+    token_ids_t: np.ndarray, image_token_id: int, rows_v: np.ndarray
+) -> np.ndarray:
+    """int32[T]: the k-th placeholder stands for row rows_v[k] of the visual table; -1 elsewhere."""
+    index_t = np.full(len(token_ids_t), -1, np.int32)
+    index_t[token_ids_t == image_token_id] = rows_v
+    return index_t

@@ -1,0 +1,26 @@
+"""The table of model families, by the model_type of config.json.
+
+A family of one's own is one more entry, made before a model is loaded: a config file may say
+`FAMILIES["my_model"] = my_family.FAMILY` (docs/add_a_model.md).
+"""
+
+from pathlib import Path
+
+from uirl_jax.errors import ModelError
+from uirl_jax.families import qwen2_vl
+from uirl_jax.families.border import Family
+from uirl_jax.models.directory import read_json
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (qwen2_vl.FAMILY,)}
+
+
+def family_of(model_dir: str | Path) -> Family:
+    """The family that a model directory belongs to. Raises: ModelError."""
+    path = Path(model_dir)
+    expected = "a directory with config.json, *.safetensors and tokenizer.json"
+    model_type = read_json(path / "config.json", expected).get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ModelError(
+            f"{path}: model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
