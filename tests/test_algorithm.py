@@ -13,7 +13,7 @@ import pytest
 
 from tests import test_packed_step, test_sharding, test_step
 from tools import bench_algorithms
-from uirl_jax import config, run_config
+from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.learner import algorithm, cold_start
 from uirl_jax.learner import state as learner_state
@@ -324,7 +324,7 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 )
 def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, arguments):
     cfg = importlib.import_module(f"configs.{name}").get_config(*arguments)
-    resolved = config.from_config(run_config.RunConfig, cfg)
+    resolved = reading.from_config(schema.RunConfig, cfg)
     assert resolved.model.path.endswith("tiny-ui-base")
 
 
@@ -339,7 +339,7 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
     """Into the workdir that docs/results.md has it write to."""
     told = Path("docs/results.md").read_text(encoding="utf-8")
     get_config = importlib.import_module(f"configs.{name}").get_config
-    made = {stage: config.from_config(run_config.RunConfig, get_config(stage)) for stage in stages}
+    made = {stage: reading.from_config(schema.RunConfig, get_config(stage)) for stage in stages}
     for before, stage in itertools.pairwise(stages):
         workdir = f"runs/{runs}-{before}"
         assert f"--config=configs/{name}.py:{before} --workdir={workdir}\n" in told
@@ -347,7 +347,7 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
     assert {cfg.learner.steps for cfg in made.values()} == {0}
     *careful, start = (cfg.cold_start.quality for cfg in made.values())
     assert set(careful) == {1.0} and start < 0.5
-    grpo = config.from_config(run_config.RunConfig, get_config())
+    grpo = reading.from_config(schema.RunConfig, get_config())
     assert Path(grpo.model.path).is_dir()  # the start ships
     assert grpo.learner.steps > 0 and grpo.cold_start.steps == 0
     with pytest.raises(ValueError, match=r"expected base, .*start"):
@@ -358,7 +358,7 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
 def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
     get_config = importlib.import_module(f"configs.{name}").get_config
     grpo, trained = (
-        config.from_config(run_config.RunConfig, get_config(stage)) for stage in ("grpo", "trained")
+        reading.from_config(schema.RunConfig, get_config(stage)) for stage in ("grpo", "trained")
     )
     assert trained == dataclasses.replace(grpo, model=trained.model)  # the same, played alike
     options = {"lora": trained.model.lora, "seed": 0}
@@ -401,7 +401,7 @@ def test_config_of_an_algorithm_that_makes_no_sense_is_one_line(section: dict, m
     cfg = importlib.import_module("configs.quickstart").get_config()
     cfg.algorithm = section
     with pytest.raises(ConfigError, match=message) as caught:
-        config.from_config(run_config.RunConfig, cfg)
+        reading.from_config(schema.RunConfig, cfg)
     assert "\n" not in str(caught.value)
 
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from tests import small_model, test_step
+from uirl_jax.config.schema import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
@@ -19,7 +20,6 @@ from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 from uirl_jax.rl.losses import PolicyLossConfig
-from uirl_jax.run_config import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 
 # Wide enough for a channel's largest weight to be what it is in a real model, about 3 sigma.
 CONFIG = Qwen2VLConfig(

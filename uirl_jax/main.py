@@ -23,15 +23,16 @@ from typing import Any, Literal
 import jax
 from absl import app, flags, logging
 
-from uirl_jax import config, evaluate, metrics, platform_flags, report
+from uirl_jax import evaluate, metrics, platform_flags, report
 from uirl_jax.actor.random_engine import RandomEngine
+from uirl_jax.config import reading
+from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.models import loading, sharding
 from uirl_jax.run import BackgroundLoop, Players, Run, forbidden_ids, when_set
-from uirl_jax.run_config import MeshConfig, RunConfig
 from uirl_jax.verifiers import supervisor
 from uirl_jax.workdir import only_learner, open_run
 
@@ -264,7 +265,7 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 # ------------------------------------------------------------------------------------ the command
 
-_CONFIG = config.define_config_file(RunConfig, help="an experiment, e.g. configs/quickstart.py")
+_CONFIG = reading.define_config_file(RunConfig, help="an experiment, e.g. configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "everything that the run writes is in here")
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
@@ -299,7 +300,7 @@ def main(argv: list[str]) -> int:
                 f"{' and '.join(missing)} missing; e.g. --config=configs/quickstart.py "
                 "--workdir=runs/quickstart"
             )
-        cfg = config.from_config(RunConfig, _CONFIG.value)
+        cfg = reading.from_config(RunConfig, _CONFIG.value)
         workdir = Path(_WORKDIR.value)
         if _ACTOR.value >= _ACTORS.value:
             raise ConfigError(
@@ -324,4 +325,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=config.parse_flags)
+    app.run(main, flags_parser=reading.parse_flags)

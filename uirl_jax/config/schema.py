@@ -1,7 +1,7 @@
 """The schema of a config file: one frozen dataclass a section, most of them the rooms' own.
 
 `main` builds a RunConfig from the ConfigDict and hands its parts down. What two rooms must agree on
-is checked here, before anything starts; reading files and flags is `config`'s business.
+is checked here, before anything starts. `reading` reads files and flags.
 """
 
 import dataclasses
