@@ -11,7 +11,7 @@ LAYERS = (
     {"errors"},
     {"types", "seeds", "platform_flags", "untrusted_json"},
     {"untrusted_http"},
-    {"rl", "models", "chat", "actions", "vision_inputs", "metrics", "curriculum"},
+    {"rl", "models", "chat", "actions", "vision_inputs", "metrics"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluate"},
     {"report", "charts", "config"},

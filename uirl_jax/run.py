@@ -23,12 +23,12 @@ from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
 from uirl_jax.actor.player import Player
 from uirl_jax.chat import Chat
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.curriculum import Curriculum
 from uirl_jax.engine.engine import Engine
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.cold_start import MODEL_DIR
+from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.models import loading, qwen2_vl_weights
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Trajectory

@@ -85,7 +85,7 @@ class ActorConfig:
 
 
 Report = Callable[[dict[str, float]], None]
-# Of a group's index and the learner's tallies (curriculum.Tallies), which the policy came with.
+# Arguments: the group index, and the tallies that the policy came with (learner.curriculum).
 TaskForGroup = Callable[[int, Any], TaskSpec]
 
 

@@ -10,11 +10,11 @@ from typing import Literal
 
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import ChatConfig
-from uirl_jax.curriculum import MAX_ENTRIES, CurriculumConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
+from uirl_jax.learner.curriculum import MAX_ENTRIES, CurriculumConfig
 from uirl_jax.learner.loop import LearnerConfig
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize

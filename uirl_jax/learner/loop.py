@@ -20,12 +20,12 @@ import numpy as np
 
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.curriculum import Curriculum
 from uirl_jax.errors import TrainingError, UirlError
 from uirl_jax.learner import algorithm
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig, Group
+from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.metrics import MetricsWriter, Progress, key_values
