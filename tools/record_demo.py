@@ -33,6 +33,7 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
@@ -126,7 +127,7 @@ def read_plan() -> Plan:
             cfg.actor.rollout.max_new_tokens,
             cfg.actor.rollout.success_reward,
         ),
-        TokenLayout(model_cfg.vocab_size, model_cfg.image_token_id, image_cfg.merge_size),
+        layout_of(model_cfg),
         out,
         first_seed,
         _EPISODES.value,

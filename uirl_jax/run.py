@@ -30,7 +30,7 @@ from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.models import loading, qwen2_vl_weights
-from uirl_jax.shards.record import TokenLayout
+from uirl_jax.shards.layout import layout_of
 from uirl_jax.types import Trajectory
 from uirl_jax.verifiers import supervisor
 from uirl_jax.verifiers.client import VerifierClient
@@ -108,11 +108,6 @@ class Run:
     def make_chat(self, model: loading.PolicyModel) -> Chat:
         image_cfg = model.image_cfg
         return Chat(model.path, self.cfg.chat, image_cfg.merge_size, image_cfg.patch_size)
-
-    def layout(self, model: loading.PolicyModel) -> TokenLayout:
-        return TokenLayout(
-            model.cfg.vocab_size, model.cfg.image_token_id, model.image_cfg.merge_size
-        )
 
     def base_urls(self) -> list[str]:
         verifier = self.cfg.verifier
@@ -205,7 +200,7 @@ class Players:
                 ),
                 workdir=run.workdir,
                 base_hash=self.model.base_hash,
-                layout=run.layout(self.model),
+                layout=layout_of(self.model.cfg),
                 to_lora=self.to_lora,
                 task_for_group=run.curriculum.task,
                 run_seed=cfg.seed,
@@ -241,7 +236,7 @@ class Players:
             stage,
             run.workdir,
             base_hash=self.model.base_hash,
-            layout=run.layout(self.model),
+            layout=layout_of(self.model.cfg),
         )
         try:
             where = f"in the evaluation of stage {stage!r}"

@@ -32,8 +32,8 @@ from uirl_jax.metrics import MetricsWriter, Progress, key_values
 from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.shards import batching
+from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.reader import ShardQueue
-from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TrainBatch, Trajectory
 
@@ -139,7 +139,7 @@ def run_learner(
         trained = _Ranges(meta["groups"])
         extra = int(meta["extra"])  # groups on top of groups_per_step, over all steps
         tallies = curriculum.tallies(meta["tallies"])
-        replay = Replay(workdir, model.base_hash, _layout(model), meta["replay"])
+        replay = Replay(workdir, model.base_hash, layout_of(model.cfg), meta["replay"])
         earlier_s, started_s = float(meta["train_seconds"]), time.monotonic()
 
         def train_seconds() -> float:
@@ -346,7 +346,7 @@ def _set_aside(directory: Path, groups: Sequence[Group], model: PolicyModel) -> 
 
     Returns: where they are, or why they are not: what went wrong itself is told in every case.
     """
-    layout = _layout(model)
+    layout = layout_of(model.cfg)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for group in groups:
@@ -356,12 +356,6 @@ def _set_aside(directory: Path, groups: Sequence[Group], model: PolicyModel) -> 
     except (OSError, UirlError) as error:
         return f"nowhere whole ({error})"
     return str(directory)
-
-
-def _layout(model: PolicyModel) -> TokenLayout:
-    return TokenLayout(
-        model.cfg.vocab_size, model.cfg.image_token_id, model.cfg.vision.spatial_merge_size
-    )
 
 
 def _describe(
