@@ -13,7 +13,7 @@ LAYERS = (
     {"untrusted_http"},
     {"rl", "models", "chat", "actions", "vision_inputs", "metrics"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
-    {"actor", "learner", "evaluate"},
+    {"actor", "learner", "evaluate", "players"},
     {"report", "charts", "config"},
     {"workdir"},
     {"run"},
@@ -23,6 +23,8 @@ ALLOWED = {
     ("chat", "vision_inputs"),  # how many placeholders an image has
     ("chat", "actions"),  # an action format brings its prompt
     ("models", "vision_inputs"),  # a model directory says how its images are cut
+    ("players", "actor"),  # and no learner: an evaluation or a replay builds none
+    ("players", "evaluate"),
     ("report", "charts"),
 }
 WITHOUT_JAX = (

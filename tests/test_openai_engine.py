@@ -17,7 +17,7 @@ from uirl_jax.config import reading, schema
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError, ContextError, EngineError, ImageError, PolicyError
-from uirl_jax.run import make_engine
+from uirl_jax.players import make_engine
 from uirl_jax.types import StopReason, TaskSpec
 
 # ---------------------------------------------------------------- the same as the jax engine
@@ -254,7 +254,7 @@ def test_openai_section_is_checked_and_main_makes_the_engine_it_asks_for(tmp_pat
         reading.from_config(schema.RunConfig, known)
     known["engine"]["openai"]["url"] = "http://127.0.0.1:9/v1"
     cfg = reading.from_config(schema.RunConfig, known)
-    made = make_engine(cfg, model(), chat())
+    made = make_engine(cfg.play, model(), chat())
     assert isinstance(made, OpenAIEngine) and made.context_limit == cfg.max_context_tokens
     known["cold_start"]["steps"] = 5
     with pytest.raises(ConfigError, match="a cold start writes a new base model"):

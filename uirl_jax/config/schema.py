@@ -19,6 +19,7 @@ from uirl_jax.learner.loop import LearnerConfig
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
 from uirl_jax.models.qwen2_vl import Remat
+from uirl_jax.players import PlayConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.containers import ContainerConfig
@@ -208,9 +209,12 @@ class RunConfig:
             raise ConfigError("; ".join(faults))
 
     @property
+    def play(self) -> PlayConfig:
+        return PlayConfig(self.engine, self.actor.rollout, self.actor.concurrency, self.seed)
+
+    @property
     def max_context_tokens(self) -> int:
-        """What the engine can read at once bounds an episode: longer ones end as max_tokens."""
-        return min(self.actor.rollout.max_context_tokens, self.engine.context_lengths[-1])
+        return self.play.max_context_tokens
 
     @property
     def kinds(self) -> list[TaskSpec]:
