@@ -14,7 +14,7 @@ import jax
 
 from uirl_jax import evaluate, metrics
 from uirl_jax.actor.fleet import Fleet
-from uirl_jax.actor.host import ActorConfig, run_actor
+from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.chat import Chat
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine.interface import SamplingEngine
@@ -148,12 +148,13 @@ class Run:
                     first_group=actor_index,
                     group_stride=actors,
                 ),
-                workdir=self.workdir,
-                base_hash=players.model.base_hash,
-                layout=layout_of(players.model.cfg),
-                to_lora=players.to_lora,
-                task_for_group=self.curriculum.task,
-                run_seed=cfg.seed,
-                stop=stop,
-                on_report=on_report,
+                LearnerLink(
+                    self.workdir,
+                    players.model.base_hash,
+                    layout_of(players.model.cfg),
+                    players.to_lora,
+                ),
+                TaskSource(self.curriculum.task, cfg.seed),
+                stop,
+                on_report,
             )
