@@ -64,10 +64,9 @@ def compiled(loss, critic, use_reference: bool, recompute_old: bool, lr: float):
     steps = learner_step.make_steps(
         model[0],
         optimizer,
-        loss,
-        critic_cfg=critic,
-        use_reference=use_reference,
-        recompute_old=recompute_old,
+        learner_step.StepConfig(
+            loss, critic, use_reference=use_reference, recompute_old=recompute_old
+        ),
     )
     return model, optimizer, steps
 

@@ -109,7 +109,8 @@ def gradients(layout: str, ratio: str = "token") -> tuple[Any, dict[str, float],
     graphdef, lora, frozen = test_step.make_model(targets=("all",))
     optimizer = learner_state.make_optimizer(test_step.OPTIMIZER, 10)
     cfg = PolicyLossConfig(kl_coefficient=0.1, ratio=ratio)
-    run = learner_step.make_steps(graphdef, optimizer, cfg, temperature=0.8, forbidden_ids=(3,))
+    step_cfg = learner_step.StepConfig(cfg, temperature=0.8, forbidden_ids=(3,))
+    run = learner_step.make_steps(graphdef, optimizer, step_cfg)
     trajectories, advantages = records()
     batches = batching.make_batches(
         trajectories,
@@ -178,7 +179,7 @@ def test_compiled_step_holds_no_array_of_rows_by_tokens_by_vocabulary(monkeypatc
 
     def largest_elements(max_logits_bytes: int) -> int:
         monkeypatch.setattr(scoring, "MAX_LOGITS_BYTES", max_logits_bytes)
-        run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+        run = learner_step.make_steps(graphdef, optimizer, learner_step.StepConfig())
         scored = run.score.lower((lora, None), frozen, arrays)
         at = (np.int32(0), np.int32(0), np.int32(0))
         gradients = run.policy_gradients.lower(

@@ -19,7 +19,6 @@ from uirl_jax.models import peft_adapters, quantization, qwen2_vl, qwen2_vl_weig
 from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
-from uirl_jax.rl.losses import PolicyLossConfig
 
 # Wide enough for a channel's largest weight to be what it is in a real model, about 3 sigma.
 CONFIG = Qwen2VLConfig(
@@ -246,7 +245,7 @@ def train(quantize: bool):
     optimizer = learner_state.make_optimizer(
         learner_state.OptimizerConfig(lr=1e-2, clip_norm=1e9), 10
     )
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, learner_step.StepConfig())
     state = learner_state.init_state(lora, optimizer)
     arrays = learner_step.to_device(test_step.make_batch(), None)
     moments, metrics = [], []

@@ -12,6 +12,7 @@ from flax import nnx
 from tests import test_sharding
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
+from uirl_jax.learner.step import StepConfig
 from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.rl.losses import PolicyLossConfig
@@ -101,7 +102,7 @@ def take_steps(*batches: TrainBatch, mesh=None):
     """
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig("sgd", lr=1.0), 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
     state = learner_state.init_state(lora, optimizer, mesh)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
@@ -155,7 +156,9 @@ def test_update_with_zero_advantages_and_no_kl_changes_nothing():
     before = jax.device_get(lora)
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
     run = learner_step.make_steps(
-        graphdef, optimizer, PolicyLossConfig(kl_coefficient=0.0), use_reference=False
+        graphdef,
+        optimizer,
+        StepConfig(PolicyLossConfig(kl_coefficient=0.0), use_reference=False),
     )
     state = learner_state.init_state(lora, optimizer)
     state, _ = run.policy_update(state, frozen, [learner_step.to_device(batch, None)])
@@ -167,7 +170,7 @@ def test_update_leaves_frozen_weights_bit_for_bit_and_learns():
     before = jax.device_get(frozen)
     batch = make_batch()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 50)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
     state = learner_state.init_state(lora, optimizer)
     arrays = learner_step.to_device(batch, None)
     losses = []
@@ -186,7 +189,7 @@ def adapters_off(lora):
 def test_reference_is_the_base_without_adapters():
     graphdef, lora, frozen = make_model(dropout=0.1)  # so that old has a pass of its own
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
     arrays = learner_step.to_device(make_batch(), None)
     scored = run.score((lora, None), frozen, arrays)
     base = run.score((adapters_off(lora), None), frozen, arrays)
@@ -197,8 +200,8 @@ def test_reference_is_the_base_without_adapters():
 def test_step_without_a_pass_for_old_logprobs_is_the_step_with_one():
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
-    scoring = learner_step.make_steps(make_model(dropout=0.1)[0], optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
+    scoring = learner_step.make_steps(make_model(dropout=0.1)[0], optimizer, StepConfig())
     arrays = learner_step.to_device(make_batch(), None)
     scored = run.score((lora, None), frozen, arrays)
     assert scored.old_bt is None
@@ -217,7 +220,7 @@ def test_step_without_a_pass_for_old_logprobs_is_the_step_with_one():
 def test_update_vision_adapters_learn_and_the_reference_is_the_base():
     graphdef, lora, frozen = make_model(targets=("vision", "merger"), dropout=0.1)
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig(), vision_trainable=True)
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig(vision_trainable=True))
     arrays = learner_step.to_device(make_batch(), None)
     scored = run.score((lora, None), frozen, arrays)
     # The base's visual tokens too: with the adapters' the reference would move as they learn.
@@ -228,7 +231,7 @@ def test_update_vision_adapters_learn_and_the_reference_is_the_base():
 
     # Without dropout, for the arithmetic: visual tokens inside the loss are those that were scored.
     graphdef, lora, frozen = make_model(targets=("vision", "merger"))
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig(), vision_trainable=True)
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig(vision_trainable=True))
     before = jax.device_get(lora)
     state, metrics = run.policy_update(learner_state.init_state(lora, optimizer), frozen, [arrays])
     assert float(metrics["learner/grad_norm"]) > 1e-6
@@ -252,9 +255,7 @@ def losses_with(*, rows: int = 8, parts: int = 1, dropout_seed: int = 0, **lora)
     run = learner_step.make_steps(
         graphdef,
         optimizer,
-        PolicyLossConfig(),
-        vision_trainable="visual" in trainable,
-        dropout_seed=dropout_seed,
+        StepConfig(vision_trainable="visual" in trainable, dropout_seed=dropout_seed),
     )
     batch = make_batch()
     same = dataclasses.replace(
@@ -300,7 +301,7 @@ def test_score_with_dropout_drops_nothing():
     for rate in (0.0, 0.4):
         graphdef, lora, frozen = make_model(dropout=rate)
         optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-        run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+        run = learner_step.make_steps(graphdef, optimizer, StepConfig())
         scored.append(run.score((lora, None), frozen, arrays))
     plain, dropping = scored
     np.testing.assert_array_equal(plain.visual_md, dropping.visual_md)
@@ -313,7 +314,7 @@ def test_score_with_dropout_drops_nothing():
     behaviour_bt = np.asarray(arrays["behaviour_logprobs_bt"])
     expected = (np.abs(np.asarray(dropping.old_bt) - behaviour_bt) * mask_bt).sum()
     assert drift == pytest.approx(expected, rel=1e-5)
-    half = learner_step.make_steps(make_model(dropout=0.8)[0], optimizer, PolicyLossConfig())
+    half = learner_step.make_steps(make_model(dropout=0.8)[0], optimizer, StepConfig())
     np.testing.assert_array_equal(half.score((lora, None), frozen, arrays).old_bt, dropping.old_bt)
 
 

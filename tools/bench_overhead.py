@@ -57,11 +57,13 @@ def _one(name: str, rounds: int) -> dict[str, float]:
     steps = learner_step.make_steps(
         model.graphdef,
         optimizer,
-        cfg.algorithm.loss,
-        critic_cfg=critic_cfg,
-        use_reference=cfg.algorithm.use_reference,
-        recompute_old=cfg.algorithm.recompute_old,
-        image_cfg=model.image_cfg,
+        learner_step.StepConfig(
+            cfg.algorithm.loss,
+            critic_cfg,
+            use_reference=cfg.algorithm.use_reference,
+            recompute_old=cfg.algorithm.recompute_old,
+            image_cfg=model.image_cfg,
+        ),
     )
     seconds = {part: [] for part in (*PARTS, "step")}
     made: list[TrainBatch] = []  # of a step

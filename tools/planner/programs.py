@@ -186,13 +186,15 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
     steps = learner_step.make_steps(
         run.graphdef,
         run.optimizer,
-        run.cfg.algorithm.loss,
-        vision_trainable=vision_trainable,
-        use_reference=run.cfg.algorithm.use_reference,
-        temperature=run.cfg.actor.rollout.temperature,
-        forbidden_ids=_forbidden_ids(run.model_cfg),
-        image_cfg=PUBLISHED_IMAGES,
-        state_shardings=jax.tree.map(lambda leaf: leaf.sharding, run.state),
+        learner_step.StepConfig(
+            run.cfg.algorithm.loss,
+            vision_trainable=vision_trainable,
+            use_reference=run.cfg.algorithm.use_reference,
+            temperature=run.cfg.actor.rollout.temperature,
+            forbidden_ids=tuple(_forbidden_ids(run.model_cfg)),
+            image_cfg=PUBLISHED_IMAGES,
+        ),
+        jax.tree.map(lambda leaf: leaf.sharding, run.state),
     )
     done = []
     with jax.set_mesh(run.mesh):

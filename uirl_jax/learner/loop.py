@@ -112,16 +112,18 @@ def run_learner(
     steps = learner_step.make_steps(
         model.graphdef,
         optimizer,
-        algorithm_cfg.loss,
-        critic_cfg=algorithm_cfg.critic if algorithm_cfg.has_critic else None,
-        vision_trainable="visual" in model.lora,
-        use_reference=algorithm_cfg.use_reference,
-        recompute_old=algorithm_cfg.recompute_old,
-        temperature=temperature,
-        forbidden_ids=forbidden_ids,
-        image_cfg=model.image_cfg,
-        dropout_seed=seed,
-        state_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
+        learner_step.StepConfig(
+            algorithm_cfg.loss,
+            algorithm_cfg.critic if algorithm_cfg.has_critic else None,
+            vision_trainable="visual" in model.lora,
+            use_reference=algorithm_cfg.use_reference,
+            recompute_old=algorithm_cfg.recompute_old,
+            temperature=temperature,
+            forbidden_ids=tuple(forbidden_ids),
+            image_cfg=model.image_cfg,
+            dropout_seed=seed,
+        ),
+        jax.tree.map(lambda leaf: leaf.sharding, state),
     )
     checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.keep_checkpoints)
     metrics_writer = MetricsWriter(workdir)

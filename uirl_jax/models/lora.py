@@ -51,7 +51,7 @@ class LoraConfig:
     attention, mlp and both of them, all, lie in the text tower. vision (the blocks of the vision
     tower) and merger (between the towers) make visual tokens depend on what is trained: the learner
     then computes them inside the loss, and once more with adapters off for the reference
-    (make_steps(vision_trainable=True), which `learner.loop` asks for where it sees such adapters).
+    (StepConfig.vision_trainable), which `learner.loop` asks for where it sees such adapters).
     """
 
     rank: int = 16
