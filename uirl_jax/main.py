@@ -29,8 +29,9 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.algorithm import Advantages
+from uirl_jax.learner.bookkeeping import RunDirectory
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
-from uirl_jax.learner.loop import LearnerResult, run_learner
+from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import loading, sharding
 from uirl_jax.players import BackgroundLoop, Players, forbidden_ids, when_set
 from uirl_jax.run import Run
@@ -55,18 +56,19 @@ def learn(
     """The learner's run, on this thread."""
     with jax.set_mesh(mesh):
         return run_learner(
-            run.cfg.learner,
-            run.cfg.algorithm,
+            TrainingConfig(
+                run.cfg.learner,
+                run.cfg.algorithm,
+                run.curriculum,
+                temperature=run.cfg.actor.rollout.temperature,
+                forbidden_ids=forbidden_ids(run.make_chat(model), model),
+                seed=run.cfg.seed,
+            ),
             model,
-            workdir=run.workdir,
-            run_id=run.run_id,
+            RunDirectory(run.workdir, run.run_id),
+            stop,
             mesh=mesh,
-            curriculum=run.curriculum,
-            stop=stop,
             on_ready=on_ready,
-            temperature=run.cfg.actor.rollout.temperature,
-            forbidden_ids=forbidden_ids(run.make_chat(model), model),
-            seed=run.cfg.seed,
             replace_advantages=replace_advantages,
         )
 
