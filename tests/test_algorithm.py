@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import test_packed_step, test_sharding, test_step
+from tests import packed_records, step_world
+from tests.eight_devices import on_eight_devices
 from tools import bench_algorithms
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, TrainingError
@@ -50,7 +51,7 @@ CONFIGS = {
 
 def groups(rewards: list[float] | None = None) -> list[list[Trajectory]]:
     """Four groups of four; by default every second episode is paid."""
-    records, _ = test_packed_step.records()
+    records, _ = packed_records.records()
     rewards = rewards or [float(n % 2) for n in range(len(records))]
     paid = [dataclasses.replace(of, reward=r) for of, r in zip(records, rewards, strict=True)]
     return [paid[n : n + 4] for n in range(0, len(paid), 4)]
@@ -59,7 +60,7 @@ def groups(rewards: list[float] | None = None) -> list[list[Trajectory]]:
 @functools.cache
 def compiled(loss, critic, use_reference: bool, recompute_old: bool, lr: float):
     """(model, optimizer, steps): compiled once for all tests that need the same programs."""
-    model = test_step.make_model(targets=("all",))
+    model = step_world.make_model(targets=("all",))
     optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(lr=lr), 100)
     steps = learner_step.make_steps(
         model[0],
@@ -100,9 +101,9 @@ class Learner:
             self.frozen,
             make_batches=functools.partial(
                 batching.make_batches,
-                image_cfg=test_packed_step.IMAGE_CFG,
-                image_token_id=test_packed_step.PLACEHOLDER,
-                cfg=test_packed_step.LAYOUTS[layout],
+                image_cfg=packed_records.IMAGE_CFG,
+                image_token_id=packed_records.PLACEHOLDER,
+                cfg=packed_records.LAYOUTS[layout],
             ),
             mesh=self.mesh,
             seed=0,
@@ -175,7 +176,7 @@ def test_learn_with_equal_rewards_and_no_kl_changes_nothing():
         before = jax.device_get(learner.state.trainable)
         metrics = learner.step(groups([0.1] * 16))
         assert metrics["learner/grad_norm"] == 0.0
-        test_step.assert_trees_close(before, jax.device_get(learner.state.trainable), atol=0)
+        step_world.assert_trees_close(before, jax.device_get(learner.state.trainable), atol=0)
 
 
 def test_learn_with_a_reward_that_is_not_finite_names_the_episode():
@@ -200,9 +201,9 @@ def test_learn_kl_in_the_reward_is_kl_of_the_policy_to_the_base():
     scores = Learner(dataclasses.replace(cfg, minibatches=2))
     (batch,) = batching.make_batches(
         [of for group in groups() for of in group],
-        image_cfg=test_packed_step.IMAGE_CFG,
-        image_token_id=test_packed_step.PLACEHOLDER,
-        cfg=test_packed_step.LAYOUTS["packed"],
+        image_cfg=packed_records.IMAGE_CFG,
+        image_token_id=packed_records.PLACEHOLDER,
+        cfg=packed_records.LAYOUTS["packed"],
     )
     scored = scores.steps.score(
         learner_step.params_of(scores.state), scores.frozen, learner_step.to_device(batch, None)
@@ -451,5 +452,5 @@ def check_mesh() -> None:
 
 
 def test_algorithms_on_eight_fake_devices_equal_one_device():
-    done = test_sharding.on_eight_devices("check_mesh", "test_algorithm")
+    done = on_eight_devices("check_mesh", "test_algorithm")
     assert done.returncode == 0, done.stderr[-3000:]

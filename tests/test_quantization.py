@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests import small_model, test_step
+from tests import small_model, step_world
 from uirl_jax.config.schema import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
@@ -237,7 +237,7 @@ def test_int8_the_wide_kernels_of_one_layer_are_all_that_is_ever_widened():
 
 def train(quantize: bool):
     """(metrics of two steps, frozen before and after, gradients' stand-in: Adam's first moment)."""
-    graphdef, lora, frozen = test_step.make_model(targets=("all",))
+    graphdef, lora, frozen = step_world.make_model(targets=("all",))
     if quantize:
         model = quantization.quantized(nnx.merge(graphdef, lora, frozen))
         graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
@@ -247,7 +247,7 @@ def train(quantize: bool):
     )
     run = learner_step.make_steps(graphdef, optimizer, learner_step.StepConfig())
     state = learner_state.init_state(lora, optimizer)
-    arrays = learner_step.to_device(test_step.make_batch(), None)
+    arrays = learner_step.to_device(step_world.make_batch(), None)
     moments, metrics = [], []
     for _ in range(2):
         state, scalars = run.policy_update(state, frozen, [arrays])
