@@ -25,7 +25,7 @@ from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.models import loading, peft_adapters, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig
-from uirl_jax.run import forbidden_ids
+from uirl_jax.players import forbidden_ids
 
 MODEL_DIR = Path(__file__).parents[1] / "uirl_jax" / "assets" / "tiny-ui-base"
 BASE = "tiny-ui"

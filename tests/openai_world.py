@@ -20,7 +20,7 @@ from tests.openai_server import (
 from uirl_jax import vision_inputs
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import OpenAIConfig, SampleRequest
-from uirl_jax.run import forbidden_ids
+from uirl_jax.players import forbidden_ids
 
 
 def new_engine(url, directory, *, max_context=CONTEXT, cfg=ENGINE_CFG, **settings) -> OpenAIEngine:

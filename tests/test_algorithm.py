@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import test_packed_step, test_sharding, test_step
+from tests import packed_records, step_world
+from tests.eight_devices import on_eight_devices
 from tools import bench_algorithms
-from uirl_jax import config, run_config
+from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.learner import algorithm, cold_start
 from uirl_jax.learner import state as learner_state
@@ -50,7 +51,7 @@ CONFIGS = {
 
 def groups(rewards: list[float] | None = None) -> list[list[Trajectory]]:
     """Four groups of four; by default every second episode is paid."""
-    records, _ = test_packed_step.records()
+    records, _ = packed_records.records()
     rewards = rewards or [float(n % 2) for n in range(len(records))]
     paid = [dataclasses.replace(of, reward=r) for of, r in zip(records, rewards, strict=True)]
     return [paid[n : n + 4] for n in range(0, len(paid), 4)]
@@ -59,15 +60,14 @@ def groups(rewards: list[float] | None = None) -> list[list[Trajectory]]:
 @functools.cache
 def compiled(loss, critic, use_reference: bool, recompute_old: bool, lr: float):
     """(model, optimizer, steps): compiled once for all tests that need the same programs."""
-    model = test_step.make_model(targets=("all",))
+    model = step_world.make_model(targets=("all",))
     optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(lr=lr), 100)
     steps = learner_step.make_steps(
         model[0],
         optimizer,
-        loss,
-        critic_cfg=critic,
-        use_reference=use_reference,
-        recompute_old=recompute_old,
+        learner_step.StepConfig(
+            loss, critic, use_reference=use_reference, recompute_old=recompute_old
+        ),
     )
     return model, optimizer, steps
 
@@ -101,9 +101,9 @@ class Learner:
             self.frozen,
             make_batches=functools.partial(
                 batching.make_batches,
-                image_cfg=test_packed_step.IMAGE_CFG,
-                image_token_id=test_packed_step.PLACEHOLDER,
-                cfg=test_packed_step.LAYOUTS[layout],
+                image_cfg=packed_records.IMAGE_CFG,
+                image_token_id=packed_records.PLACEHOLDER,
+                cfg=packed_records.LAYOUTS[layout],
             ),
             mesh=self.mesh,
             seed=0,
@@ -176,7 +176,7 @@ def test_learn_with_equal_rewards_and_no_kl_changes_nothing():
         before = jax.device_get(learner.state.trainable)
         metrics = learner.step(groups([0.1] * 16))
         assert metrics["learner/grad_norm"] == 0.0
-        test_step.assert_trees_close(before, jax.device_get(learner.state.trainable), atol=0)
+        step_world.assert_trees_close(before, jax.device_get(learner.state.trainable), atol=0)
 
 
 def test_learn_with_a_reward_that_is_not_finite_names_the_episode():
@@ -201,9 +201,9 @@ def test_learn_kl_in_the_reward_is_kl_of_the_policy_to_the_base():
     scores = Learner(dataclasses.replace(cfg, minibatches=2))
     (batch,) = batching.make_batches(
         [of for group in groups() for of in group],
-        image_cfg=test_packed_step.IMAGE_CFG,
-        image_token_id=test_packed_step.PLACEHOLDER,
-        cfg=test_packed_step.LAYOUTS["packed"],
+        image_cfg=packed_records.IMAGE_CFG,
+        image_token_id=packed_records.PLACEHOLDER,
+        cfg=packed_records.LAYOUTS["packed"],
     )
     scored = scores.steps.score(
         learner_step.params_of(scores.state), scores.frozen, learner_step.to_device(batch, None)
@@ -324,7 +324,7 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 )
 def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, arguments):
     cfg = importlib.import_module(f"configs.{name}").get_config(*arguments)
-    resolved = config.from_config(run_config.RunConfig, cfg)
+    resolved = reading.from_config(schema.RunConfig, cfg)
     assert resolved.model.path.endswith("tiny-ui-base")
 
 
@@ -339,7 +339,7 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
     """Into the workdir that docs/results.md has it write to."""
     told = Path("docs/results.md").read_text(encoding="utf-8")
     get_config = importlib.import_module(f"configs.{name}").get_config
-    made = {stage: config.from_config(run_config.RunConfig, get_config(stage)) for stage in stages}
+    made = {stage: reading.from_config(schema.RunConfig, get_config(stage)) for stage in stages}
     for before, stage in itertools.pairwise(stages):
         workdir = f"runs/{runs}-{before}"
         assert f"--config=configs/{name}.py:{before} --workdir={workdir}\n" in told
@@ -347,7 +347,7 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
     assert {cfg.learner.steps for cfg in made.values()} == {0}
     *careful, start = (cfg.cold_start.quality for cfg in made.values())
     assert set(careful) == {1.0} and start < 0.5
-    grpo = config.from_config(run_config.RunConfig, get_config())
+    grpo = reading.from_config(schema.RunConfig, get_config())
     assert Path(grpo.model.path).is_dir()  # the start ships
     assert grpo.learner.steps > 0 and grpo.cold_start.steps == 0
     with pytest.raises(ValueError, match=r"expected base, .*start"):
@@ -358,7 +358,7 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
 def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
     get_config = importlib.import_module(f"configs.{name}").get_config
     grpo, trained = (
-        config.from_config(run_config.RunConfig, get_config(stage)) for stage in ("grpo", "trained")
+        reading.from_config(schema.RunConfig, get_config(stage)) for stage in ("grpo", "trained")
     )
     assert trained == dataclasses.replace(grpo, model=trained.model)  # the same, played alike
     options = {"lora": trained.model.lora, "seed": 0}
@@ -401,7 +401,7 @@ def test_config_of_an_algorithm_that_makes_no_sense_is_one_line(section: dict, m
     cfg = importlib.import_module("configs.quickstart").get_config()
     cfg.algorithm = section
     with pytest.raises(ConfigError, match=message) as caught:
-        config.from_config(run_config.RunConfig, cfg)
+        reading.from_config(schema.RunConfig, cfg)
     assert "\n" not in str(caught.value)
 
 
@@ -452,5 +452,5 @@ def check_mesh() -> None:
 
 
 def test_algorithms_on_eight_fake_devices_equal_one_device():
-    done = test_sharding.on_eight_devices("check_mesh", "test_algorithm")
+    done = on_eight_devices("check_mesh", "test_algorithm")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from ml_collections import ConfigDict, config_dict
 
-from uirl_jax import config
+from uirl_jax.config import reading
 from uirl_jax.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ class Root:
 
 def errors_of(cfg: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        config.from_config(Root, ConfigDict(cfg))
+        reading.from_config(Root, ConfigDict(cfg))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -67,25 +67,25 @@ def test_from_config_valid_builds_nested_dataclasses() -> None:
             "tasks": {"click": 3},
         }
     )
-    built = config.from_config(Root, cfg)
+    built = reading.from_config(Root, cfg)
     assert built == Root(
         learner=Learner(5, 1.0, (0.5, 0.6), (16, 32, 64), Schedule.COSINE, "ppo", 0.25),
         tasks={"click": 3},
     )
     assert type(built.learner.lr) is float
     assert type(built.learner.schedule) is Schedule
-    assert config.from_config(Root, {"learner": {"steps": 1}, "actor": None}) == Root(Learner(1))
+    assert reading.from_config(Root, {"learner": {"steps": 1}, "actor": None}) == Root(Learner(1))
 
 
 def test_from_config_resolves_references_and_placeholders() -> None:
     cfg = ConfigDict({"learner": {"steps": 5}})
     cfg.learner.clip = config_dict.placeholder(float)
     cfg.name = config_dict.FieldReference("linked")
-    assert config.from_config(Root, cfg) == Root(Learner(5, clip=None), name="linked")
+    assert reading.from_config(Root, cfg) == Root(Learner(5, clip=None), name="linked")
 
     cfg.learner.loss = config_dict.required_placeholder(str)
     with pytest.raises(ConfigError, match=r"^config\.learner\.loss: has no value"):
-        config.from_config(Root, cfg)
+        reading.from_config(Root, cfg)
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,17 @@ def test_from_config_key_of_another_place_is_named() -> None:
 
 def test_resolved_config_json_is_stable_and_reads_back() -> None:
     built = Root(Learner(5, schedule=Schedule.COSINE), tasks={"b": 1, "a": 2})
-    text = config.resolved_config_json(built)
+    text = reading.resolved_config_json(built)
     again = Root(Learner(5, schedule=Schedule.COSINE), tasks={"a": 2, "b": 1})
-    assert text == config.resolved_config_json(again)
-    assert config.from_config(Root, json.loads(text)) == built
+    assert text == reading.resolved_config_json(again)
+    assert reading.from_config(Root, json.loads(text)) == built
     as_config_dict = ConfigDict({"z": (1, 2), "a": {"c": None, "b": 1.5}})
-    assert config.resolved_config_json(as_config_dict) == (
+    assert reading.resolved_config_json(as_config_dict) == (
         '{\n  "a": {\n    "b": 1.5,\n    "c": null\n  },\n  "z": [\n    1,\n    2\n  ]\n}\n'
     )
     for value in (float("nan"), object()):
         with pytest.raises(ConfigError, match="cannot be saved as JSON"):
-            config.resolved_config_json({"x": value})
+            reading.resolved_config_json({"x": value})
 
 
 def test_check_overrides_passes_known_keys_and_other_flags() -> None:
@@ -161,9 +161,9 @@ def test_check_overrides_passes_known_keys_and_other_flags() -> None:
     argv = ["main", "--config=c.py", "--config.learner.steps", "7", "-config.name=a=b.c"]
     argv += ["--noconfig.learner.flag", "--configs.x=1", "--workdir=--config.x"]
     # Of the schema, and of a file that does not keep to it: that is from_config's business.
-    config.check_overrides([*argv, "--config.required=2", "--config.learner.clip=1"], cfg, Root)
+    reading.check_overrides([*argv, "--config.required=2", "--config.learner.clip=1"], cfg, Root)
     with pytest.raises(ConfigError) as caught:
-        config.check_overrides(["main", "--config.learner.step=5", "--config.zzz.y=1"], cfg, Root)
+        reading.check_overrides(["main", "--config.learner.step=5", "--config.zzz.y=1"], cfg, Root)
     assert str(caught.value) == (
         "config.learner.step: unknown key; did you mean config.learner.steps?; "
         "config.zzz.y: unknown key; known are config.learner, config.name, config.required, "
@@ -174,7 +174,7 @@ def test_check_overrides_passes_known_keys_and_other_flags() -> None:
 MAIN = """
 import dataclasses
 from absl import app, flags
-from uirl_jax import config
+from uirl_jax.config import reading
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
@@ -192,13 +192,13 @@ class Root:
     name: str
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
 
-CONFIG = config.define_config_file(Root)
+CONFIG = reading.define_config_file(Root)
 flags.DEFINE_string("workdir", None, "")
 
 def main(argv):
-    print(config.resolved_config_json(config.from_config(Root, CONFIG.value)))
+    print(reading.resolved_config_json(reading.from_config(Root, CONFIG.value)))
 
-app.run(main, flags_parser=config.parse_flags)
+app.run(main, flags_parser=reading.parse_flags)
 """
 CONFIG = """
 import ml_collections
@@ -215,7 +215,7 @@ def run_main(tmp_path: Path) -> Any:
     (tmp_path / "broken.py").write_text("def get_config():\n    return nowhere\n")
     (tmp_path / "syntax.py").write_text("def get_config(:\n")
     (tmp_path / "empty.py").write_text("")
-    env = {**os.environ, "PYTHONPATH": str(Path(config.__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(Path(reading.__file__).parents[2])}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "main.py", *arguments]

@@ -15,11 +15,11 @@ from configs import quickstart
 from tests import actor_world as world
 from tests.container_apis import IMAGE, FakeDocker, FakeKubernetes, kubeconfig
 from tests.field_servers import Proxy, serving
-from uirl_jax import config
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.player import Player
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, VerifierError
-from uirl_jax.run_config import RunConfig
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import containers
 from uirl_jax.verifiers.containers import CLIENT, OWNER, UNTIL, ContainerClient, ContainerConfig
@@ -463,7 +463,7 @@ def test_config_names_what_does_not_go_together():
         cfg = quickstart.get_config()
         cfg.verifier = verifier
         with pytest.raises(ConfigError) as caught:
-            config.from_config(RunConfig, cfg)
+            reading.from_config(RunConfig, cfg)
         return str(caught.value)
 
     docker = {"runtime": "docker", "image": IMAGE}

@@ -9,8 +9,8 @@ import pytest
 
 from tests import sample_trajectories
 from uirl_jax import seeds
-from uirl_jax.curriculum import Curriculum, CurriculumConfig
 from uirl_jax.errors import PolicyError
+from uirl_jax.learner.curriculum import Curriculum, CurriculumConfig
 from uirl_jax.types import TaskSpec
 
 KINDS = [

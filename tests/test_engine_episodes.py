@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests import test_sharding
+from tests.eight_devices import on_eight_devices
 from tests.engine_world import (
     CFG,
     MIXED,
@@ -306,5 +306,5 @@ def check_mesh() -> None:
 
 
 def test_engine_on_eight_fake_devices_equals_one_device():
-    done = test_sharding.on_eight_devices("check_mesh", module="test_engine_episodes")
+    done = on_eight_devices("check_mesh", module="test_engine_episodes")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,13 +12,14 @@ from flax import nnx
 
 from tests import tiny_config, tiny_model
 from tools import export
-from uirl_jax import config, policy_sync
+from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.run_config import RunConfig
 from uirl_jax.workdir import open_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
@@ -63,7 +64,7 @@ def write_run(workdir: Path, model_dir: Path, model, **changes) -> Path:
     cfg.model.path = str(model_dir)
     for name, value in changes.items():
         cfg.model[name] = value
-    run_id = open_run(workdir, config.from_config(RunConfig, cfg))
+    run_id = open_run(workdir, reading.from_config(RunConfig, cfg))
     policy_sync.publish(
         workdir,
         version=3,

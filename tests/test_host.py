@@ -12,7 +12,7 @@ import pytest
 from tests import actor_world as world
 from uirl_jax import policy_sync
 from uirl_jax.actor.fleet import Fleet
-from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
+from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor, run_tasks
 from uirl_jax.actor.journal import Journal
 from uirl_jax.actor.player import Player
 from uirl_jax.engine.engine import Engine
@@ -69,14 +69,15 @@ async def acting(workdir, urls, engine, *, cfg=CFG, task_for_group=task_of, conc
             run_actor(
                 player,
                 cfg,
-                workdir=workdir,
-                base_hash=BASE,
-                layout=world.layout(),
-                to_lora=lambda adapters: world.policy()[1] if engine is real else None,
-                task_for_group=task_for_group,
-                run_seed=7,
-                stop=stop,
-                on_report=reports.append,
+                LearnerLink(
+                    workdir,
+                    BASE,
+                    world.layout(),
+                    lambda adapters: world.policy()[1] if engine is real else None,
+                ),
+                TaskSource(task_for_group, run_seed=7),
+                stop,
+                reports.append,
             )
         )
         try:

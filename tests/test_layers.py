@@ -11,10 +11,10 @@ LAYERS = (
     {"errors"},
     {"types", "seeds", "platform_flags", "untrusted_json"},
     {"untrusted_http"},
-    {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics", "curriculum"},
+    {"rl", "models", "chat", "actions", "vision_inputs", "metrics"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
-    {"actor", "learner", "evaluate"},
-    {"report", "charts", "run_config"},
+    {"actor", "learner", "evaluate", "players"},
+    {"report", "charts", "config"},
     {"workdir"},
     {"run"},
     {"main", "vlm"},
@@ -23,6 +23,8 @@ ALLOWED = {
     ("chat", "vision_inputs"),  # how many placeholders an image has
     ("chat", "actions"),  # an action format brings its prompt
     ("models", "vision_inputs"),  # a model directory says how its images are cut
+    ("players", "actor"),  # and no learner: an evaluation or a replay builds none
+    ("players", "evaluate"),
     ("report", "charts"),
 }
 WITHOUT_JAX = (

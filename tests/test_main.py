@@ -18,7 +18,8 @@ from typing import BinaryIO
 import pytest
 
 from tests import tiny_config, tiny_model
-from uirl_jax import checkpoints, config, evaluate, main, run_config
+from uirl_jax import checkpoints, evaluate, main
+from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.run import Run
@@ -270,7 +271,7 @@ def test_main_told_to_stop_in_an_evaluation_gives_its_sessions_back(
         cfg.model.path = str(model_dir)
         cfg.evaluation = {"episodes": 4000, "random": True}
         cfg.verifier = {"urls": tuple(supervisor.read_urls(port_file))}
-        resolved = config.from_config(run_config.RunConfig, cfg)
+        resolved = reading.from_config(schema.RunConfig, cfg)
         one_run = Run(resolved, workdir, open_run(workdir, resolved))
         watching = threading.Thread(target=stop_when_it_plays)
         watching.start()
@@ -309,7 +310,7 @@ def test_main_that_dies_around_a_checkpoint_tells_every_step_once(
 
     cfg = tiny_config.get_config()
     cfg.model.path = str(model_dir)
-    resolved = config.from_config(run_config.RunConfig, cfg)
+    resolved = reading.from_config(schema.RunConfig, cfg)
     one_run = Run(resolved, tmp_path, open_run(tmp_path, resolved))
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints.Checkpointer, "save", save_and_die)
@@ -441,14 +442,14 @@ def test_only_actor_of_a_number_is_alone_and_others_are_not_disturbed(tmp_path):
 
 
 def test_open_run_with_another_config_names_the_difference(tmp_path):
-    cfg = run_config.RunConfig(
-        model=run_config.ModelConfig(path="m"),
-        tasks=(run_config.TaskConfig("desktop/click_button"),),
-        learner=run_config.LearnerConfig(steps=3),
+    cfg = schema.RunConfig(
+        model=schema.ModelConfig(path="m"),
+        tasks=(schema.TaskConfig("desktop/click_button"),),
+        learner=schema.LearnerConfig(steps=3),
     )
     run_id = open_run(tmp_path, cfg)
     assert open_run(tmp_path, cfg) == run_id
-    other = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=2))
+    other = dataclasses.replace(cfg, learner=schema.LearnerConfig(steps=2))
     with pytest.raises(ConfigError, match=r"config\.learner\.steps is 3 there and 2 here"):
         open_run(tmp_path, other)
 
@@ -464,10 +465,10 @@ def test_open_run_with_another_config_names_the_difference(tmp_path):
 def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
     tmp_path, changes, message
 ):
-    cfg = run_config.RunConfig(
-        model=run_config.ModelConfig(path="m"),
-        tasks=(run_config.TaskConfig("desktop/click_button"),),
-        learner=run_config.LearnerConfig(steps=3),
+    cfg = schema.RunConfig(
+        model=schema.ModelConfig(path="m"),
+        tasks=(schema.TaskConfig("desktop/click_button"),),
+        learner=schema.LearnerConfig(steps=3),
     )
     run_id = open_run(tmp_path, cfg)
     summary = tmp_path / evaluate.SUMMARY_FILE  # of the shorter run
@@ -479,7 +480,7 @@ def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
         assert open_run(tmp_path, cfg, learns=False) == run_id and summary.exists()
         assert open_run(tmp_path, more) == run_id and not summary.exists()
         cfg, message = more, "steps is 4 there and 3 here"
-        more = dataclasses.replace(cfg, learner=run_config.LearnerConfig(steps=3))
+        more = dataclasses.replace(cfg, learner=schema.LearnerConfig(steps=3))
     with pytest.raises(ConfigError, match=message):
         open_run(tmp_path, more)
     assert open_run(tmp_path, cfg) == run_id

@@ -11,12 +11,13 @@ import pytest
 from tests import actor_world, openai_server
 from tests.openai_server import BASE, CONTEXT, NEW, Server, chat, image_cfg, model
 from tests.openai_world import assert_same, request, sample_one, sampled_here, with_server
-from uirl_jax import config, run_config, vision_inputs
+from uirl_jax import vision_inputs
 from uirl_jax.actor.rollout import RolloutConfig, run_episode
+from uirl_jax.config import reading, schema
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError, ContextError, EngineError, ImageError, PolicyError
-from uirl_jax.run import make_engine
+from uirl_jax.players import make_engine
 from uirl_jax.types import StopReason, TaskSpec
 
 # ---------------------------------------------------------------- the same as the jax engine
@@ -244,26 +245,26 @@ def test_openai_engine_adapters_that_the_server_cannot_see_are_one_clear_error(t
 
 
 def test_openai_section_is_checked_and_main_makes_the_engine_it_asks_for(tmp_path):
-    known = json.loads(config.resolved_config_json(_quickstart()))
+    known = json.loads(reading.resolved_config_json(_quickstart()))
     known["engine"]["kind"] = "openai"
     with pytest.raises(ConfigError, match=r"openai.url is empty.*openai.model.*adapters_dir"):
-        config.from_config(run_config.RunConfig, known)
+        reading.from_config(schema.RunConfig, known)
     known["engine"]["openai"] |= {"url": "ftp://x", "model": BASE, "adapters_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"engine.openai.url 'ftp://x' is no http address"):
-        config.from_config(run_config.RunConfig, known)
+        reading.from_config(schema.RunConfig, known)
     known["engine"]["openai"]["url"] = "http://127.0.0.1:9/v1"
-    cfg = config.from_config(run_config.RunConfig, known)
-    made = make_engine(cfg, model(), chat())
+    cfg = reading.from_config(schema.RunConfig, known)
+    made = make_engine(cfg.play, model(), chat())
     assert isinstance(made, OpenAIEngine) and made.context_limit == cfg.max_context_tokens
     known["cold_start"]["steps"] = 5
     with pytest.raises(ConfigError, match="a cold start writes a new base model"):
-        config.from_config(run_config.RunConfig, known)
+        reading.from_config(schema.RunConfig, known)
 
 
 def _quickstart():
     from configs import quickstart
 
-    return config.from_config(run_config.RunConfig, quickstart.get_config())
+    return reading.from_config(schema.RunConfig, quickstart.get_config())
 
 
 def test_engine_config_of_the_jax_engine_needs_no_server():

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.actor_world import IMAGE_CFG, chat
 from tests.chromium import needs_chromium
-from uirl_jax import run_config
+from uirl_jax.config import schema
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import own_tasks, server, supervisor
@@ -205,11 +205,11 @@ def test_server_that_a_run_starts_has_the_tasks_of_its_config(tmp_path):
 
 def test_config_with_a_task_in_no_folder_is_refused():
     def cfg(name, **verifier):
-        return run_config.RunConfig(
-            model=run_config.ModelConfig(path="m"),
-            tasks=(run_config.TaskConfig(name),),
-            learner=run_config.LearnerConfig(steps=3),
-            verifier=run_config.VerifierConfig(**verifier),
+        return schema.RunConfig(
+            model=schema.ModelConfig(path="m"),
+            tasks=(schema.TaskConfig(name),),
+            learner=schema.LearnerConfig(steps=3),
+            verifier=schema.VerifierConfig(**verifier),
         )
 
     cfg("own/thermostat", task_dirs=("examples/own_tasks/thermostat/",))

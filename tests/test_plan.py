@@ -27,17 +27,18 @@ from tools.planner import plans
 from tools.planner import programs as plan_programs
 from tools.planner import report as plan_report
 from tools.planner import search as plan_search
-from uirl_jax import config, vision_inputs
+from uirl_jax import vision_inputs
+from uirl_jax.config import reading
+from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.models import qwen2_vl, scoring
 from uirl_jax.models.lora import LoRAParam
-from uirl_jax.run_config import MeshConfig, RunConfig
 
 ROOT = Path(__file__).parents[1]
 
 
 def run_config(module=grpo_qwen2vl_2b, **changes) -> RunConfig:
-    cfg = config.from_config(RunConfig, module.get_config())
+    cfg = reading.from_config(RunConfig, module.get_config())
     return plan_search.with_changes(cfg, **changes)
 
 

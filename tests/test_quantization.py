@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests import small_model, test_step
+from tests import small_model, step_world
+from uirl_jax.config.schema import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
@@ -18,8 +19,6 @@ from uirl_jax.models import peft_adapters, quantization, qwen2_vl, qwen2_vl_weig
 from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
 from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
-from uirl_jax.rl.losses import PolicyLossConfig
-from uirl_jax.run_config import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 
 # Wide enough for a channel's largest weight to be what it is in a real model, about 3 sigma.
 CONFIG = Qwen2VLConfig(
@@ -238,7 +237,7 @@ def test_int8_the_wide_kernels_of_one_layer_are_all_that_is_ever_widened():
 
 def train(quantize: bool):
     """(metrics of two steps, frozen before and after, gradients' stand-in: Adam's first moment)."""
-    graphdef, lora, frozen = test_step.make_model(targets=("all",))
+    graphdef, lora, frozen = step_world.make_model(targets=("all",))
     if quantize:
         model = quantization.quantized(nnx.merge(graphdef, lora, frozen))
         graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
@@ -246,9 +245,9 @@ def train(quantize: bool):
     optimizer = learner_state.make_optimizer(
         learner_state.OptimizerConfig(lr=1e-2, clip_norm=1e9), 10
     )
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, learner_step.StepConfig())
     state = learner_state.init_state(lora, optimizer)
-    arrays = learner_step.to_device(test_step.make_batch(), None)
+    arrays = learner_step.to_device(step_world.make_batch(), None)
     moments, metrics = [], []
     for _ in range(2):
         state, scalars = run.policy_update(state, frozen, [arrays])

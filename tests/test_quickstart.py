@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from uirl_jax import config, evaluate, main, run_config
+from uirl_jax import evaluate, main
+from uirl_jax.config import reading, schema
 from uirl_jax.run import Run
 from uirl_jax.workdir import open_run
 
@@ -27,7 +28,7 @@ def train(
         cfg.algorithm.loss.kl_coefficient = kl_coefficient
     cfg.model.path = str(Path(__file__).parents[1] / cfg.model.path)
     cfg.learner.steps = steps
-    resolved = config.from_config(run_config.RunConfig, cfg)
+    resolved = reading.from_config(schema.RunConfig, cfg)
     run = Run(resolved, workdir, open_run(workdir, resolved))
     main.run_all(run, threading.Event(), replace_advantages=advantages)
     return evaluate.read_results(workdir)

@@ -3,10 +3,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import pathlib
-import subprocess
-import sys
 import tempfile
 import unittest.mock
 from typing import Any
@@ -19,6 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from tests.eight_devices import on_eight_devices
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import quantization, qwen2_vl, qwen2_vl_weights, scoring, sharding, stacking
@@ -332,37 +329,15 @@ def check_every_shape() -> None:
 
 
 def test_eight_fake_devices_in_every_shape_equal_one_device():
-    done = on_eight_devices("check_every_shape")
+    done = on_eight_devices("check_every_shape", "test_sharding")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_eight_fake_devices_on_a_2x2x2_mesh_equal_one_device():
-    done = on_eight_devices("check_eight_devices")
+    done = on_eight_devices("check_eight_devices", "test_sharding")
     assert done.returncode == 0, done.stderr[-3000:]
     # The compiler says so where two stated shardings force it to gather an activation whole.
     assert "Involuntary full rematerialization" not in done.stderr
-
-
-def on_eight_devices(
-    function: str, module: str = "test_sharding"
-) -> subprocess.CompletedProcess[str]:
-    """A function of a test file in a process of its own: the device count is fixed at its start."""
-    flags = " ".join(
-        [
-            os.environ.get("XLA_FLAGS", ""),
-            "--xla_force_host_platform_device_count=8",
-            # Every program runs once or twice: compiled fast, not to run fast.
-            "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        ]
-    )
-    return subprocess.run(
-        [sys.executable, "-c", f"from tests import {module}; {module}.{function}()"],
-        cwd=pathlib.Path(__file__).parents[1],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 # ------------------------------------------------------------------------------ Qwen2-VL-7B

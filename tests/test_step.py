@@ -7,78 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from tests import test_sharding
+from tests.eight_devices import on_eight_devices
+from tests.step_world import OPTIMIZER, assert_trees_close, make_batch, make_model
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.models import qwen2_vl, sharding
-from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.learner.step import StepConfig
+from uirl_jax.models import sharding
 from uirl_jax.rl.losses import PolicyLossConfig
-from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch
-
-OPTIMIZER = learner_state.OptimizerConfig(lr=1e-2)
-
-
-def tiny_config() -> qwen2_vl.Qwen2VLConfig:
-    vision = qwen2_vl.VisionConfig(
-        depth=2, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=32, patch_size=4
-    )
-    return qwen2_vl.Qwen2VLConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vision=vision,
-        mrope_section=(2, 1, 1),
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-
-
-def make_model(seed: int = 0, **lora):
-    """(graphdef, adapters that are not zero, frozen)."""
-    model = qwen2_vl.Qwen2VL(
-        tiny_config(), lora=LoraConfig(rank=4, **lora), rngs=nnx.Rngs(seed), param_dtype=jnp.float32
-    )
-    graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
-    keys = iter(jax.random.split(jax.random.key(seed + 1), 100))
-    lora = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), lora)
-    return graphdef, lora, frozen
-
-
-def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) -> TrainBatch:
-    """Rows of one sequence each: 4 visual tokens, a prompt, sampled tokens, padding."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(16, tokens + 1, rows)
-    segments_bt = (np.arange(tokens) < lengths[:, None]).astype(np.int32)
-    mask_bt = ((np.arange(tokens) >= 10) & (segments_bt > 0)).astype(np.float32)
-    vision_bt = np.full((rows, tokens), -1, np.int32)
-    vision_bt[:, 2:6] = 4 * (np.arange(rows) % images)[:, None] + np.arange(4)
-    patch_positions = np.array([(row, column) for row in range(4) for column in range(4)])
-    return TrainBatch(
-        token_ids_bt=rng.integers(0, 64, (rows, tokens)).astype(np.int32) * segments_bt,
-        segment_ids_bt=segments_bt,
-        prefix_segments_bt=None,
-        positions_3bt=np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, rows, tokens)).copy(),
-        completion_mask_bt=mask_bt,
-        sampled_index_bs=batching.sampled_index(mask_bt, (16, tokens - 10)),
-        vision_index_bt=vision_bt,
-        behaviour_logprobs_bt=-rng.exponential(1, (rows, tokens)).astype(np.float32) * mask_bt,
-        advantages_bt=rng.normal(0, 1, (rows, 1)).astype(np.float32) * mask_bt,
-        weights_bt=mask_bt / mask_bt.sum(),
-        turn_ids_bt=mask_bt.astype(np.int32),
-        values_bt=None,
-        returns_bt=None,
-        trajectory_bs=np.full((rows, 1), -1),
-        token_bs=np.full((rows, 1), -1),
-        patches_ipc=rng.integers(0, 256, (images, 16, 48), np.uint8),
-        patch_positions_ip2=np.broadcast_to(patch_positions, (images, 16, 2)).astype(np.int32),
-        patch_segments_ip=np.ones((images, 16), np.int32),
-    )
 
 
 def split_rows(batch: TrainBatch, parts: int) -> list[TrainBatch]:
@@ -101,18 +38,13 @@ def take_steps(*batches: TrainBatch, mesh=None):
     """
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig("sgd", lr=1.0), 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
     state = learner_state.init_state(lora, optimizer, mesh)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
     arrays = [learner_step.to_device(batch, mesh) for batch in batches]
     state, metrics = run.policy_update(state, frozen, arrays)
     return learner_step.to_floats(metrics), jax.device_get(state.trainable)
-
-
-def assert_trees_close(left, right, **tolerance):
-    for (path, a), b in zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(a, b, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
 def test_step_of_several_batches_equals_one_of_all_their_rows():
@@ -155,7 +87,9 @@ def test_update_with_zero_advantages_and_no_kl_changes_nothing():
     before = jax.device_get(lora)
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
     run = learner_step.make_steps(
-        graphdef, optimizer, PolicyLossConfig(kl_coefficient=0.0), use_reference=False
+        graphdef,
+        optimizer,
+        StepConfig(PolicyLossConfig(kl_coefficient=0.0), use_reference=False),
     )
     state = learner_state.init_state(lora, optimizer)
     state, _ = run.policy_update(state, frozen, [learner_step.to_device(batch, None)])
@@ -167,7 +101,7 @@ def test_update_leaves_frozen_weights_bit_for_bit_and_learns():
     before = jax.device_get(frozen)
     batch = make_batch()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 50)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
     state = learner_state.init_state(lora, optimizer)
     arrays = learner_step.to_device(batch, None)
     losses = []
@@ -186,7 +120,7 @@ def adapters_off(lora):
 def test_reference_is_the_base_without_adapters():
     graphdef, lora, frozen = make_model(dropout=0.1)  # so that old has a pass of its own
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
     arrays = learner_step.to_device(make_batch(), None)
     scored = run.score((lora, None), frozen, arrays)
     base = run.score((adapters_off(lora), None), frozen, arrays)
@@ -197,8 +131,8 @@ def test_reference_is_the_base_without_adapters():
 def test_step_without_a_pass_for_old_logprobs_is_the_step_with_one():
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
-    scoring = learner_step.make_steps(make_model(dropout=0.1)[0], optimizer, PolicyLossConfig())
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig())
+    scoring = learner_step.make_steps(make_model(dropout=0.1)[0], optimizer, StepConfig())
     arrays = learner_step.to_device(make_batch(), None)
     scored = run.score((lora, None), frozen, arrays)
     assert scored.old_bt is None
@@ -217,7 +151,7 @@ def test_step_without_a_pass_for_old_logprobs_is_the_step_with_one():
 def test_update_vision_adapters_learn_and_the_reference_is_the_base():
     graphdef, lora, frozen = make_model(targets=("vision", "merger"), dropout=0.1)
     optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig(), vision_trainable=True)
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig(vision_trainable=True))
     arrays = learner_step.to_device(make_batch(), None)
     scored = run.score((lora, None), frozen, arrays)
     # The base's visual tokens too: with the adapters' the reference would move as they learn.
@@ -228,7 +162,7 @@ def test_update_vision_adapters_learn_and_the_reference_is_the_base():
 
     # Without dropout, for the arithmetic: visual tokens inside the loss are those that were scored.
     graphdef, lora, frozen = make_model(targets=("vision", "merger"))
-    run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig(), vision_trainable=True)
+    run = learner_step.make_steps(graphdef, optimizer, StepConfig(vision_trainable=True))
     before = jax.device_get(lora)
     state, metrics = run.policy_update(learner_state.init_state(lora, optimizer), frozen, [arrays])
     assert float(metrics["learner/grad_norm"]) > 1e-6
@@ -252,9 +186,7 @@ def losses_with(*, rows: int = 8, parts: int = 1, dropout_seed: int = 0, **lora)
     run = learner_step.make_steps(
         graphdef,
         optimizer,
-        PolicyLossConfig(),
-        vision_trainable="visual" in trainable,
-        dropout_seed=dropout_seed,
+        StepConfig(vision_trainable="visual" in trainable, dropout_seed=dropout_seed),
     )
     batch = make_batch()
     same = dataclasses.replace(
@@ -300,7 +232,7 @@ def test_score_with_dropout_drops_nothing():
     for rate in (0.0, 0.4):
         graphdef, lora, frozen = make_model(dropout=rate)
         optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
-        run = learner_step.make_steps(graphdef, optimizer, PolicyLossConfig())
+        run = learner_step.make_steps(graphdef, optimizer, StepConfig())
         scored.append(run.score((lora, None), frozen, arrays))
     plain, dropping = scored
     np.testing.assert_array_equal(plain.visual_md, dropping.visual_md)
@@ -313,12 +245,12 @@ def test_score_with_dropout_drops_nothing():
     behaviour_bt = np.asarray(arrays["behaviour_logprobs_bt"])
     expected = (np.abs(np.asarray(dropping.old_bt) - behaviour_bt) * mask_bt).sum()
     assert drift == pytest.approx(expected, rel=1e-5)
-    half = learner_step.make_steps(make_model(dropout=0.8)[0], optimizer, PolicyLossConfig())
+    half = learner_step.make_steps(make_model(dropout=0.8)[0], optimizer, StepConfig())
     np.testing.assert_array_equal(half.score((lora, None), frozen, arrays).old_bt, dropping.old_bt)
 
 
 def test_update_on_eight_devices_equals_one_device():
-    done = test_sharding.on_eight_devices("print_steps", "test_step")
+    done = on_eight_devices("print_steps", "test_step")
     assert done.returncode == 0, done.stderr[-2000:]
     on_eight = json.loads(done.stdout.splitlines()[-1])
     metrics, _ = take_steps(make_batch())

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from uirl_jax import config
 from uirl_jax.chat import Chat
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.learner import algorithm
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import loading
 from uirl_jax.rl import losses
-from uirl_jax.run_config import RunConfig
 from uirl_jax.seeds import train_seed
 from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch, Trajectory
@@ -43,7 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _one(name: str, rounds: int) -> dict[str, float]:
     module = importlib.import_module(f"configs.{name}")
-    cfg = config.from_config(RunConfig, module.get_config())
+    cfg = reading.from_config(RunConfig, module.get_config())
     model = loading.load(cfg.model.path, lora=cfg.model.lora, seed=0)
     groups = _groups(cfg, model)
     optimizer_cfg = dataclasses.replace(cfg.learner.optimizer, schedule="constant")
@@ -57,11 +57,13 @@ def _one(name: str, rounds: int) -> dict[str, float]:
     steps = learner_step.make_steps(
         model.graphdef,
         optimizer,
-        cfg.algorithm.loss,
-        critic_cfg=critic_cfg,
-        use_reference=cfg.algorithm.use_reference,
-        recompute_old=cfg.algorithm.recompute_old,
-        image_cfg=model.image_cfg,
+        learner_step.StepConfig(
+            cfg.algorithm.loss,
+            critic_cfg,
+            use_reference=cfg.algorithm.use_reference,
+            recompute_old=cfg.algorithm.recompute_old,
+            image_cfg=model.image_cfg,
+        ),
     )
     seconds = {part: [] for part in (*PARTS, "step")}
     made: list[TrainBatch] = []  # of a step

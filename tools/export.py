@@ -19,13 +19,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from uirl_jax import config, policy_sync
+from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import loading, peft_adapters, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoRAParam
-from uirl_jax.run_config import RunConfig
 
 
 def read_run(workdir: Path) -> RunConfig:
@@ -38,7 +39,7 @@ def read_run(workdir: Path) -> RunConfig:
             f"{path}: no run's config ({type(error).__name__}: {error}); --workdir is a directory "
             "that uirl_jax.main was run with"
         ) from None
-    return config.from_config(RunConfig, resolved)
+    return reading.from_config(RunConfig, resolved)
 
 
 def base_of(workdir: Path, cfg: RunConfig) -> Path:

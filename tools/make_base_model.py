@@ -35,6 +35,7 @@ from tools import tokenizer_training
 from uirl_jax import actions, chat, platform_flags, vision_inputs
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.learner.step import StepConfig
 from uirl_jax.models import qwen2_vl, qwen2_vl_weights
 from uirl_jax.shards import batching
 from uirl_jax.types import Action, TaskSpec, TrainBatch
@@ -308,9 +309,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
 
     for stage in stages(recipe):
         trainable = supervised.train(
-            graphdef,
-            trainable,
-            frozen,
+            (graphdef, trainable, frozen),
             batches(talk, stage, recipe.seed, recipe.batch_rows),
             supervised.SupervisedConfig(
                 steps=stage.steps,
@@ -324,9 +323,8 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
                 checkpoint_every=250,
                 log_every=25,
             ),
+            StepConfig(vision_trainable=True, image_cfg=IMAGE),
             checkpoint_dir=workdir / stage.name,
-            vision_trainable=True,
-            image_cfg=IMAGE,
             on_step=_printer(stage, started_s),
         )
     write_model(nnx.merge(graphdef, trainable, frozen), tokenizer, out)

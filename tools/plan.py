@@ -22,13 +22,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: the TPU is only c
 from absl import app, flags
 
 from tools.planner import machines, plans, programs, report
-from uirl_jax import config
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError
-from uirl_jax.run_config import RunConfig
 
 # ------------------------------------------------------------------------------------ the command
 
-_CONFIG = config.define_config_file(
+_CONFIG = reading.define_config_file(
     RunConfig, help="an experiment, e.g. configs/grpo_qwen2vl_2b.py"
 )
 _TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:2x4, v5p:2x2x1, v6e:4x4, gpu:8xH100, ...")
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
                 "--config and --topology are needed; e.g. --config=configs/grpo_qwen2vl_2b.py "
                 "--topology=v5e:2x4"
             )
-        cfg = config.from_config(RunConfig, _CONFIG.value)
+        cfg = reading.from_config(RunConfig, _CONFIG.value)
         model_cfg = programs.read_model_config(cfg.model.path)
         machine = machines.find_machine(_TOPOLOGY.value)
         names = programs.TRAINING + (programs.SAMPLING if _SAMPLING.value else ())
@@ -83,4 +83,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=config.parse_flags)
+    app.run(main, flags_parser=reading.parse_flags)

@@ -27,11 +27,13 @@ from absl import app, flags
 
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
-from uirl_jax import config, seeds
+from uirl_jax import seeds
 from uirl_jax.chat import Chat
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.models import qwen2_vl_weights
-from uirl_jax.run_config import RunConfig
+from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
@@ -41,7 +43,7 @@ from uirl_jax.vision_inputs import ImageConfig
 
 DEFAULT_MAX_TURNS = 30  # of a task that the config does not have
 
-_CONFIG = config.define_config_file(RunConfig, help="of the run that will learn from it")
+_CONFIG = reading.define_config_file(RunConfig, help="of the run that will learn from it")
 _OUT = flags.DEFINE_string("out", None, "folder for the demonstrations; it is made")
 _TASK = flags.DEFINE_string("task", None, "instead of the config's tasks: simple_data_entry, ...")
 _VARIANT = flags.DEFINE_string("variant", None, "of --task")
@@ -95,7 +97,7 @@ def read_plan() -> Plan:
         raise ConfigError(
             f"{' and '.join(missing)} missing; e.g. --config=configs/sft.py --out=demos"
         )
-    cfg = config.from_config(RunConfig, _CONFIG.value)
+    cfg = reading.from_config(RunConfig, _CONFIG.value)
     if cfg.verifier.containers.runtime != "none" and _URL.value is None:
         raise ConfigError(
             "verifier.containers: the recorder starts none; start one and give its --url"
@@ -125,7 +127,7 @@ def read_plan() -> Plan:
             cfg.actor.rollout.max_new_tokens,
             cfg.actor.rollout.success_reward,
         ),
-        TokenLayout(model_cfg.vocab_size, model_cfg.image_token_id, image_cfg.merge_size),
+        layout_of(model_cfg),
         out,
         first_seed,
         _EPISODES.value,
@@ -219,4 +221,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=config.parse_flags)
+    app.run(main, flags_parser=reading.parse_flags)

@@ -23,15 +23,18 @@ from typing import Any, Literal
 import jax
 from absl import app, flags, logging
 
-from uirl_jax import config, evaluate, metrics, platform_flags, report
+from uirl_jax import evaluate, metrics, platform_flags, report
 from uirl_jax.actor.random_engine import RandomEngine
+from uirl_jax.config import reading
+from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.algorithm import Advantages
+from uirl_jax.learner.bookkeeping import RunDirectory
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
-from uirl_jax.learner.loop import LearnerResult, run_learner
+from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import loading, sharding
-from uirl_jax.run import BackgroundLoop, Players, Run, forbidden_ids, when_set
-from uirl_jax.run_config import MeshConfig, RunConfig
+from uirl_jax.players import BackgroundLoop, Players, forbidden_ids, when_set
+from uirl_jax.run import Run
 from uirl_jax.verifiers import supervisor
 from uirl_jax.workdir import only_learner, open_run
 
@@ -53,18 +56,19 @@ def learn(
     """The learner's run, on this thread."""
     with jax.set_mesh(mesh):
         return run_learner(
-            run.cfg.learner,
-            run.cfg.algorithm,
+            TrainingConfig(
+                run.cfg.learner,
+                run.cfg.algorithm,
+                run.curriculum,
+                temperature=run.cfg.actor.rollout.temperature,
+                forbidden_ids=forbidden_ids(run.make_chat(model), model),
+                seed=run.cfg.seed,
+            ),
             model,
-            workdir=run.workdir,
-            run_id=run.run_id,
+            RunDirectory(run.workdir, run.run_id),
+            stop,
             mesh=mesh,
-            curriculum=run.curriculum,
-            stop=stop,
             on_ready=on_ready,
-            temperature=run.cfg.actor.rollout.temperature,
-            forbidden_ids=forbidden_ids(run.make_chat(model), model),
-            seed=run.cfg.seed,
             replace_advantages=replace_advantages,
         )
 
@@ -91,25 +95,26 @@ def run_all(
         model = run.load_model(mesh, Path(cfg.model.path))
 
         def enter_players(model: loading.PolicyModel) -> Players:
-            players = Players(run, model, "all")
+            players = run.make_players(model, "all")
             background.run(players.__aenter__())
             stack.callback(lambda: background.run(players.__aexit__()))
             return players
 
         players = enter_players(model)
         if cfg.evaluation.random:
-            background.run(players.evaluate(evaluate.CHANCE, stop, RandomEngine(players.talk)))
-        measured = background.run(players.evaluate("before", stop))
+            chance = RandomEngine(players.chat)
+            background.run(run.measure(players, evaluate.CHANCE, stop, chance))
+        measured = background.run(run.measure(players, "before", stop))
         if cfg.cold_start.steps:
             model = make_cold_start(run, model, mesh, stop)
             players = enter_players(model)
-            measured = background.run(players.evaluate("cold_start", stop))
+            measured = background.run(run.measure(players, "cold_start", stop))
 
         async_stop = asyncio.Event()
         acting: list[concurrent.futures.Future[dict[str, float]]] = []
 
         def begin_acting() -> None:
-            acting.append(background.start(players.act(async_stop, 0, actors)))
+            acting.append(background.start(run.act(players, async_stop, 0, actors)))
             # An actor that ends with an error would leave the learner waiting for records for ever.
             acting[0].add_done_callback(lambda future: future.exception() and stop.set())
 
@@ -125,7 +130,7 @@ def run_all(
             )
         players.take_policy()
         if cfg.learner.steps:  # else it is still the model that was measured last
-            measured = background.run(players.evaluate("after", stop))
+            measured = background.run(run.measure(players, "after", stop))
         peak_rss_gib = metrics.peak_rss_gib()  # here, where the verifier still lives
     _conclude(run, result, actor_metrics, peak_rss_gib)
     return measured
@@ -217,11 +222,11 @@ def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: in
                     return
                 await asyncio.sleep(0.5)
         model = run.load_base(None)
-        async with Players(run, model, f"a{actor_index}") as players:
+        async with run.make_players(model, f"a{actor_index}") as players:
             ended = asyncio.Event()
             watching = asyncio.create_task(when_set(stop, ended))
             try:
-                await players.act(ended, actor_index, actors)
+                await run.act(players, ended, actor_index, actors)
             finally:
                 watching.cancel()
 
@@ -235,10 +240,10 @@ def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
     """
 
     async def measure(run: Run) -> evaluate.EvalResult:
-        async with Players(run, run.load_base(None), "eval") as players:
+        async with run.make_players(run.load_base(None), "eval") as players:
             version = max(players.take_policy(), 0)
             name = evaluate.stage_name(stage, version, run.cfg.learner.steps)
-            return await players.evaluate(name, stop)
+            return await run.measure(players, name, stop)
 
     with contextlib.ExitStack() as stack:
         if run.cfg.verifier.is_bundled:
@@ -264,7 +269,7 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 # ------------------------------------------------------------------------------------ the command
 
-_CONFIG = config.define_config_file(RunConfig, help="an experiment, e.g. configs/quickstart.py")
+_CONFIG = reading.define_config_file(RunConfig, help="an experiment, e.g. configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "everything that the run writes is in here")
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
@@ -299,7 +304,7 @@ def main(argv: list[str]) -> int:
                 f"{' and '.join(missing)} missing; e.g. --config=configs/quickstart.py "
                 "--workdir=runs/quickstart"
             )
-        cfg = config.from_config(RunConfig, _CONFIG.value)
+        cfg = reading.from_config(RunConfig, _CONFIG.value)
         workdir = Path(_WORKDIR.value)
         if _ACTOR.value >= _ACTORS.value:
             raise ConfigError(
@@ -324,4 +329,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=config.parse_flags)
+    app.run(main, flags_parser=reading.parse_flags)

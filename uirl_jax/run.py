@@ -1,71 +1,38 @@
-"""A run as its roles see it: config and workdir, and the players of its episodes.
+"""A run as its roles see it: config and workdir, and what `main` builds of them.
 
-`main` puts them together; `workdir` says which run a directory holds.
+`workdir` says which run a directory holds; `players` plays the episodes.
 """
 
 import asyncio
-import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import threading
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
-from uirl_jax import evaluate, metrics, policy_sync
+from uirl_jax import evaluate, metrics
 from uirl_jax.actor.fleet import Fleet
-from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
-from uirl_jax.actor.player import Player
+from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.chat import Chat
-from uirl_jax.curriculum import Curriculum
-from uirl_jax.engine.engine import Engine
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine.interface import SamplingEngine
-from uirl_jax.engine.openai import OpenAIEngine
-from uirl_jax.errors import ConfigError, RestartError
+from uirl_jax.errors import ConfigError
 from uirl_jax.learner.cold_start import MODEL_DIR
-from uirl_jax.models import loading, qwen2_vl_weights
-from uirl_jax.run_config import RunConfig
-from uirl_jax.shards.record import TokenLayout
-from uirl_jax.types import Trajectory
+from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.models import loading
+from uirl_jax.players import Players, make_chat
+from uirl_jax.shards.layout import layout_of
 from uirl_jax.verifiers import supervisor
 from uirl_jax.verifiers.client import VerifierClient
 from uirl_jax.verifiers.containers import ContainerClient
 from uirl_jax.workdir import only_actor
 
-T = TypeVar("T")
-
-
-class BackgroundLoop:
-    """An asyncio loop in a thread of its own: the actor's, beside the learner's thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="actor", daemon=True)
-
-    def __enter__(self) -> "BackgroundLoop":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.start(coroutine).result()
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What every role has: the config, the workdir, and the model's words."""
+    """What every role has: the config, the workdir and the run's id."""
 
     cfg: RunConfig
     workdir: Path
@@ -75,6 +42,15 @@ class Run:
     @property
     def port_file(self) -> Path:
         return self.own_port_file or self.workdir / "verifier.port"
+
+    @property
+    def curriculum(self) -> Curriculum:
+        return Curriculum(self.cfg.curriculum, self.cfg.kinds, self.cfg.seed)
+
+    def say(self, event: str, **fields: object) -> None:
+        print(metrics.key_values(event, **fields), flush=True)
+
+    # ------------------------------------------------------------------------------ the model
 
     def load_model(self, mesh: jax.sharding.Mesh | None, path: Path) -> loading.PolicyModel:
         cfg = self.cfg.model
@@ -106,13 +82,15 @@ class Run:
         return self.load_model(mesh, path)
 
     def make_chat(self, model: loading.PolicyModel) -> Chat:
-        image_cfg = model.image_cfg
-        return Chat(model.path, self.cfg.chat, image_cfg.merge_size, image_cfg.patch_size)
+        return make_chat(self.cfg.chat, model)
 
-    def layout(self, model: loading.PolicyModel) -> TokenLayout:
-        return TokenLayout(
-            model.cfg.vocab_size, model.cfg.image_token_id, model.image_cfg.merge_size
-        )
+    # ------------------------------------------------------------------------------ its players
+
+    def make_players(self, model: loading.PolicyModel, owner: str) -> Players:
+        """Args: owner: the role that containers are deleted for."""
+        fleet = Fleet(self.base_urls, lambda url: self.make_client(url, owner))
+        chat = self.make_chat(model)
+        return Players(self.cfg.play, model, chat, fleet, self.workdir, self.run_id)
 
     def base_urls(self) -> list[str]:
         verifier = self.cfg.verifier
@@ -121,79 +99,46 @@ class Run:
         return list(verifier.urls) or [f"{verifier.containers.runtime}:{verifier.containers.image}"]
 
     def make_client(self, url: str, owner: str) -> VerifierClient | ContainerClient:
-        """Of one of base_urls; `owner` is the role that containers are deleted for."""
+        """The client of one of base_urls."""
         verifier = self.cfg.verifier
         options = {"dialect": verifier.dialect, "delay_s": verifier.action_delay_s}
         if verifier.containers.runtime == "none":
             return VerifierClient(url, **options)
         return ContainerClient(verifier.containers, f"{self.run_id}-{owner}", **options)
 
-    @property
-    def curriculum(self) -> Curriculum:
-        return Curriculum(self.cfg.curriculum, self.cfg.kinds, self.cfg.seed)
-
-    def say(self, event: str, **fields: object) -> None:
-        print(metrics.key_values(event, **fields), flush=True)
-
-
-class Players:
-    """Engine and verifiers, entered in an asyncio loop: what plays episodes."""
-
-    def __init__(self, run: Run, model: loading.PolicyModel, owner: str) -> None:
-        self.run, self.model = run, model
-        self.talk = run.make_chat(model)
-        self.engine = make_engine(run.cfg, model, self.talk)
-        self.fleet = Fleet(run.base_urls, lambda url: run.make_client(url, owner))
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> "Players":
-        await self._stack.__aenter__()
-        await self._stack.enter_async_context(self.engine)
-        await self._stack.enter_async_context(self.fleet)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._stack.__aexit__(None, None, None)
-
-    def player(
-        self, actor_id: str, *, temperature: float, engine: SamplingEngine | None = None
-    ) -> Player:
-        cfg = self.run.cfg.actor
-        return Player(
-            self.fleet,
-            engine or self.engine,
-            self.talk,
-            self.model.image_cfg,
-            dataclasses.replace(
-                cfg.rollout,
-                temperature=temperature,
-                max_context_tokens=self.run.cfg.max_context_tokens,
-            ),
-            concurrency=cfg.concurrency,
-            run_id=self.run.run_id,
-            actor_id=actor_id,
+    async def measure(
+        self,
+        players: Players,
+        stage: str,
+        stop: threading.Event,
+        engine: SamplingEngine | None = None,
+    ) -> evaluate.EvalResult:
+        """`Players.evaluate` on the run's held-out instances."""
+        cfg = self.cfg.evaluation
+        tasks = evaluate.eval_tasks(self.cfg.kinds, cfg.episodes)
+        return await players.evaluate(
+            stage, tasks, stop, temperature=cfg.temperature, engine=engine
         )
 
-    def to_lora(self, adapters: dict[str, np.ndarray]) -> Any:
-        return qwen2_vl_weights.adapters_from_numpy(adapters, self.model.lora)
-
-    async def act(self, stop: asyncio.Event, actor_index: int, actors: int) -> dict[str, float]:
+    async def act(
+        self, players: Players, stop: asyncio.Event, actor_index: int, actors: int
+    ) -> dict[str, float]:
         """Samples groups until the learner has finished.
 
         Raises: ConfigError: another process is that actor.
         """
-        run, cfg = self.run, self.run.cfg
+        cfg = self.cfg
         actor_id = f"a{actor_index}"
-        log = run.workdir / "logs" / f"actor-{actor_id}.jsonl"
+        log = self.workdir / "logs" / f"actor-{actor_id}.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)
 
         def on_report(scalars: dict[str, float]) -> None:
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
 
-        with only_actor(run.workdir, actor_id):
+        with only_actor(self.workdir, actor_id):
             return await run_actor(
-                self.player(actor_id, temperature=cfg.actor.rollout.temperature),
+                players.player(actor_id, temperature=cfg.actor.rollout.temperature),
                 ActorConfig(
                     group_size=cfg.actor.group_size,
                     groups_per_step=cfg.learner.groups_per_step,
@@ -203,123 +148,13 @@ class Players:
                     first_group=actor_index,
                     group_stride=actors,
                 ),
-                workdir=run.workdir,
-                base_hash=self.model.base_hash,
-                layout=run.layout(self.model),
-                to_lora=self.to_lora,
-                task_for_group=run.curriculum.task,
-                run_seed=cfg.seed,
-                stop=stop,
-                on_report=on_report,
+                LearnerLink(
+                    self.workdir,
+                    players.model.base_hash,
+                    layout_of(players.model.cfg),
+                    players.to_lora,
+                ),
+                TaskSource(self.curriculum.task, cfg.seed),
+                stop,
+                on_report,
             )
-
-    async def evaluate(
-        self, stage: str, stop: threading.Event, engine: SamplingEngine | None = None
-    ) -> evaluate.EvalResult:
-        """Success on held-out instances with the policy that the engine holds; once a stage.
-
-        Args:
-          engine: plays in its place.
-        Raises: RestartError where `stop` was set; the stage begins anew with the same command.
-        """
-        run, cfg = self.run, self.run.cfg.evaluation
-        known = evaluate.read_results(run.workdir)
-        if stage in known:
-            return known[stage]
-        started_s = time.monotonic()
-        player = self.player("eval", temperature=cfg.temperature, engine=engine)
-        progress = metrics.Progress(f"evaluation {stage}", cfg.episodes)
-        ended: list[Trajectory] = []
-
-        def on_done(trajectory: Trajectory) -> None:
-            ended.append(trajectory)
-            progress.update(len(ended), success=sum(t.success for t in ended) / len(ended))
-
-        evaluating = evaluate.evaluate(
-            lambda tasks: run_tasks(player, tasks, seed=run.cfg.seed, on_done=on_done),
-            evaluate.eval_tasks(run.cfg.kinds, cfg.episodes),
-            stage,
-            run.workdir,
-            base_hash=self.model.base_hash,
-            layout=run.layout(self.model),
-        )
-        try:
-            where = f"in the evaluation of stage {stage!r}"
-            result = await _unless_stopped(evaluating, stop, where)
-        finally:
-            progress.close()
-        run.say(
-            "evaluated",
-            stage=stage,
-            success=f"{result.rate:.3f}",
-            episodes=result.attempts,
-            seconds=f"{time.monotonic() - started_s:.1f}",
-        )
-        return result
-
-    def take_policy(self) -> int:
-        """The newest published policy into the engine; its version, or -1 where there is none."""
-        manifest = policy_sync.read_manifest(self.run.workdir)
-        if manifest is None:
-            return -1
-        adapters = policy_sync.load(
-            self.run.workdir, manifest, self.model.base_hash, run_id=self.run.run_id
-        )
-        self.engine.set_policy(self.to_lora(adapters), manifest.version)
-        return manifest.version
-
-
-def make_engine(cfg: RunConfig, model: loading.PolicyModel, talk: Chat) -> Engine | OpenAIEngine:
-    """What samples: this process, or a server elsewhere."""
-    policy = (model.graphdef, model.frozen, model.lora, 0)
-    ids = {
-        "end_token_ids": talk.end_token_ids,
-        "forbidden_ids": forbidden_ids(talk, model),
-    }
-    if cfg.engine.kind == "jax":
-        return Engine(
-            *policy, model_cfg=model.cfg, cfg=cfg.engine, image_cfg=model.image_cfg, **ids
-        )
-    return OpenAIEngine(
-        *policy,
-        cfg=cfg.engine,
-        max_context=cfg.max_context_tokens,
-        vocab_size=model.cfg.vocab_size,
-        image_token_id=model.cfg.image_token_id,
-        as_read=talk.as_read,
-        **ids,
-    )
-
-
-def forbidden_ids(talk: Chat, model: loading.PolicyModel) -> tuple[int, ...]:
-    """Never sampled: markers that would open a turn or an image, and the ids above the tokenizer's,
-    which are padding of the embedding table and decode to nothing."""
-    return (*talk.forbidden_ids, *range(talk.vocab_size, model.cfg.vocab_size))
-
-
-async def _unless_stopped(
-    coroutine: Coroutine[Any, Any, T], stop: threading.Event, where: str
-) -> T:
-    """What the coroutine returns; it is cancelled, and has ended, where `stop` is set before.
-
-    Raises: RestartError: so it was.
-    """
-    working, watching = (
-        asyncio.create_task(coroutine),
-        asyncio.create_task(when_set(stop, asyncio.Event())),
-    )
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise RestartError(f"stopped {where}; run the same command again to make it")
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def when_set(stop: threading.Event, event: asyncio.Event) -> None:
-    while not stop.is_set():
-        await asyncio.sleep(0.1)
-    event.set()

@@ -27,7 +27,7 @@ from uirl_jax.errors import ActionError, ImageError
 from uirl_jax.models import loading, peft_adapters, qwen2_vl, qwen2_vl_weights, scoring
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
-from uirl_jax.run import BackgroundLoop, forbidden_ids
+from uirl_jax.players import BackgroundLoop, forbidden_ids
 from uirl_jax.types import Action
 
 Picture = Image.Image | bytes | str | Path  # bytes of a PNG, JPEG or WEBP file, or its path

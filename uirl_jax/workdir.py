@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from uirl_jax import config, evaluate, metrics
+from uirl_jax import evaluate, metrics
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError
-from uirl_jax.run_config import RunConfig
 
 
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
@@ -30,7 +31,7 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     Raises:
       ConfigError: the workdir holds a run with another config; every difference is named.
     """
-    resolved = json.loads(config.resolved_config_json(cfg))
+    resolved = json.loads(reading.resolved_config_json(cfg))
     path = workdir / "config.json"
     workdir.mkdir(parents=True, exist_ok=True)
     content = json.dumps({"run_id": uuid.uuid4().hex, "config": resolved}, indent=2) + "\n"

@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from uirl_jax.config.schema import ModelConfig, RunConfig
 from uirl_jax.engine import programs as engine_programs
 from uirl_jax.engine.weights import prepare
 from uirl_jax.errors import ConfigError, ModelError
@@ -28,7 +29,6 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.lora import LoRAParam
-from uirl_jax.run_config import ModelConfig, RunConfig
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
 from uirl_jax.vision_inputs import PUBLISHED_IMAGES
@@ -186,13 +186,15 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
     steps = learner_step.make_steps(
         run.graphdef,
         run.optimizer,
-        run.cfg.algorithm.loss,
-        vision_trainable=vision_trainable,
-        use_reference=run.cfg.algorithm.use_reference,
-        temperature=run.cfg.actor.rollout.temperature,
-        forbidden_ids=_forbidden_ids(run.model_cfg),
-        image_cfg=PUBLISHED_IMAGES,
-        state_shardings=jax.tree.map(lambda leaf: leaf.sharding, run.state),
+        learner_step.StepConfig(
+            run.cfg.algorithm.loss,
+            vision_trainable=vision_trainable,
+            use_reference=run.cfg.algorithm.use_reference,
+            temperature=run.cfg.actor.rollout.temperature,
+            forbidden_ids=tuple(_forbidden_ids(run.model_cfg)),
+            image_cfg=PUBLISHED_IMAGES,
+        ),
+        jax.tree.map(lambda leaf: leaf.sharding, run.state),
     )
     done = []
     with jax.set_mesh(run.mesh):

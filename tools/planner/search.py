@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from uirl_jax.run_config import MeshConfig, RunConfig
+from uirl_jax.config.schema import MeshConfig, RunConfig
 
 
 def nearest_changes(cfg: RunConfig, program: str, across: int) -> Iterator[tuple[str, RunConfig]]:

@@ -85,32 +85,43 @@ class ActorConfig:
 
 
 Report = Callable[[dict[str, float]], None]
-# Of a group's index and the learner's tallies (curriculum.Tallies), which the policy came with.
+# Arguments: the group index, and the tallies that the policy came with (learner.curriculum).
 TaskForGroup = Callable[[int, Any], TaskSpec]
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerLink:
+    """The workdir that actor and learner share, and the base model of its records and policies."""
+
+    workdir: str | os.PathLike[str]
+    base_hash: str  # of the model that the engine holds
+    layout: TokenLayout  # of that model
+    # Named adapters of a published policy -> what `engine.set_policy` takes.
+    to_lora: Callable[[dict[str, np.ndarray]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSource:
+    """What the groups of a run play."""
+
+    task_for_group: TaskForGroup
+    run_seed: int  # member m of group i samples with the seed of (run_seed, i, m)
 
 
 async def run_actor(
     player: Player,
     cfg: ActorConfig,
-    *,
-    workdir: str | os.PathLike[str],
-    base_hash: str,
-    layout: TokenLayout,
-    to_lora: Callable[[dict[str, np.ndarray]], Any],
-    task_for_group: TaskForGroup,
-    run_seed: int,
+    link: LearnerLink,
+    tasks: TaskSource,
     stop: asyncio.Event,
     on_report: Report | None = None,
 ) -> dict[str, float]:
     """Samples groups and publishes them until the learner is at its last step, or `stop` is set.
 
-    Group i is G episodes of task_for_group(i, tallies), with seeds of (run_seed, i, member): what
-    was lost with a killed process is played again. Groups become shards whole, each a shard of its
-    own, a group not before the lower ones that run with it.
+    Group i is G episodes of one task. What is lost with a killed process is played again. Each
+    group becomes one shard, published after the lower groups that run at the same time.
 
     Args:
-        base_hash: of the model that the engine holds.
-        to_lora: named adapters of a published policy -> what `engine.set_policy` takes.
         on_report: gets the metrics every cfg.report_s, and at the end.
 
     Returns:
@@ -119,9 +130,7 @@ async def run_actor(
     Raises:
         PolicyError: the published policy is of another run or base model.
     """
-    actor = _Actor(
-        player, cfg, workdir, base_hash, layout, to_lora, task_for_group, run_seed, on_report
-    )
+    actor = _Actor(player, cfg, link, tasks, on_report)
     stopped = asyncio.create_task(stop.wait())
     try:
         await actor.look()
@@ -149,22 +158,17 @@ class _Actor:
         self,
         player: Player,
         cfg: ActorConfig,
-        workdir: str | os.PathLike[str],
-        base_hash: str,
-        layout: TokenLayout,
-        to_lora: Callable[[dict[str, np.ndarray]], Any],
-        task_for_group: TaskForGroup,
-        run_seed: int,
+        link: LearnerLink,
+        tasks: TaskSource,
         on_report: Report | None,
     ) -> None:
-        self._player, self._cfg, self._workdir, self._base_hash = player, cfg, workdir, base_hash
-        self._to_lora, self._task_for_group, self._run_seed = to_lora, task_for_group, run_seed
+        self._player, self._cfg, self._link, self._tasks = player, cfg, link, tasks
         self._on_report = on_report
-        self._journal = Journal(workdir, player.actor_id, player.run_id)
+        self._journal = Journal(link.workdir, player.actor_id, player.run_id)
         self._writer = ShardWriter(
-            workdir, player.actor_id, player.run_id, base_hash, layout=layout
+            link.workdir, player.actor_id, player.run_id, link.base_hash, layout=link.layout
         )
-        self._shards = PublishedShards(workdir, player.run_id)
+        self._shards = PublishedShards(link.workdir, player.run_id)
         self._manifest: Manifest | None = None  # the newest one that was taken
         # Its policy and those before it, as (lora, version); the engine samples with the first.
         self._policies: collections.deque[tuple[Any, int]] = collections.deque(
@@ -192,7 +196,7 @@ class _Actor:
         self._on_disk = frozenset(group.index for group in on_disk)
         manifest: Manifest | None = None
         try:
-            manifest = await asyncio.to_thread(policy_sync.read_manifest, self._workdir)
+            manifest = await asyncio.to_thread(policy_sync.read_manifest, self._link.workdir)
             if manifest is None:
                 self._complain("no_policy", "none is published yet, waiting for the learner")
                 return
@@ -205,7 +209,7 @@ class _Actor:
                 self._manifest = manifest
             self._ledger = Ledger.of(manifest, on_disk, self._cfg.max_staleness)
         except PolicyError as error:
-            ours = (self._base_hash, self._player.run_id)
+            ours = (self._link.base_hash, self._player.run_id)
             if manifest is not None and (manifest.base_hash, manifest.run_id) != ours:
                 raise  # it will never fit
             self._complain("policy_not_taken", str(error))  # just being replaced: look again
@@ -254,7 +258,7 @@ class _Actor:
             index = self._ledger.next_index(cfg.first_group, cfg.group_stride, taken)
             self._members_playing += cfg.group_size
             assert self._manifest is not None  # as the ledger is of it
-            task = self._task_for_group(index, self._manifest.extra.get("tallies"))
+            task = self._tasks.task_for_group(index, self._manifest.extra.get("tallies"))
             self._groups[index] = asyncio.create_task(self._sample_group(index, task))
 
     async def pause(self, stopped: asyncio.Task[bool]) -> None:
@@ -315,7 +319,7 @@ class _Actor:
             self._members_playing -= self._cfg.group_size
 
     async def _sample_member(self, index: int, member: int, task: TaskSpec) -> Trajectory:
-        seed = derive_seed(self._run_seed, index, member)
+        seed = derive_seed(self._tasks.run_seed, index, member)
 
         def on_start() -> None:
             self._journal.add("started", index, 1)
@@ -361,9 +365,11 @@ class _Actor:
     # -------------------------------------------------------------- the workdir
 
     def _load(self, manifest: Manifest) -> Any:
-        return self._to_lora(
-            policy_sync.load(self._workdir, manifest, self._base_hash, run_id=self._player.run_id)
+        link = self._link
+        adapters = policy_sync.load(
+            link.workdir, manifest, link.base_hash, run_id=self._player.run_id
         )
+        return link.to_lora(adapters)
 
     # -------------------------------------------------------------- telling
 

@@ -21,6 +21,7 @@ from uirl_jax.chat import Chat
 from uirl_jax.learner import recorded_demonstrations, supervised
 from uirl_jax.learner.scripted_demonstrations import ScriptedDemonstrations
 from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.learner.step import StepConfig
 from uirl_jax.models import loading, qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.models.lora import LoRAParam
@@ -132,17 +133,17 @@ def run_cold_start(
             progress.update(step)
 
         trained = supervised.train(
-            graphdef,
-            trainable,
-            frozen,
+            (graphdef, trainable, frozen),
             batches_at,
             supervised.SupervisedConfig(steps=cfg.steps, optimizer=optimizer, log_every=1),
+            StepConfig(
+                vision_trainable="visual" in trainable,
+                image_cfg=model.image_cfg,
+                dropout_seed=seed,
+            ),
             checkpoint_dir=workdir / "cold_start" / "checkpoints",
-            vision_trainable="visual" in trainable,
-            image_cfg=model.image_cfg,
             on_step=on_step,
             on_restore=on_restore,
-            dropout_seed=seed,
             stop=stop,
         )
     progress.close()

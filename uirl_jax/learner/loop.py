@@ -1,41 +1,33 @@
 """The learner's run: groups of records in, adapters out, one published policy version a step.
 
 Shards (from `actor.host`, through the workdir) -> here -> checkpoints and `policy/`. Reads top to
-bottom. The order at the end of a step is what makes a SIGKILL at any point harmless: first the
-checkpoint is committed, with the data cursor in it, then the policy is published, then the shards
-that are used up are deleted. A run that starts again finds either the step whole or its records
-unread.
+bottom: take, learn, write down, publish. `bookkeeping` does the writing, and says why the order at
+the end of a step makes a SIGKILL at any point harmless.
 """
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from uirl_jax import policy_sync
-from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.curriculum import Curriculum
-from uirl_jax.errors import TrainingError, UirlError
-from uirl_jax.learner import algorithm
+from uirl_jax.errors import TrainingError
+from uirl_jax.learner import algorithm, bookkeeping
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig, Group
-from uirl_jax.learner.replay import Replay, is_replayed
+from uirl_jax.learner.bookkeeping import Bookkeeping, RunDirectory
+from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.learner.replay import is_replayed
+from uirl_jax.learner.state import TrainState
 from uirl_jax.learner.supervised import check_finite
-from uirl_jax.metrics import MetricsWriter, Progress, key_values
-from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.metrics import Progress, key_values
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.shards import batching
-from uirl_jax.shards.reader import ShardQueue
-from uirl_jax.shards.record import TokenLayout
-from uirl_jax.shards.writer import write_shard
-from uirl_jax.types import TrainBatch, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +51,19 @@ MAX_REFILLS = 10  # a step takes at most so many times groups_per_step, and then
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Everything that decides what a run's learner computes."""
+
+    learner: LearnerConfig
+    algorithm: AlgorithmConfig
+    # Of the run's tasks; counts how they went, which every policy carries to the actors.
+    curriculum: Curriculum
+    temperature: float = 1.0  # as the actors sample, see learner.step
+    forbidden_ids: tuple[int, ...] = ()
+    seed: int = 0  # of the adapters' dropout, and of the order of minibatches
+
+
+@dataclasses.dataclass(frozen=True)
 class LearnerResult:
     """How a run of the learner ended."""
 
@@ -69,180 +74,76 @@ class LearnerResult:
 
 
 def run_learner(
-    cfg: LearnerConfig,
-    algorithm_cfg: AlgorithmConfig,
+    cfg: TrainingConfig,
     model: PolicyModel,
-    *,
-    workdir: Path,
-    run_id: str,
-    mesh: jax.sharding.Mesh,
-    curriculum: Curriculum,
+    run: RunDirectory,
     stop: threading.Event,
+    *,
+    mesh: jax.sharding.Mesh,
     on_ready: Callable[[], None] = lambda: None,
-    temperature: float = 1.0,
-    forbidden_ids: Sequence[int] = (),
-    seed: int = 0,
     replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
-    """Trains until cfg.steps are done or `stop` is set; carries on where an earlier process ended.
+    """Trains until cfg.learner.steps are done or `stop` is set; continues an earlier process's run.
 
     Args:
-      curriculum: of the run's tasks; told how they went, which every policy carries to the actors.
-      on_ready: called once the policy that the run carries on from is published. An actor that
+      on_ready: called once the policy that the run continues from is published. An actor that
         looked before may find that of a run that had ended.
-      temperature, forbidden_ids: as the actors sample; see `learner.step`.
-      seed: of the adapters' dropout.
       replace_advantages: for tests: with zeros nothing may be learnt.
     Raises:
       CheckpointError: there are checkpoints and none is whole.
       TrainingError: a loss, gradient norm or reward that is not finite (the step's records are set
         aside under quarantine/), or no episode worth imitating. The last checkpoint stays.
     """
-    # 1. The state: fresh, or of the newest checkpoint that is whole.
-    updates = cfg.steps * algorithm_cfg.updates_a_step
-    optimizer_cfg = cfg.optimizer.resolved("adapters")
-    print(optimizer_cfg.describe(model.lora, "adapters"), flush=True)
-    optimizer = learner_state.make_optimizer(optimizer_cfg, updates)
-    critic = None
-    if algorithm_cfg.has_critic:
-        critic = learner_state.init_critic(
-            model.cfg.hidden_size, learner_state.make_critic_optimizer(algorithm_cfg.critic)
-        )
-    state = learner_state.init_state(model.lora, optimizer, mesh, critic=critic)
-    steps = learner_step.make_steps(
-        model.graphdef,
-        optimizer,
-        algorithm_cfg.loss,
-        critic_cfg=algorithm_cfg.critic if algorithm_cfg.has_critic else None,
-        vision_trainable="visual" in model.lora,
-        use_reference=algorithm_cfg.use_reference,
-        recompute_old=algorithm_cfg.recompute_old,
-        temperature=temperature,
-        forbidden_ids=forbidden_ids,
-        image_cfg=model.image_cfg,
-        dropout_seed=seed,
-        state_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
+    steps, state = _compile(cfg, model, mesh)
+    learn = functools.partial(
+        algorithm.learn,
+        cfg=cfg.algorithm,
+        steps=steps,
+        frozen=model.frozen,
+        make_batches=functools.partial(
+            batching.make_batches,
+            image_cfg=model.image_cfg,
+            image_token_id=model.cfg.image_token_id,
+            cfg=cfg.learner.batch,
+        ),
+        mesh=mesh,
+        seed=cfg.seed,
+        replace_advantages=replace_advantages,
     )
-    checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.keep_checkpoints)
-    metrics_writer = MetricsWriter(workdir)
-    with checkpointer, metrics_writer:
-        restored = checkpointer.restore_latest(jax.tree.map(_abstract, state))
-        meta = {"shards": None, "groups": [], "extra": 0, "train_seconds": 0.0}
-        meta |= {"tallies": {}, "replay": {}}
-        if restored:
-            state, meta = restored.arrays, meta | restored.meta
-            for line in restored.skipped:
-                print(key_values("checkpoint_skipped", reason=line), flush=True)
+    keep_checkpoints = cfg.learner.keep_checkpoints
+    with bookkeeping.restore(
+        run, model, cfg.curriculum, state, keep_checkpoints=keep_checkpoints
+    ) as (books, state):
         step = int(state.step)
-        metrics_writer.truncate_from(step + 1)
-        queue = ShardQueue(workdir, run_id, model.base_hash, meta["shards"])
-        trained = _Ranges(meta["groups"])
-        extra = int(meta["extra"])  # groups on top of groups_per_step, over all steps
-        tallies = curriculum.tallies(meta["tallies"])
-        replay = Replay(workdir, model.base_hash, _layout(model), meta["replay"])
-        earlier_s, started_s = float(meta["train_seconds"]), time.monotonic()
-
-        def train_seconds() -> float:
-            return earlier_s + time.monotonic() - started_s
-
-        def save() -> dict[str, Any]:
-            meta = {
-                "shards": queue.state(),
-                "groups": trained.pairs,
-                "extra": extra,
-                "train_seconds": train_seconds(),
-                "tallies": tallies.to_json(),
-                "replay": dict(replay.files),
-            }
-            checkpointer.save(step, state, meta)
-            return meta
-
-        def make_batches(trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
-            return batching.make_batches(
-                trajectories,
-                image_cfg=model.image_cfg,
-                image_token_id=model.cfg.image_token_id,
-                cfg=cfg.batch,
-            )
-
-        def publish() -> None:
-            policy_sync.publish(
-                workdir,
-                version=step,
-                step=step,
-                adapters=qwen2_vl_weights.adapters_to_numpy(state.trainable),
-                base_hash=model.base_hash,
-                run_id=run_id,
-                extra={
-                    "groups_trained": trained.pairs,
-                    "groups_extra": extra,
-                    "tallies": tallies.to_json(),
-                },
-            )
-
-        # Shards and stored successes go when no checkpoint that is kept could ask for them again.
-        saved: collections.deque[dict[str, Any]] = collections.deque(maxlen=cfg.keep_checkpoints)
-        if not restored:
-            saved.append(save())
-        publish()
+        if books.is_fresh:
+            books.save(step, state)
+        books.publish(step, state)
         on_ready()
 
-        # 2. Steps.
-        progress = Progress("training", cfg.steps, first_step=step)
+        progress = Progress("training", cfg.learner.steps, first_step=step)
         saved_s = 0.0
-        while step < cfg.steps and not stop.is_set():
+        while step < cfg.learner.steps and not stop.is_set():
+            # ---------------------------------------------------------------- take
             step_started_s = time.monotonic()
-            groups: list[Group] = []
-            taken: list[Group] = []  # all of the step, without their screenshots
-            useless: collections.deque[Group] = collections.deque(maxlen=cfg.groups_per_step)
-            while missing := _missing(groups, len(taken) - len(groups), cfg, algorithm_cfg):
-                if len(taken) >= MAX_REFILLS * cfg.groups_per_step:
-                    groups = groups or _of_no_use(useless, step + 1, len(taken), algorithm_cfg)
-                    break
-                wanted = trained.count + missing - (step + 1) * cfg.groups_per_step - extra
-                if wanted > 0:  # said, or no actor would start more than a step takes
-                    extra += wanted
-                    publish()
-                more = _wait_for_groups(queue, cfg, missing, step, stop)
-                if more is None:
-                    break
-                for group in more:
-                    trained.add(int(group[0].group_id))
-                    curriculum.count(tallies, group)
-                if algorithm_cfg.replay:
-                    more = [replay.complete(group) for group in more]
-                    replay.remember(more, step + 1)
-                for group in more:
-                    (groups if algorithm.useful(group, algorithm_cfg) else useless).append(group)
-                    taken.append([dataclasses.replace(of, images={}) for of in group])
+            groups, taken = _take(cfg, books, step, state, stop)
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
 
+            # ---------------------------------------------------------------- learn
             try:
-                state, metrics, tokens = algorithm.learn(
-                    groups,
-                    algorithm_cfg,
-                    steps,
-                    state,
-                    model.frozen,
-                    make_batches=make_batches,
-                    mesh=mesh,
-                    seed=seed,
-                    replace_advantages=replace_advantages,
-                )
+                state, metrics, tokens = learn(groups, state=state)
                 check_finite(step + 1, metrics)
             except TrainingError as error:
-                aside = _set_aside(workdir / "quarantine" / f"step-{step + 1}", groups, model)
+                aside = books.set_aside(step + 1, groups)
                 raise TrainingError(f"{error}; its records are in {aside}") from None
-
+            del groups  # with their screenshots, before the next step's arrive
             step += 1
             learnt_s = time.monotonic() - step_started_s - waited_s
 
-            # 3. What it was: before it is saved. Killed in between, a step is taken again and its
-            # line goes (`truncate_from`); the other way round a saved step would lack its line.
+            # ---------------------------------------------------------------- write down, publish
             whole_s = saved_s + waited_s + learnt_s
-            metrics |= _describe(taken, algorithm_cfg, step - 1) | curriculum.describe(tallies)
+            metrics |= _describe(taken, cfg.algorithm, step - 1)
             metrics |= {
                 "time/save_and_publish_s": saved_s,  # of the step before
                 "time/wait_for_records_s": waited_s,
@@ -251,15 +152,12 @@ def run_learner(
                 "learner/tokens_per_s": tokens / whole_s,
                 "compile/count": steps.compile_count(),
             }
-            metrics |= {f"records/{name}": n for name, n in queue.accounting().items()}
-            metrics_writer.write(step, metrics)
-
+            # This order makes a SIGKILL at any point harmless, see `bookkeeping`.
+            books.write_metrics(step, metrics)
             saving_s = time.monotonic()
-            saved.append(save())
-            publish()
-            if len(saved) == saved.maxlen:
-                queue.committed(saved[0]["shards"])
-                replay.prune(meta["replay"] for meta in saved)
+            books.save(step, state)
+            books.publish(step, state)
+            books.delete_used()
             saved_s = time.monotonic() - saving_s
             progress.update(
                 step,
@@ -268,28 +166,82 @@ def run_learner(
                 tokens_per_s=metrics["learner/tokens_per_s"],
             )
         progress.close()
-        queue.poll()
-        return LearnerResult(step, step >= cfg.steps, queue.accounting(), train_seconds())
+        accounting = books.final_accounting()
+        return LearnerResult(step, step >= cfg.learner.steps, accounting, books.train_seconds)
 
 
-class _Ranges:
-    """Which group indices were trained, as ascending [start, stop) pairs: actors skip these."""
+def _compile(
+    cfg: TrainingConfig, model: PolicyModel, mesh: jax.sharding.Mesh
+) -> tuple[learner_step.Steps, TrainState]:
+    """The jitted functions of the run (XLA compiles them when they are first called), and a fresh
+    state."""
+    algorithm_cfg = cfg.algorithm
+    optimizer_cfg = cfg.learner.optimizer.resolved("adapters")
+    print(optimizer_cfg.describe(model.lora, "adapters"), flush=True)
+    updates = cfg.learner.steps * algorithm_cfg.updates_a_step
+    optimizer = learner_state.make_optimizer(optimizer_cfg, updates)
+    critic, critic_cfg = None, None
+    if algorithm_cfg.has_critic:
+        critic_cfg = algorithm_cfg.critic
+        critic_optimizer = learner_state.make_critic_optimizer(critic_cfg)
+        critic = learner_state.init_critic(model.cfg.hidden_size, critic_optimizer)
+    state = learner_state.init_state(model.lora, optimizer, mesh, critic=critic)
+    step_cfg = learner_step.StepConfig(
+        algorithm_cfg.loss,
+        critic_cfg,
+        vision_trainable="visual" in model.lora,
+        use_reference=algorithm_cfg.use_reference,
+        recompute_old=algorithm_cfg.recompute_old,
+        temperature=cfg.temperature,
+        forbidden_ids=cfg.forbidden_ids,
+        image_cfg=model.image_cfg,
+        dropout_seed=cfg.seed,
+    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return learner_step.make_steps(model.graphdef, optimizer, step_cfg, shardings), state
 
-    def __init__(self, pairs: list[list[int]]) -> None:
-        self.pairs = [list(pair) for pair in pairs]
 
-    def add(self, index: int) -> None:
-        merged: list[list[int]] = []
-        for start, stop in sorted([*self.pairs, [index, index + 1]]):
-            if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(stop, merged[-1][1])
-            else:
-                merged.append([start, stop])
-        self.pairs = merged
+# ------------------------------------------------------------------------- the groups of a step
 
-    @property
-    def count(self) -> int:
-        return sum(stop - start for start, stop in self.pairs)
+
+def _take(
+    cfg: TrainingConfig, books: Bookkeeping, step: int, state: TrainState, stop: threading.Event
+) -> tuple[list[Group], list[Group]]:
+    """Waits for the groups of step + 1; ends early where `stop` is set.
+
+    Returns: the groups to learn from, and all that were taken, without their screenshots.
+    Raises: TrainingError: none of many groups has an episode to imitate.
+    """
+    per_step = cfg.learner.groups_per_step
+    groups: list[Group] = []
+    taken: list[Group] = []
+    useless: collections.deque[Group] = collections.deque(maxlen=per_step)
+    while missing := _missing(groups, len(taken) - len(groups), cfg.learner, cfg.algorithm):
+        if len(taken) >= MAX_REFILLS * per_step:
+            groups = groups or _without_use(useless, step + 1, len(taken), cfg.algorithm)
+            break
+        if books.allow_extra(missing, (step + 1) * per_step):
+            books.publish(step, state)  # actors learn of it from the manifest
+        more = _wait_for_groups(books, cfg.learner, missing, step, stop)
+        if more is None:
+            break
+        if cfg.algorithm.replay:
+            more = books.replay(more, step + 1)
+        for group in more:
+            (groups if algorithm.useful(group, cfg.algorithm) else useless).append(group)
+            taken.append([dataclasses.replace(record, images={}) for record in group])
+    return groups, taken
+
+
+def _wait_for_groups(
+    books: Bookkeeping, cfg: LearnerConfig, count: int, version: int, stop: threading.Event
+) -> list[Group] | None:
+    while not stop.is_set():
+        groups = books.take(count, version, cfg.max_staleness)
+        if groups is not None:
+            return groups
+        stop.wait(cfg.poll_s)
+    return None
 
 
 def _missing(
@@ -310,58 +262,23 @@ def _missing(
     return min(cfg.groups_per_step, -(-short * seen // n_kept) if n_kept else seen)
 
 
-def _of_no_use(
+def _without_use(
     useless: Sequence[Group], step: int, count: int, algorithm_cfg: AlgorithmConfig
 ) -> list[Group]:
-    """What a step does with, that has waited long enough for better. Raises TrainingError."""
-    said = {"step": step, "groups": count, "mean_reward": round(_mean_reward(useless), 3)}
+    """The groups of a step that found no useful one in MAX_REFILLS tries. Raises TrainingError."""
+    fields = {"step": step, "groups": count, "mean_reward": round(_mean_reward(useless), 3)}
     if algorithm_cfg.objective == "imitation":
         raise TrainingError(
             f"step {step}: none of the {count} groups played for it has an episode to imitate: "
             f"rewards of {algorithm_cfg.keep_reward} (algorithm.keep_reward) are kept, the last "
-            f"groups' mean is {said['mean_reward']}"
+            f"groups' mean is {fields['mean_reward']}"
         )
-    print(key_values("nothing_to_learn", **said), flush=True)
+    print(key_values("nothing_to_learn", **fields), flush=True)
     return list(useless)
 
 
 def _mean_reward(groups: Sequence[Group]) -> float:
     return float(np.mean([record.reward for group in groups for record in group]))
-
-
-def _wait_for_groups(
-    queue: ShardQueue, cfg: LearnerConfig, count: int, version: int, stop: threading.Event
-) -> list[Group] | None:
-    while not stop.is_set():
-        queue.poll()
-        groups = queue.take_groups(count, version, cfg.max_staleness)
-        if groups is not None:
-            return groups
-        stop.wait(cfg.poll_s)
-    return None
-
-
-def _set_aside(directory: Path, groups: Sequence[Group], model: PolicyModel) -> str:
-    """Shards of a step's records, one a group, for whoever looks for what went wrong.
-
-    Returns: where they are, or why they are not: what went wrong itself is told in every case.
-    """
-    layout = _layout(model)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for group in groups:
-            path = directory / f"group-{group[0].group_id}.tfrecord"
-            fresh = [record for record in group if not is_replayed(record, group)]
-            write_shard(path, fresh, base_hash=model.base_hash, layout=layout)
-    except (OSError, UirlError) as error:
-        return f"nowhere whole ({error})"
-    return str(directory)
-
-
-def _layout(model: PolicyModel) -> TokenLayout:
-    return TokenLayout(
-        model.cfg.vocab_size, model.cfg.image_token_id, model.cfg.vision.spatial_merge_size
-    )
 
 
 def _describe(
@@ -392,7 +309,3 @@ def _describe(
             np.mean([version - of.oldest_policy_version for of in replayed] or [0.0])
         ),
     } | {f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()}
-
-
-def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -18,8 +18,8 @@ from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner import recorded_demonstrations
 from uirl_jax.metrics import Progress
 from uirl_jax.models.loading import PolicyModel
+from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.reader import read_shard
-from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.verifiers.demonstrations import Demonstrator
@@ -71,8 +71,7 @@ class ScriptedDemonstrations:
         if not self._episodes:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        cfg = self._model.cfg
-        layout = TokenLayout(cfg.vocab_size, cfg.image_token_id, self._model.image_cfg.merge_size)
+        layout = layout_of(self._model.cfg)
         paths = {
             n: directory / f"{n:06d}.tfrecord" for n in range(0, self._episodes, SHARD_EPISODES)
         }

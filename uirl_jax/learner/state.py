@@ -164,3 +164,10 @@ def init_state(
     if mesh is None:
         return state
     return jax.device_put(state, sharding.state_shardings(mesh, state))
+
+
+def abstract(tree: Any) -> Any:
+    """Shape, dtype and sharding of every array: what a checkpoint is restored to."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )

@@ -25,6 +25,35 @@ from uirl_jax.vision_inputs import PUBLISHED_IMAGES, ImageConfig
 
 Arrays = dict[str, jax.Array]
 Sums = dict[str, jax.Array]  # of the loss, and of metrics over the sampled tokens
+Params = tuple[nnx.State, Any]  # trainable, and the critic's parameters or None
+# int32 (step, update, batch): what dropout draws from.
+At = tuple[jax.Array, jax.Array | np.int32, jax.Array | np.int32]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What decides which programs a run compiles."""
+
+    loss: losses.PolicyLossConfig = dataclasses.field(default_factory=losses.PolicyLossConfig)
+    critic: CriticConfig | None = None  # of the value head, if the state has one
+    # The vision tower, or its adapters, are among the trainable leaves: its visual tokens are
+    # computed inside the loss, and once more for the reference.
+    vision_trainable: bool = False
+    # Compute the base's logprobs (adapters off). Off where nothing is frozen, or where the KL
+    # coefficient is 0: it is a forward pass that would be thrown away.
+    use_reference: bool = True
+    # Give old logprobs a pass of their own, because a step has several updates or its rewards need
+    # them. Otherwise they are the loss's own, and the pass is saved; only dropout makes them
+    # differ, so with dropout there is one in any case.
+    recompute_old: bool = False
+    # As the actor samples, so that both mean the same distribution: without them old and behaviour
+    # differ by what the forbidden tokens would have got.
+    temperature: float = 1.0
+    forbidden_ids: tuple[int, ...] = ()
+    image_cfg: ImageConfig = PUBLISHED_IMAGES  # of the model's directory
+    # With it, and with `At`, the adapters' dropout draws what it zeroes (LoraConfig.dropout). Only
+    # passes that gradients are taken of drop anything.
+    dropout_seed: int = 0
 
 
 class Scored(NamedTuple):
@@ -50,12 +79,11 @@ class Total(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The jitted functions of a run; `params` is (trainable, the critic's parameters or None).
+    """The jitted functions of a run, see `Params` and `At`.
 
     score(params, frozen, arrays) -> Scored
     policy_gradients(params, frozen, arrays, scored, at) -> Total
-    supervised_gradients(params, frozen, arrays, at) -> Total; at: what dropout draws from, int32
-        (step, update, batch)
+    supervised_gradients(params, frozen, arrays, at) -> Total
     add(total, one) -> Total; the first is donated.
     apply(state, total) -> (state, metrics): one update of the optimizer; the state is donated.
     next_step(state) -> state: counts a step.
@@ -125,12 +153,12 @@ class Steps:
         return sum(getattr(self, f.name)._cache_size() for f in dataclasses.fields(self))
 
 
-def params_of(state: TrainState) -> tuple[nnx.State, Any]:
+def params_of(state: TrainState) -> Params:
     """What gradients are taken of."""
     return state.trainable, state.critic.params if state.critic else None
 
 
-def _at(state: TrainState, number: int, place: int) -> tuple[jax.Array, np.int32, np.int32]:
+def _at(state: TrainState, number: int, place: int) -> At:
     return state.step, np.int32(number), np.int32(place)
 
 
@@ -157,201 +185,57 @@ def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
 def make_steps(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
-    loss_cfg: losses.PolicyLossConfig,
-    *,
-    critic_cfg: CriticConfig | None = None,
-    vision_trainable: bool = False,
-    use_reference: bool = True,
-    recompute_old: bool = False,
-    temperature: float = 1.0,
-    forbidden_ids: Sequence[int] = (),
-    image_cfg: ImageConfig = PUBLISHED_IMAGES,
-    dropout_seed: int = 0,
+    cfg: StepConfig,
     state_shardings: Any = None,
 ) -> Steps:
     """Builds the jitted functions of one run.
 
     Args:
       graphdef: of the model; merged with (trainable, frozen) inside.
-      critic_cfg: of the value head, where the state has one.
-      vision_trainable: the vision tower, or its adapters, are among the trainable leaves, so its
-        visual tokens are computed inside the loss, and for the reference apart.
-      use_reference: compute the base's logprobs (adapters off). Off where nothing is frozen, or
-        where the KL coefficient is 0: it is a forward pass that would be thrown away.
-      recompute_old: give old logprobs a pass of their own, because a step has several updates or
-        its rewards need them. Otherwise they are the loss's own, and the pass is saved; only
-        dropout makes them differ, so with dropout there is one in any case.
-      temperature, forbidden_ids: as the actor samples, so that both mean the same distribution:
-        without them old and behaviour differ by what the forbidden tokens would have got.
-      image_cfg: of the model's directory: what the levels of a screenshot mean to it.
-      dropout_seed: with it, and with `at`, the adapters' dropout draws what it zeroes
-        (LoraConfig.dropout). Only passes that gradients are taken of drop anything.
       state_shardings: where a step leaves the train state. Left to the compiler it may come out
         placed otherwise than it went in, and the second step compiles everything again.
     """
-    critic_optimizer = None if critic_cfg is None else make_critic_optimizer(critic_cfg)
-
-    def visual_tokens(
-        model: nnx.Module,
-        batch: Arrays,
-        *,
-        adapters: bool = True,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        return qwen2_vl.encode_images(
-            model,
-            qwen2_vl.pixel_values(batch["patches_ipc"], image_cfg),
-            batch["patch_positions_ip2"],
-            batch["patch_segments_ip"],
-            adapters=adapters,
-            dropout_key=dropout_key,
-        )
-
-    def hidden(
-        model: nnx.Module,
-        batch: Arrays,
-        visual_md: jax.Array,
-        *,
-        adapters: bool,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        return qwen2_vl.hidden(
-            model,
-            batch["token_ids_bt"],
-            visual_md,
-            batch["vision_index_bt"],
-            batch["positions_3bt"],
-            batch["segment_ids_bt"],
-            prefix_segments_bt=batch.get("prefix_segments_bt"),
-            adapters=adapters,
-            dropout_key=dropout_key,
-        )
-
-    def logprobs(
-        model: nnx.Module, batch: Arrays, x_btd: jax.Array, *, entropies: bool = False
-    ) -> tuple[jax.Array, jax.Array | None]:
-        forbidden_v = None
-        if forbidden_ids:
-            forbidden_v = np.isin(np.arange(model.cfg.vocab_size), forbidden_ids)
-        return scoring.token_logprobs_and_entropies(
-            model,
-            x_btd,
-            batch["token_ids_bt"],
-            batch["sampled_index_bs"],
-            temperature=temperature,
-            forbidden_v=forbidden_v,
-            entropies=entropies,
-        )
-
-    def values_after(critic: Any, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T], of the state after each token."""
-        head = critic["value_head"]
-        return (x_btd.astype(jnp.float32) @ head["kernel"] + head["bias"])[..., 0]
-
-    @jax.jit
-    def score(params: tuple[nnx.State, Any], frozen: nnx.State, batch: Arrays) -> Scored:
-        trainable, critic = params
-        model = nnx.merge(graphdef, trainable, frozen)
-        needs_old = recompute_old or (model.lora is not None and model.lora.dropout > 0)
-        visual_md = old_bt = ref_bt = after_bt = None
-        if needs_old or critic is not None or not vision_trainable:
-            visual_md = visual_tokens(model, batch)
-        if needs_old or critic is not None:
-            x_btd = hidden(model, batch, visual_md, adapters=True)
-            old_bt = logprobs(model, batch, x_btd)[0] if needs_old else None
-            after_bt = None if critic is None else values_after(critic, x_btd)
-        if use_reference:
-            # Where adapters of the tower move its visual tokens, the base has its own.
-            base_md = visual_tokens(model, batch, adapters=False) if vision_trainable else visual_md
-            x_btd = hidden(model, batch, base_md, adapters=False)
-            ref_bt, _ = logprobs(model, batch, x_btd)
-        return Scored(None if vision_trainable else visual_md, old_bt, ref_bt, after_bt)
-
-    def gradients(
-        loss_fn: Callable[..., tuple[jax.Array, Sums]],
-        params: tuple[nnx.State, Any],
-        frozen: nnx.State,
-        batch: Arrays,
-        visual_md: jax.Array | None,
-        at: tuple[jax.Array, jax.Array, jax.Array],
-        *,
-        entropies: bool = False,
-    ) -> Total:
-        dropout_key = jax.random.key(dropout_seed)
-        for number in at:
-            dropout_key = jax.random.fold_in(dropout_key, number)
-        vision_key, text_key = jax.random.split(dropout_key)
-
-        def loss_of(params: tuple[nnx.State, Any]) -> tuple[jax.Array, Sums]:
-            trainable, critic = params
-            model = nnx.merge(graphdef, trainable, frozen)
-            table_md = visual_md
-            if table_md is None:
-                table_md = visual_tokens(model, batch, dropout_key=vision_key)
-            x_btd = hidden(model, batch, table_md, adapters=True, dropout_key=text_key)
-            new_bt, entropies_bt = logprobs(model, batch, x_btd, entropies=entropies)
-            before_bt = None
-            if critic is not None:
-                before_bt = jnp.pad(values_after(critic, x_btd)[:, :-1], ((0, 0), (1, 0)))
-            loss, sums = loss_fn(new_bt, entropies_bt, before_bt)
-            return loss, sums | {"learner/loss": loss}
-
-        return Total(*jax.grad(loss_of, has_aux=True)(params))
-
+    critic_optimizer = None if cfg.critic is None else make_critic_optimizer(cfg.critic)
     total_shardings = None
     if state_shardings is not None:
         total_shardings = Total(params_of(state_shardings), None)
 
+    @jax.jit
+    def score(params: Params, frozen: nnx.State, batch: Arrays) -> Scored:
+        trainable, critic = params
+        return _score(nnx.merge(graphdef, trainable, frozen), critic, batch, cfg)
+
     @jax.jit(out_shardings=total_shardings)
     def policy_gradients(
-        params: tuple[nnx.State, Any],
-        frozen: nnx.State,
-        batch: Arrays,
-        scored: Scored,
-        at: tuple[jax.Array, jax.Array, jax.Array],
+        params: Params, frozen: nnx.State, batch: Arrays, scored: Scored, at: At
     ) -> Total:
-        def loss_fn(
-            new_bt: jax.Array, entropies_bt: jax.Array | None, values_bt: jax.Array | None
-        ) -> tuple[jax.Array, Sums]:
-            loss, sums = losses.clipped_policy_loss(
-                new_bt,
-                old_bt=new_bt if scored.old_bt is None else scored.old_bt,
-                behaviour_bt=batch["behaviour_logprobs_bt"],
-                ref_bt=new_bt if scored.ref_bt is None else scored.ref_bt,
-                advantages_bt=batch["advantages_bt"],
-                weights_bt=batch["weights_bt"],
-                turn_ids_bt=batch["turn_ids_bt"],
-                entropies_bt=entropies_bt,
-                cfg=loss_cfg,
-            )
-            if values_bt is None:
-                return loss, sums
-            value_loss, value_sums = losses.value_loss(
-                values_bt,
-                old_values_bt=batch["values_bt"],
-                returns_bt=batch["returns_bt"],
-                weights_bt=batch["weights_bt"],
-                clip=critic_cfg.clip,
-            )
-            return loss + critic_cfg.coefficient * value_loss, sums | value_sums
+        keys = _dropout_keys(cfg.dropout_seed, at)
 
-        entropies = loss_cfg.entropy_coefficient > 0
-        return gradients(loss_fn, params, frozen, batch, scored.visual_md, at, entropies=entropies)
+        def loss_fn(params: Params) -> tuple[jax.Array, Sums]:
+            trainable, critic = params
+            model = nnx.merge(graphdef, trainable, frozen)
+            entropies = cfg.loss.entropy_coefficient > 0
+            new = _new_policy(
+                model, critic, batch, scored.visual_md, keys, cfg, entropies=entropies
+            )
+            return _policy_loss(new, batch, scored, cfg)
+
+        return _gradients(loss_fn, params)
 
     @jax.jit(out_shardings=total_shardings)
-    def supervised_gradients(
-        params: tuple[nnx.State, Any],
-        frozen: nnx.State,
-        batch: Arrays,
-        at: tuple[jax.Array, jax.Array, jax.Array],
-    ) -> Total:
-        def loss_fn(new_bt: jax.Array, *unused: None) -> tuple[jax.Array, Sums]:
-            return losses.supervised_loss(new_bt, weights_bt=batch["weights_bt"])
-
+    def supervised_gradients(params: Params, frozen: nnx.State, batch: Arrays, at: At) -> Total:
         visual_md = None
-        if not vision_trainable:
-            visual_md = visual_tokens(nnx.merge(graphdef, params[0], frozen), batch)
-        return gradients(loss_fn, params, frozen, batch, visual_md, at)
+        if not cfg.vision_trainable:
+            visual_md = _visual_tokens(nnx.merge(graphdef, params[0], frozen), batch, cfg)
+        keys = _dropout_keys(cfg.dropout_seed, at)
+
+        def loss_fn(params: Params) -> tuple[jax.Array, Sums]:
+            trainable, critic = params
+            model = nnx.merge(graphdef, trainable, frozen)
+            new = _new_policy(model, critic, batch, visual_md, keys, cfg)
+            return losses.supervised_loss(new.logprobs_bt, weights_bt=batch["weights_bt"])
+
+        return _gradients(loss_fn, params)
 
     @jax.jit(donate_argnums=0, out_shardings=total_shardings)
     def add(total: Total, one: Total) -> Total:
@@ -366,25 +250,7 @@ def make_steps(
         if critic is not None:
             head_updates, head_state = critic_optimizer.update(critic_grads, critic.opt_state)
             critic = Critic(optax.apply_updates(critic.params, head_updates), head_state)
-        tokens = jnp.maximum(sums["tokens"], 1.0)
-        metrics = {
-            name: value / tokens
-            for name, value in sums.items()
-            if name not in ("tokens", "learner/loss", "offpolicy/weight_squared")
-        }
-        metrics |= {
-            "learner/loss": sums["learner/loss"],
-            "learner/grad_norm": optax.tree.norm(grads),
-            "learner/update_norm": optax.tree.norm(updates),
-            "learner/tokens": sums["tokens"],
-        }
-        if "offpolicy/weight" in sums:
-            # Share of the tokens that equally weighted ones would be: (sum w)^2 / (n sum w^2).
-            squared = jnp.square(sums["offpolicy/weight"])
-            least = jnp.finfo(jnp.float32).tiny
-            metrics["offpolicy/effective_sample"] = squared / jnp.maximum(
-                tokens * sums["offpolicy/weight_squared"], least
-            )
+        metrics = _update_metrics(sums, grads, updates)
         return TrainState(trainable, opt_state, critic, state.step), metrics
 
     @jax.jit(donate_argnums=0, out_shardings=state_shardings)
@@ -392,6 +258,205 @@ def make_steps(
         return dataclasses.replace(state, step=state.step + 1)
 
     return Steps(score, policy_gradients, supervised_gradients, add, apply, next_step)
+
+
+# ---------------------------------------------------------------------------- the model's passes
+
+
+def _visual_tokens(
+    model: nnx.Module,
+    batch: Arrays,
+    cfg: StepConfig,
+    *,
+    adapters: bool = True,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """visual_md of the batch's screenshots."""
+    return qwen2_vl.encode_images(
+        model,
+        qwen2_vl.pixel_values(batch["patches_ipc"], cfg.image_cfg),
+        batch["patch_positions_ip2"],
+        batch["patch_segments_ip"],
+        adapters=adapters,
+        dropout_key=dropout_key,
+    )
+
+
+def _hidden(
+    model: nnx.Module,
+    batch: Arrays,
+    visual_md: jax.Array,
+    *,
+    adapters: bool,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """x_btd: the last hidden states."""
+    return qwen2_vl.hidden(
+        model,
+        batch["token_ids_bt"],
+        visual_md,
+        batch["vision_index_bt"],
+        batch["positions_3bt"],
+        batch["segment_ids_bt"],
+        prefix_segments_bt=batch.get("prefix_segments_bt"),
+        adapters=adapters,
+        dropout_key=dropout_key,
+    )
+
+
+def _logprobs(
+    model: nnx.Module,
+    batch: Arrays,
+    x_btd: jax.Array,
+    cfg: StepConfig,
+    *,
+    entropies: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """float32[B,T] logprobs of the batch's tokens, and the entropies if asked for."""
+    forbidden_v = None
+    if cfg.forbidden_ids:
+        forbidden_v = np.isin(np.arange(model.cfg.vocab_size), cfg.forbidden_ids)
+    return scoring.token_logprobs_and_entropies(
+        model,
+        x_btd,
+        batch["token_ids_bt"],
+        batch["sampled_index_bs"],
+        temperature=cfg.temperature,
+        forbidden_v=forbidden_v,
+        entropies=entropies,
+    )
+
+
+def _values_after(critic: Any, x_btd: jax.Array) -> jax.Array:
+    """float32[B,T]: the value of the state after each token."""
+    head = critic["value_head"]
+    return (x_btd.astype(jnp.float32) @ head["kernel"] + head["bias"])[..., 0]
+
+
+def _score(model: nnx.Module, critic: Any, batch: Arrays, cfg: StepConfig) -> Scored:
+    """Everything in `Scored` that cfg asks for."""
+    needs_old = cfg.recompute_old or (model.lora is not None and model.lora.dropout > 0)
+    visual_md = old_bt = ref_bt = after_bt = None
+    if needs_old or critic is not None or not cfg.vision_trainable:
+        visual_md = _visual_tokens(model, batch, cfg)
+    if needs_old or critic is not None:
+        x_btd = _hidden(model, batch, visual_md, adapters=True)
+        old_bt = _logprobs(model, batch, x_btd, cfg)[0] if needs_old else None
+        after_bt = None if critic is None else _values_after(critic, x_btd)
+    if cfg.use_reference:
+        # Where adapters of the tower change its visual tokens, the base has its own.
+        base_md = visual_md
+        if cfg.vision_trainable:
+            base_md = _visual_tokens(model, batch, cfg, adapters=False)
+        x_btd = _hidden(model, batch, base_md, adapters=False)
+        ref_bt, _ = _logprobs(model, batch, x_btd, cfg)
+    return Scored(None if cfg.vision_trainable else visual_md, old_bt, ref_bt, after_bt)
+
+
+class _NewPolicy(NamedTuple):
+    """What a loss is computed from: the current parameters' outputs, through which gradients go."""
+
+    logprobs_bt: jax.Array
+    entropies_bt: jax.Array | None
+    values_bt: jax.Array | None  # the critic's, of the state before each token
+
+
+def _new_policy(
+    model: nnx.Module,
+    critic: Any,
+    batch: Arrays,
+    visual_md: jax.Array | None,
+    dropout_keys: tuple[jax.Array, jax.Array],
+    cfg: StepConfig,
+    *,
+    entropies: bool = False,
+) -> _NewPolicy:
+    """The pass that gradients are taken of.
+
+    Args:
+      visual_md: None: computed here, because the vision tower is trained.
+      dropout_keys: of the vision tower and of the text blocks.
+    """
+    vision_key, text_key = dropout_keys
+    if visual_md is None:
+        visual_md = _visual_tokens(model, batch, cfg, dropout_key=vision_key)
+    x_btd = _hidden(model, batch, visual_md, adapters=True, dropout_key=text_key)
+    new_bt, entropies_bt = _logprobs(model, batch, x_btd, cfg, entropies=entropies)
+    before_bt = None
+    if critic is not None:
+        before_bt = jnp.pad(_values_after(critic, x_btd)[:, :-1], ((0, 0), (1, 0)))
+    return _NewPolicy(new_bt, entropies_bt, before_bt)
+
+
+def _dropout_keys(seed: int, at: At) -> tuple[jax.Array, jax.Array]:
+    """Keys of the vision tower and of the text blocks, for this step, update and batch."""
+    dropout_key = jax.random.key(seed)
+    for number in at:
+        dropout_key = jax.random.fold_in(dropout_key, number)
+    vision_key, text_key = jax.random.split(dropout_key)
+    return vision_key, text_key
+
+
+# ---------------------------------------------------------------------------- losses and updates
+
+
+def _policy_loss(
+    new: _NewPolicy, batch: Arrays, scored: Scored, cfg: StepConfig
+) -> tuple[jax.Array, Sums]:
+    """The clipped policy loss and, with a critic, the value loss."""
+    loss, sums = losses.clipped_policy_loss(
+        new.logprobs_bt,
+        old_bt=new.logprobs_bt if scored.old_bt is None else scored.old_bt,
+        behaviour_bt=batch["behaviour_logprobs_bt"],
+        ref_bt=new.logprobs_bt if scored.ref_bt is None else scored.ref_bt,
+        advantages_bt=batch["advantages_bt"],
+        weights_bt=batch["weights_bt"],
+        turn_ids_bt=batch["turn_ids_bt"],
+        entropies_bt=new.entropies_bt,
+        cfg=cfg.loss,
+    )
+    if new.values_bt is None:
+        return loss, sums
+    value_loss, value_sums = losses.value_loss(
+        new.values_bt,
+        old_values_bt=batch["values_bt"],
+        returns_bt=batch["returns_bt"],
+        weights_bt=batch["weights_bt"],
+        clip=cfg.critic.clip,
+    )
+    return loss + cfg.critic.coefficient * value_loss, sums | value_sums
+
+
+def _gradients(loss_fn: Callable[[Params], tuple[jax.Array, Sums]], params: Params) -> Total:
+    def with_loss(params: Params) -> tuple[jax.Array, Sums]:
+        loss, sums = loss_fn(params)
+        return loss, sums | {"learner/loss": loss}
+
+    return Total(*jax.grad(with_loss, has_aux=True)(params))
+
+
+def _update_metrics(sums: Sums, grads: Any, updates: Any) -> dict[str, jax.Array]:
+    """Means over the sampled tokens of an update, and the norms of its gradient and its change."""
+    tokens = jnp.maximum(sums["tokens"], 1.0)
+    metrics = {
+        name: value / tokens
+        for name, value in sums.items()
+        if name not in ("tokens", "learner/loss", "offpolicy/weight_squared")
+    }
+    metrics |= {
+        "learner/loss": sums["learner/loss"],
+        "learner/grad_norm": optax.tree.norm(grads),
+        "learner/update_norm": optax.tree.norm(updates),
+        "learner/tokens": sums["tokens"],
+    }
+    if "offpolicy/weight" in sums:
+        # Share of the tokens that equally weighted ones would be: (sum w)^2 / (n sum w^2).
+        squared = jnp.square(sums["offpolicy/weight"])
+        least = jnp.finfo(jnp.float32).tiny
+        metrics["offpolicy/effective_sample"] = squared / jnp.maximum(
+            tokens * sums["offpolicy/weight_squared"], least
+        )
+    return metrics
 
 
 def to_floats(metrics: dict[str, jax.Array]) -> dict[str, float]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -18,9 +17,7 @@ from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import RestartError, TrainingError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.types import TrainBatch
-from uirl_jax.vision_inputs import ImageConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +33,21 @@ class SupervisedConfig:
 
 
 def train(
-    graphdef: nnx.GraphDef,
-    trainable: nnx.State,
-    frozen: nnx.State,
+    split: tuple[nnx.GraphDef, nnx.State, nnx.State],
     batches_at: Callable[[int], list[TrainBatch]],
     cfg: SupervisedConfig,
+    step_cfg: learner_step.StepConfig,
     *,
     checkpoint_dir: Path,
-    vision_trainable: bool,
-    image_cfg: ImageConfig,
     on_step: Callable[[int, dict[str, float]], None],
     on_restore: Callable[[int], object] = lambda step: None,
-    dropout_seed: int = 0,
     stop: threading.Event | None = None,
 ) -> nnx.State:
     """Trains `trainable` for cfg.steps and returns it; carries on from the newest good checkpoint.
 
     Args:
+      split: graphdef, trainable and frozen of one model.
       batches_at: of a step, all of one update; equal steps must give equal batches.
-      image_cfg: of the model's directory.
       on_step: called every `log_every` steps with the step and its metrics.
       on_restore: called once with the first step that is (again) to come.
       stop: ends the training after the step that is being made.
@@ -62,19 +55,12 @@ def train(
       RestartError: `stop` was set; what was trained so far is saved.
       TrainingError: a loss or gradient norm that is not finite; the last checkpoint is kept.
     """
+    graphdef, trainable, frozen = split
     optimizer = learner_state.make_optimizer(cfg.optimizer, cfg.steps)
-    steps = learner_step.make_steps(
-        graphdef,
-        optimizer,
-        PolicyLossConfig(),
-        vision_trainable=vision_trainable,
-        image_cfg=image_cfg,
-        dropout_seed=dropout_seed,
-    )
+    steps = learner_step.make_steps(graphdef, optimizer, step_cfg)
     state = learner_state.init_state(trainable, optimizer)
     with Checkpointer(checkpoint_dir) as checkpointer:
-        abstract = jax.tree.map(_abstract, state)
-        if restored := checkpointer.restore_latest(abstract):
+        if restored := checkpointer.restore_latest(learner_state.abstract(state)):
             state = restored.arrays
         started_s, started_step = time.monotonic(), int(state.step)
         on_restore(started_step + 1)
@@ -108,7 +94,3 @@ def check_finite(step: int, metrics: dict[str, float]) -> None:
             f"step {step}: {', '.join(wrong)} is not finite; the last checkpoint is kept. "
             "Lower the learning rate, or look at what it trained on"
         )
-
-
-def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,7 +1,7 @@
 """The schema of a config file: one frozen dataclass a section, most of them the rooms' own.
 
 `main` builds a RunConfig from the ConfigDict and hands its parts down. What two rooms must agree on
-is checked here, before anything starts; reading files and flags is `config`'s business.
+is checked here, before anything starts. `reading` reads files and flags.
 """
 
 import dataclasses
@@ -10,15 +10,16 @@ from typing import Literal
 
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import ChatConfig
-from uirl_jax.curriculum import MAX_ENTRIES, CurriculumConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
+from uirl_jax.learner.curriculum import MAX_ENTRIES, CurriculumConfig
 from uirl_jax.learner.loop import LearnerConfig
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
 from uirl_jax.models.qwen2_vl import Remat
+from uirl_jax.players import PlayConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.containers import ContainerConfig
@@ -208,9 +209,12 @@ class RunConfig:
             raise ConfigError("; ".join(faults))
 
     @property
+    def play(self) -> PlayConfig:
+        return PlayConfig(self.engine, self.actor.rollout, self.actor.concurrency, self.seed)
+
+    @property
     def max_context_tokens(self) -> int:
-        """What the engine can read at once bounds an episode: longer ones end as max_tokens."""
-        return min(self.actor.rollout.max_context_tokens, self.engine.context_lengths[-1])
+        return self.play.max_context_tokens
 
     @property
     def kinds(self) -> list[TaskSpec]:

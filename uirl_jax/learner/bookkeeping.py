@@ -1,0 +1,252 @@
+"""What a step of the learner leaves behind: metrics, checkpoint, policy, and the shards it used.
+
+Between `loop`, which decides when, and the workdir. A step ends with these calls, in this order:
+
+    write_metrics   the metrics line. Killed before `save`, the step is taken again and `restore`
+                    drops its line; in the other order a saved step could lack its line.
+    save            the checkpoint is committed, with the data cursor in it.
+    publish         the policy, which no actor may sample with before its checkpoint is safe.
+    delete_used     the shards and stored successes that no kept checkpoint needs.
+
+So a SIGKILL at any point is harmless: a run that starts again finds the step whole, or its records
+unread. It computes nothing and knows no algorithm.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uirl_jax import policy_sync
+from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.errors import UirlError
+from uirl_jax.learner import state as learner_state
+from uirl_jax.learner.algorithm import Group
+from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.learner.replay import Replay, is_replayed
+from uirl_jax.learner.state import TrainState
+from uirl_jax.metrics import MetricsWriter, key_values
+from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.models.loading import PolicyModel
+from uirl_jax.shards.layout import layout_of
+from uirl_jax.shards.reader import ShardQueue
+from uirl_jax.shards.writer import write_shard
+
+# The data cursor, beside the arrays of a checkpoint.
+_EMPTY_META: Mapping[str, Any] = {
+    "shards": None,
+    "groups": [],
+    "extra": 0,
+    "train_seconds": 0.0,
+    "tallies": {},
+    "replay": {},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """Where a run's files are, and the id that marks them as this run's."""
+
+    workdir: Path
+    run_id: str
+
+
+class Bookkeeping:
+    """One learner process's view of its run; made by `restore`.
+
+    Attributes:
+      is_fresh: there was no checkpoint, so none is saved yet.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        model: PolicyModel,
+        curriculum: Curriculum,
+        checkpointer: Checkpointer,
+        metrics_writer: MetricsWriter,
+        meta: Mapping[str, Any] | None,
+        *,
+        keep_checkpoints: int,
+    ) -> None:
+        """Args: meta: of the checkpoint that was restored; None if there is none."""
+        self.is_fresh = meta is None
+        meta = {**_EMPTY_META, **(meta or {})}
+        self._run, self._model, self._curriculum = run, model, curriculum
+        self._checkpointer, self._metrics_writer = checkpointer, metrics_writer
+        self._layout = layout_of(model.cfg)
+        self._queue = ShardQueue(run.workdir, run.run_id, model.base_hash, meta["shards"])
+        self._trained = GroupRanges(meta["groups"])
+        self._extra = int(meta["extra"])  # groups on top of groups_per_step, over all steps
+        self._tallies = curriculum.tallies(meta["tallies"])
+        self._replay = Replay(run.workdir, model.base_hash, self._layout, meta["replay"])
+        self._earlier_s, self._started_s = float(meta["train_seconds"]), time.monotonic()
+        self._saved: collections.deque[dict[str, Any]] = collections.deque(maxlen=keep_checkpoints)
+
+    # ------------------------------------------------------------------------------ records in
+
+    def take(self, count: int, version: int, max_staleness: int) -> list[Group] | None:
+        """The next `count` whole groups, counted as trained; None if there are not that many yet.
+
+        Args:
+          version: the one that is being trained.
+        """
+        self._queue.poll()
+        groups = self._queue.take_groups(count, version, max_staleness)
+        for group in groups or ():
+            self._trained.add(int(group[0].group_id))
+            self._curriculum.count(self._tallies, group)
+        return groups
+
+    def allow_extra(self, more: int, regular: int) -> bool:
+        """Lets actors start `more` groups beyond those trained so far.
+
+        Args:
+          regular: groups that the steps so far take when none is useless. Actors start no more
+            than that, and the extra groups that the policy's manifest grants.
+        Returns: whether extra groups were granted; actors see them once the policy is published.
+        """
+        extra = self._trained.count + more - regular
+        if extra <= self._extra:
+            return False
+        self._extra = extra
+        return True
+
+    def replay(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """Adds a stored success to each group that failed as a whole; stores the groups' own."""
+        completed = [self._replay.complete(group) for group in groups]
+        self._replay.remember(completed, step)
+        return completed
+
+    def set_aside(self, step: int, groups: Sequence[Group]) -> str:
+        """Writes the records of a step that failed under quarantine/, one shard a group.
+
+        Returns: where they are, or why they are not. It raises nothing: the step's own error is
+        what must be reported.
+        """
+        directory = self._run.workdir / "quarantine" / f"step-{step}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for group in groups:
+                path = directory / f"group-{group[0].group_id}.tfrecord"
+                fresh = [record for record in group if not is_replayed(record, group)]
+                write_shard(path, fresh, base_hash=self._model.base_hash, layout=self._layout)
+        except (OSError, UirlError) as error:
+            return f"nowhere whole ({error})"
+        return str(directory)
+
+    # ------------------------------------------------------------------- a step out, in this order
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The step's metrics line, with the accounts of records and tasks."""
+        accounts = {f"records/{name}": n for name, n in self._queue.accounting().items()}
+        curriculum = self._curriculum.describe(self._tallies)
+        self._metrics_writer.write(step, {**metrics, **curriculum, **accounts})
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Commits a checkpoint: the state, and how far the run's records are read."""
+        meta = {
+            "shards": self._queue.state(),
+            "groups": self._trained.pairs,
+            "extra": self._extra,
+            "train_seconds": self.train_seconds,
+            "tallies": self._tallies.to_json(),
+            "replay": dict(self._replay.files),
+        }
+        self._checkpointer.save(step, state, meta)
+        self._saved.append(meta)
+
+    def publish(self, step: int, state: TrainState) -> None:
+        """Makes the state's adapters the policy that actors sample with."""
+        policy_sync.publish(
+            self._run.workdir,
+            version=step,
+            step=step,
+            adapters=qwen2_vl_weights.adapters_to_numpy(state.trainable),
+            base_hash=self._model.base_hash,
+            run_id=self._run.run_id,
+            extra={
+                "groups_trained": self._trained.pairs,
+                "groups_extra": self._extra,
+                "tallies": self._tallies.to_json(),
+            },
+        )
+
+    def delete_used(self) -> None:
+        """Deletes the shards and stored successes that no checkpoint that is kept could ask for."""
+        if len(self._saved) == self._saved.maxlen:
+            self._queue.committed(self._saved[0]["shards"])
+            self._replay.prune(meta["replay"] for meta in self._saved)
+
+    # ------------------------------------------------------------------------------ accounts
+
+    @property
+    def train_seconds(self) -> float:
+        """In this and all earlier processes of the run."""
+        return self._earlier_s + time.monotonic() - self._started_s
+
+    def final_accounting(self) -> dict[str, int]:
+        """Records by fate, those that arrived since the last step included."""
+        self._queue.poll()
+        return self._queue.accounting()
+
+
+@contextlib.contextmanager
+def restore(
+    run: RunDirectory,
+    model: PolicyModel,
+    curriculum: Curriculum,
+    state: TrainState,
+    *,
+    keep_checkpoints: int,
+) -> Iterator[tuple[Bookkeeping, TrainState]]:
+    """Opens a run's books; yields them and the state of the newest checkpoint that is whole.
+
+    Args:
+      state: a fresh one, which is yielded if there is no checkpoint.
+    Raises:
+      CheckpointError: there are checkpoints and none is whole.
+    """
+    checkpointer = Checkpointer(run.workdir / "checkpoints", keep=keep_checkpoints)
+    metrics_writer = MetricsWriter(run.workdir)
+    with checkpointer, metrics_writer:
+        restored = checkpointer.restore_latest(learner_state.abstract(state))
+        meta = None
+        if restored:
+            state, meta = restored.arrays, restored.meta
+            for line in restored.skipped:
+                print(key_values("checkpoint_skipped", reason=line), flush=True)
+        metrics_writer.truncate_from(int(state.step) + 1)
+        books = Bookkeeping(
+            run,
+            model,
+            curriculum,
+            checkpointer,
+            metrics_writer,
+            meta,
+            keep_checkpoints=keep_checkpoints,
+        )
+        yield books, state
+
+
+class GroupRanges:
+    """Which group indices were trained, as ascending [start, stop) pairs: actors skip these."""
+
+    def __init__(self, pairs: list[list[int]]) -> None:
+        self.pairs = [list(pair) for pair in pairs]
+
+    def add(self, index: int) -> None:
+        merged: list[list[int]] = []
+        for start, stop in sorted([*self.pairs, [index, index + 1]]):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(stop, merged[-1][1])
+            else:
+                merged.append([start, stop])
+        self.pairs = merged
+
+    @property
+    def count(self) -> int:
+        return sum(stop - start for start, stop in self.pairs)

@@ -1,0 +1,256 @@
+"""What plays episodes: one engine and the verifiers, for training, evaluation or a viewer's replay.
+
+Built from a model, a chat and the few settings of `PlayConfig`. It knows no learner and no config
+file: `run` builds one from a run's config.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from uirl_jax import evaluate, metrics, policy_sync
+from uirl_jax.actor.fleet import Fleet
+from uirl_jax.actor.host import run_tasks
+from uirl_jax.actor.player import Player
+from uirl_jax.actor.rollout import RolloutConfig
+from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.engine.engine import Engine
+from uirl_jax.engine.interface import SamplingEngine
+from uirl_jax.engine.openai import OpenAIEngine
+from uirl_jax.engine.requests import EngineConfig
+from uirl_jax.errors import RestartError
+from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.models.loading import PolicyModel
+from uirl_jax.shards.layout import layout_of
+from uirl_jax.types import TaskSpec, Trajectory
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlayConfig:
+    """How episodes are sampled and played."""
+
+    engine: EngineConfig
+    rollout: RolloutConfig
+    concurrency: int  # episodes at a time
+    seed: int  # of the run
+
+    @property
+    def max_context_tokens(self) -> int:
+        """What the engine can read at once bounds an episode: longer ones end as max_tokens."""
+        return min(self.rollout.max_context_tokens, self.engine.context_lengths[-1])
+
+
+class Players:
+    """Engine and verifiers, entered in an asyncio loop.
+
+    Args:
+      fleet: the verifiers; entered and closed here.
+      workdir, run_id: where evaluations are written and policies are read, and whose they are.
+    """
+
+    def __init__(
+        self,
+        cfg: PlayConfig,
+        model: PolicyModel,
+        chat: Chat,
+        fleet: Fleet,
+        workdir: Path,
+        run_id: str,
+    ) -> None:
+        self.cfg, self.model, self.chat, self.fleet = cfg, model, chat, fleet
+        self.workdir, self.run_id = workdir, run_id
+        self.engine = make_engine(cfg, model, chat)
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        await self._stack.enter_async_context(self.engine)
+        await self._stack.enter_async_context(self.fleet)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.__aexit__(None, None, None)
+
+    def player(
+        self, actor_id: str, *, temperature: float, engine: SamplingEngine | None = None
+    ) -> Player:
+        """Plays single episodes; `engine` replaces this object's own."""
+        return Player(
+            self.fleet,
+            engine or self.engine,
+            self.chat,
+            self.model.image_cfg,
+            dataclasses.replace(
+                self.cfg.rollout,
+                temperature=temperature,
+                max_context_tokens=self.cfg.max_context_tokens,
+            ),
+            concurrency=self.cfg.concurrency,
+            run_id=self.run_id,
+            actor_id=actor_id,
+        )
+
+    def to_lora(self, adapters: dict[str, np.ndarray]) -> Any:
+        """Named adapters of a published policy -> what the engine takes."""
+        return qwen2_vl_weights.adapters_from_numpy(adapters, self.model.lora)
+
+    async def evaluate(
+        self,
+        stage: str,
+        tasks: Sequence[TaskSpec],
+        stop: threading.Event,
+        *,
+        temperature: float,
+        engine: SamplingEngine | None = None,
+    ) -> evaluate.EvalResult:
+        """Success on held-out instances with the policy that the engine holds; once a stage.
+
+        Args:
+          tasks: the instances (`evaluate.eval_tasks`).
+          engine: replaces this object's own.
+        Raises: RestartError where `stop` was set; the same command starts the stage again.
+        """
+        known = evaluate.read_results(self.workdir)
+        if stage in known:
+            return known[stage]
+        started_s = time.monotonic()
+        player = self.player("eval", temperature=temperature, engine=engine)
+        progress = metrics.Progress(f"evaluation {stage}", len(tasks))
+        ended: list[Trajectory] = []
+
+        def on_done(trajectory: Trajectory) -> None:
+            ended.append(trajectory)
+            progress.update(len(ended), success=sum(t.success for t in ended) / len(ended))
+
+        evaluating = evaluate.evaluate(
+            lambda tasks: run_tasks(player, tasks, seed=self.cfg.seed, on_done=on_done),
+            tasks,
+            stage,
+            self.workdir,
+            base_hash=self.model.base_hash,
+            layout=layout_of(self.model.cfg),
+        )
+        try:
+            result = await _unless_stopped(
+                evaluating, stop, f"in the evaluation of stage {stage!r}"
+            )
+        finally:
+            progress.close()
+        line = metrics.key_values(
+            "evaluated",
+            stage=stage,
+            success=f"{result.rate:.3f}",
+            episodes=result.attempts,
+            seconds=f"{time.monotonic() - started_s:.1f}",
+        )
+        print(line, flush=True)
+        return result
+
+    def take_policy(self) -> int:
+        """Loads the newest published policy into the engine.
+
+        Returns: its version, or -1 if none is published.
+        """
+        manifest = policy_sync.read_manifest(self.workdir)
+        if manifest is None:
+            return -1
+        adapters = policy_sync.load(
+            self.workdir, manifest, self.model.base_hash, run_id=self.run_id
+        )
+        self.engine.set_policy(self.to_lora(adapters), manifest.version)
+        return manifest.version
+
+
+def make_chat(cfg: ChatConfig, model: PolicyModel) -> Chat:
+    image_cfg = model.image_cfg
+    return Chat(model.path, cfg, image_cfg.merge_size, image_cfg.patch_size)
+
+
+def make_engine(cfg: PlayConfig, model: PolicyModel, chat: Chat) -> Engine | OpenAIEngine:
+    """What samples: this process, or a server elsewhere."""
+    policy = (model.graphdef, model.frozen, model.lora, 0)
+    ids = {
+        "end_token_ids": chat.end_token_ids,
+        "forbidden_ids": forbidden_ids(chat, model),
+    }
+    if cfg.engine.kind == "jax":
+        return Engine(
+            *policy, model_cfg=model.cfg, cfg=cfg.engine, image_cfg=model.image_cfg, **ids
+        )
+    return OpenAIEngine(
+        *policy,
+        cfg=cfg.engine,
+        max_context=cfg.max_context_tokens,
+        vocab_size=model.cfg.vocab_size,
+        image_token_id=model.cfg.image_token_id,
+        as_read=chat.as_read,
+        **ids,
+    )
+
+
+def forbidden_ids(chat: Chat, model: PolicyModel) -> tuple[int, ...]:
+    """Ids that are never sampled: markers that would open a turn or an image, and the ids above the
+    tokenizer's, which pad the embedding table and decode to nothing."""
+    return (*chat.forbidden_ids, *range(chat.vocab_size, model.cfg.vocab_size))
+
+
+class BackgroundLoop:
+    """An asyncio loop in a thread of its own: the actor's, beside the learner's thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="actor", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.start(coroutine).result()
+
+
+async def _unless_stopped(
+    coroutine: Coroutine[Any, Any, T], stop: threading.Event, where: str
+) -> T:
+    """Runs the coroutine; if `stop` is set first, cancels it and waits until it has ended.
+
+    Raises: RestartError: `stop` was set.
+    """
+    working, watching = (
+        asyncio.create_task(coroutine),
+        asyncio.create_task(when_set(stop, asyncio.Event())),
+    )
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RestartError(f"stopped {where}; run the same command again to make it")
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def when_set(stop: threading.Event, event: asyncio.Event) -> None:
+    """Sets `event` once `stop` is set."""
+    while not stop.is_set():
+        await asyncio.sleep(0.1)
+    event.set()
