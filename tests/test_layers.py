@@ -13,7 +13,7 @@ LAYERS = (
     {"untrusted_http"},
     {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics", "curriculum"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
-    {"actor", "learner", "evaluate"},
+    {"actor", "learner", "evaluation"},
     {"report", "charts", "run_config"},
     {"workdir"},
     {"run"},

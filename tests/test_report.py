@@ -25,7 +25,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from uirl_jax import actions, charts, evaluate, report
+from uirl_jax import actions, charts, evaluation, report
 from uirl_jax.errors import UirlError
 from uirl_jax.metrics import COLD_START_DIR, MetricsWriter
 from uirl_jax.shards.record import TokenLayout
@@ -92,14 +92,14 @@ def play(task: TaskSpec, quality: float, version: int, text: str | None = None) 
 
 
 def evaluate_stage(workdir: Path, stage: str, quality: float, n: int = 6, **hostile: str) -> None:
-    tasks = evaluate.eval_tasks(KINDS, n)
+    tasks = evaluation.eval_tasks(KINDS, n)
     version = int(quality * 100)
     played = [
         play(task, quality, version, hostile.get("text") if k == 0 else None)
         for k, task in enumerate(tasks)
     ]
     asyncio.run(
-        evaluate.evaluate(
+        evaluation.evaluate(
             lambda _: played, tasks, stage, workdir, base_hash="f" * 64, layout=LAYOUT
         )
     )
@@ -140,7 +140,7 @@ def write_metrics(workdir: Path, steps: int) -> None:
                     "engine/batch_fill": 0.8,
                     "compile/count": 4.0,
                     **{f"records/{name}": counts.get(name, 0) for name in (
-                        "published", *evaluate.FATES
+                        "published", *evaluation.FATES
                     )},
                 },
             )  # fmt: skip
@@ -156,10 +156,10 @@ def write_run(workdir: Path, steps: int = 60) -> Path:
     (workdir / "config.json").write_text(
         json.dumps({"learner": {"steps": steps}, "verifier": {"token": "hunter2-secret"}})
     )
-    evaluate.write_summary(
+    evaluation.write_summary(
         workdir,
-        evaluate.summary(
-            evaluate.read_results(workdir),
+        evaluation.summary(
+            evaluation.read_results(workdir),
             seed=3,
             train_seconds=412.5,
             peak_rss_gib=3.21,
@@ -211,7 +211,7 @@ def words(text: str) -> str:
 
 def test_report_finished_run_shows_result_and_curves(run_dir: Path, page: Page) -> None:
     text = words(page.text)
-    results = evaluate.read_results(run_dir)
+    results = evaluation.read_results(run_dir)
     assert list(results) == ["before", "cold_start", "after"]
     for result in results.values():
         assert f"{result.successes} of {result.attempts}" in text
@@ -364,7 +364,7 @@ def test_report_running_run_shows_what_there_is(tmp_path: Path) -> None:
 
 
 def test_report_chance_is_in_the_table_and_no_policy_to_begin_from(tmp_path: Path) -> None:
-    for stage, quality in ((evaluate.CHANCE, 0.0), ("before", 0.5), ("after", 1.0)):
+    for stage, quality in ((evaluation.CHANCE, 0.0), ("before", 0.5), ("after", 1.0)):
         evaluate_stage(tmp_path, stage, quality, n=2)
     text = words(Page(report.write_report(tmp_path).read_text()).text)
     assert "Success on held-out tasks, before and after" in text
@@ -376,7 +376,7 @@ def test_report_broken_files_are_named_on_the_page(tmp_path: Path) -> None:
     write_metrics(tmp_path, 3)
     evaluate_stage(tmp_path, "before", 0.5)
     evaluate_stage(tmp_path, "after", 0.5)
-    shard = tmp_path / "eval" / "after" / evaluate.EPISODES_FILE
+    shard = tmp_path / "eval" / "after" / evaluation.EPISODES_FILE
     shard.write_bytes(shard.read_bytes()[:-40])
     (tmp_path / "summary.json").write_text('{"seed": 3, "epi')
     (tmp_path / "config.json").write_text("[]")

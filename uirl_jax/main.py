@@ -23,7 +23,8 @@ from typing import Any, Literal
 import jax
 from absl import app, flags, logging
 
-from uirl_jax import config, evaluate, metrics, platform_flags, report
+from uirl_jax import config, metrics, platform_flags, report
+from uirl_jax import evaluation as evaluate
 from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.algorithm import Advantages

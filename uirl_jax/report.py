@@ -26,7 +26,7 @@ import jinja2
 import markupsafe
 from PIL import Image, UnidentifiedImageError
 
-from uirl_jax import charts, evaluate
+from uirl_jax import charts, evaluation
 from uirl_jax.errors import RecordError, ShardError, UirlError
 from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics, write_atomically
 from uirl_jax.shards.reader import read_shard
@@ -151,15 +151,15 @@ def write_report(workdir: str | os.PathLike[str]) -> Path:
     notes: list[str] = []
     rows = read_metrics(root)
     cold_rows = read_metrics(root / COLD_START_DIR)
-    summary = _read_object(root / evaluate.SUMMARY_FILE, notes)
+    summary = _read_object(root / evaluation.SUMMARY_FILE, notes)
     config = _read_object(root / "config.json", notes)
     try:
-        results = list(evaluate.read_results(root).values())
+        results = list(evaluation.read_results(root).values())
     except UirlError as error:
         notes.append(str(error))
         results = []
     # What chance achieves is a row of the table, and not where a policy began.
-    played = [result for result in results if result.stage != evaluate.CHANCE]
+    played = [result for result in results if result.stage != evaluation.CHANCE]
     css = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -170,7 +170,7 @@ def write_report(workdir: str | os.PathLike[str]) -> Path:
     )
     environment.filters |= {
         "percent": lambda share: charts.format_value(share, "%") if share < 1 else "100\xa0%",
-        "stage": evaluate.stage_label,
+        "stage": evaluation.stage_label,
         "duration": format_duration,
     }
     page = environment.get_template("report.html.j2").render(
@@ -229,7 +229,7 @@ def _status(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> st
     return f"in progress, {rows[-1]['step']} steps done" if rows else "no step taken yet"
 
 
-def _headline(results: Sequence[evaluate.EvalResult]) -> dict[str, Any] | None:
+def _headline(results: Sequence[evaluation.EvalResult]) -> dict[str, Any] | None:
     """First against last stage, or the only one."""
     measured = [result for result in results if result.attempts]
     if not measured:
@@ -276,11 +276,11 @@ def _accounting(
     """The summary's, or while the run goes on what its last line says."""
     if "episodes" in summary:
         return dict(summary["episodes"])
-    names = ("published", *evaluate.FATES)
+    names = ("published", *evaluation.FATES)
     if not rows or any(f"records/{name}" not in rows[-1] for name in names):
         return None
     counts = {name: int(rows[-1][f"records/{name}"]) for name in names}
-    return evaluate.episodes_summary(counts, lost=0, env_error=0) | {"lost": None}
+    return evaluation.episodes_summary(counts, lost=0, env_error=0) | {"lost": None}
 
 
 # ---------------------------------------------------------------- curves
@@ -338,7 +338,7 @@ def _pairs(root: Path, stages: Sequence[str], notes: list[str]) -> list[_Pair]:
     """The first held-out instances in order, whatever came of them: not picked to look good."""
     by_stage: dict[str, dict[Any, Trajectory]] = {}
     for stage in stages:
-        path = root / evaluate.EVAL_DIR / stage / evaluate.EPISODES_FILE
+        path = root / evaluation.EVAL_DIR / stage / evaluation.EPISODES_FILE
         if not path.exists():
             continue
         try:
@@ -353,7 +353,7 @@ def _pairs(root: Path, stages: Sequence[str], notes: list[str]) -> list[_Pair]:
     ]
     return [
         _Pair(
-            task=evaluate.task_label(task),
+            task=evaluation.task_label(task),
             seed=task.seed,
             instruction=visible(by_stage[shown[0]][task].instruction),
             episodes=tuple(_episode(stage, by_stage[stage][task]) for stage in shown),

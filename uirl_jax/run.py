@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from uirl_jax import evaluate, metrics, policy_sync
+from uirl_jax import evaluation as evaluate
+from uirl_jax import metrics, policy_sync
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
 from uirl_jax.actor.player import Player

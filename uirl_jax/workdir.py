@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from uirl_jax import config, evaluate, metrics
+from uirl_jax import config, metrics
+from uirl_jax import evaluation as evaluate
 from uirl_jax.errors import ConfigError
 from uirl_jax.run_config import RunConfig
 
