@@ -14,7 +14,7 @@ LAYERS = (
     {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics", "curriculum"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluation"},
-    {"report", "charts", "run_config"},
+    {"report", "run_config"},
     {"workdir"},
     {"run"},
     {"main", "vlm"},
@@ -23,7 +23,6 @@ ALLOWED = {
     ("chat", "vision_inputs"),  # how many placeholders an image has
     ("chat", "actions"),  # an action format brings its prompt
     ("models", "vision_inputs"),  # a model directory says how its images are cut
-    ("report", "charts"),
 }
 WITHOUT_JAX = (
     "types",

@@ -25,9 +25,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from uirl_jax import actions, charts, evaluation, report
+import uirl_jax
+from uirl_jax import actions, evaluation, report
 from uirl_jax.errors import UirlError
 from uirl_jax.metrics import COLD_START_DIR, MetricsWriter
+from uirl_jax.report import charts, draw, gather
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers import desktop
@@ -304,15 +306,15 @@ def test_report_requests_nothing(page: Page) -> None:
         if name in ("src", "href", "xlink:href", "srcset", "action", "poster", "data")
     ]
     assert urls and all(url.startswith("data:") for url in urls)
-    (style,) = re.findall(r"<style>(.*?)</style>", Path(report.__file__).with_name("templates")
+    (style,) = re.findall(r"<style>(.*?)</style>", Path(uirl_jax.__file__).with_name("templates")
                           .joinpath("report.html.j2").read_text())  # fmt: skip
-    css = Path(report.__file__).with_name("templates").joinpath("report.css").read_text()
+    css = Path(uirl_jax.__file__).with_name("templates").joinpath("report.css").read_text()
     assert style == "{{ css }}" and "url(" not in css and "@import" not in css
 
 
 def test_report_secret_in_config_is_hidden(run_dir: Path, page: Page) -> None:
     assert "hunter2" not in (run_dir / report.REPORT_FILE).read_text() and "(hidden)" in page.text
-    assert report._without_secrets({"max_new_tokens": 5, "token": ""}) == {
+    assert gather.without_secrets({"max_new_tokens": 5, "token": ""}) == {
         "max_new_tokens": 5,
         "token": "",
     }
@@ -331,11 +333,11 @@ def test_report_episodes_before_and_after_are_the_same_instance(page: Page) -> N
 
 
 def test_report_mark_is_where_the_action_was() -> None:
-    mark = report._mark(Action("click", x=30, y=40), 224, 168)
-    assert mark == report._Mark(30.5, 40.5, None, None, off_screen=False)
-    drag = report._mark(Action("drag", x=1, y=2, x2=300, y2=4), 224, 168)
-    assert drag == report._Mark(1.5, 2.5, 223.5, 4.5, off_screen=True)
-    assert report._mark(Action("type", text="x"), 224, 168) is None
+    mark = draw._mark(Action("click", x=30, y=40), 224, 168)
+    assert mark == draw._Mark(30.5, 40.5, None, None, off_screen=False)
+    drag = draw._mark(Action("drag", x=1, y=2, x2=300, y2=4), 224, 168)
+    assert drag == draw._Mark(1.5, 2.5, 223.5, 4.5, off_screen=True)
+    assert draw._mark(Action("type", text="x"), 224, 168) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"<svg onload=alert(1)>", b"\x89PNG\r\n\x1a\n", b"GIF89a"])
@@ -343,7 +345,7 @@ def test_report_bytes_that_are_no_screenshot_leave_a_blank(data: bytes) -> None:
     trajectory = play(TaskSpec("desktop/click_button", 1), 1.0, 0)
     key = trajectory.turns[0].image_keys[-1]
     broken = dataclasses.replace(trajectory, images={key: data})
-    frame = report._frame(1, broken.turns[0], broken)
+    frame = draw._frame(1, broken.turns[0], broken)
     assert frame.source == "" and frame.mark is None and "no screenshot" in frame.alt
 
 
