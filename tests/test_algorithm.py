@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import test_packed_step, test_sharding, test_step
-from tools import bench_algorithms
+from tools.bench import algorithms
 from uirl_jax import config, run_config
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.learner import algorithm, cold_start
@@ -316,9 +316,9 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft", "own_task")),
+        *((name, ()) for name in (*algorithms.ALGORITHMS, "sft", "own_task")),
         *((name, ("base",)) for name in ("simple_data_entry_cpu", "miniwob_cpu")),
-        *(("sft", (task,)) for task in bench_algorithms.TASKS.values()),
+        *(("sft", (task,)) for task in algorithms.TASKS.values()),
         ("sft", ("data_entry,rows=1,columns=1",)),
     ],
 )

@@ -88,10 +88,8 @@ ABLATIONS = (
 )
 
 
-def add_command(commands: Any) -> None:
-    """`algorithms`, among the commands of tools.bench."""
-    comparing = commands.add_parser("algorithms", help="what every algorithm reaches, seed by seed")
-    add = comparing.add_argument
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--workdir", type=Path, required=True, help="of the runs; they resume")
     add("--task", choices=TASKS, default="click_button")
     add("--base", type=Path, help="start from this model, in place of the task's own")
@@ -101,10 +99,9 @@ def add_command(commands: Any) -> None:
     add("--seeds", type=int, nargs="+", default=(0, 1, 2))
     add("--steps", type=int, default=30, help="of 32 to 128 episodes each: a task's config")
     add("--at_once", type=int, default=1, help="runs side by side, each on its share of the cores")
-    add("--json", type=Path, help="write the numbers here too")
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs what is missing; by variant and seed the run's summary."""
     chosen = ABLATIONS if args.ablations else variants(args.names, args.staleness)
     if args.task == "miniwob" and args.base is None:
