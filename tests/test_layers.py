@@ -9,7 +9,7 @@ PACKAGE = ROOT / "uirl_jax"
 # A room may import the rooms of lower layers, and its own layer only where ALLOWED says so.
 LAYERS = (
     {"errors"},
-    {"types", "seeds", "platform_flags", "untrusted_json"},
+    {"types", "seeds", "platform_flags", "untrusted_json", "assets"},
     {"untrusted_http"},
     {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics", "curriculum"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from uirl_jax import config, policy_sync
+from uirl_jax import assets, config, policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
 from uirl_jax.learner import state as learner_state
@@ -43,7 +43,7 @@ def read_run(workdir: Path) -> RunConfig:
 
 def base_of(workdir: Path, cfg: RunConfig) -> Path:
     """The model that the adapters belong to: the config's, or what the run's cold start wrote."""
-    return workdir / "cold_start" / "model" if cfg.cold_start.steps else Path(cfg.model.path)
+    return workdir / "cold_start" / "model" if cfg.cold_start.steps else assets.find(cfg.model.path)
 
 
 def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np.ndarray]]:

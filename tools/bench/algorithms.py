@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             flags += [f"--config.learner.steps={args.steps}"]
             if variant.base in bases:
                 flags.append(f"--config.model.path={bases[variant.base]}")
-            config = f"configs/{variant.algorithm}.py:{TASKS[args.task]}"
+            config = f"{variant.algorithm}:{TASKS[args.task]}"
             _run(config, flags, _workdir(args, variant, seed), shares[number])
 
     with concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
@@ -170,7 +170,7 @@ def _make_base(args: argparse.Namespace, variant: Variant) -> Path:
         flags += variant.base_flags if own else ()
         flags += [f"--config.model.path={base}"] if base else []
         workdir = args.workdir / args.task / f"{variant.base if own else 'base'}-{number}"
-        _run(f"configs/sft.py:{task}", flags, workdir, cores)
+        _run(f"sft:{task}", flags, workdir, cores)
         base = workdir / "cold_start" / "model"
     return base
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from uirl_jax import assets
 from uirl_jax.errors import ModelError
 from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam, targets_of
@@ -72,7 +73,7 @@ def load(
     Raises:
       ModelError: no model there, an architecture that is not supported, or weights that do not fit.
     """
-    path = Path(model_dir)
+    path = assets.find(model_dir)
     family = _family(path)
     if family not in SUPPORTED:
         raise ModelError(
@@ -81,7 +82,7 @@ def load(
     arrays = None
     if adapter:  # before the weights: what is wrong with it shows in a second
         cfg = qwen2_vl_weights.read_config(path)
-        arrays = _read_adapter(Path(adapter), cfg, lora)
+        arrays = _read_adapter(assets.find(adapter), cfg, lora)
     with _hashing(path) as base_hash:
         model = qwen2_vl_weights.load_pretrained(
             path,
