@@ -13,7 +13,7 @@ import pytest
 
 from tests import packed_records, step_world
 from tests.eight_devices import on_eight_devices
-from tools import bench_algorithms
+from tools.bench import algorithms
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.learner import algorithm, cold_start
@@ -316,9 +316,9 @@ def test_useful_groups_are_those_with_different_rewards_where_equal_ones_are_ski
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *((name, ()) for name in (*bench_algorithms.ALGORITHMS, "sft", "own_task")),
+        *((name, ()) for name in (*algorithms.ALGORITHMS, "sft", "own_task")),
         *((name, ("base",)) for name in ("simple_data_entry_cpu", "miniwob_cpu")),
-        *(("sft", (task,)) for task in bench_algorithms.TASKS.values()),
+        *(("sft", (task,)) for task in algorithms.TASKS.values()),
         ("sft", ("data_entry,rows=1,columns=1",)),
     ],
 )

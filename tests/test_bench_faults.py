@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from tests.sample_trajectories import make_trajectory
-from tools import bench_faults, fault_actor, fault_dialects, fault_inputs, fault_proxy
+from tools.bench.faults import actor, checks, command, dialects, inputs, plays, proxy
 from uirl_jax.types import StopReason
 
 # One of each sort; each input alone is a test of the client or the record.
 INPUTS = ("png_ztxt_bomb", "png_pixels_no_zlib", "png_palette_alpha", "gzip_bomb")
 INPUTS += ("reward_NaN", "json_control_characters", "session_id_parent", "done_at_once")
-SETTINGS = bench_faults.Settings(
+SETTINGS = command.Settings(
     repeats=1,
     inputs=INPUTS,
     texts=("click_nan", "open_file"),
@@ -25,12 +25,12 @@ SETTINGS = bench_faults.Settings(
 
 @pytest.fixture(scope="module")
 def result():
-    return bench_faults.run(SETTINGS, say=lambda line: None)
+    return command.play_all(SETTINGS, say=lambda line: None)
 
 
 def test_actor_survives_every_fault_alone_and_mixed(result):
     assert result["wrong"] == []
-    assert set(result["alone"]) == set(fault_proxy.FAULTS)
+    assert set(result["alone"]) == set(proxy.FAULTS)
     ends = collections.Counter()
     for row in result["alone"].values():
         ends.update(row["ends"])
@@ -42,12 +42,12 @@ def test_actor_survives_every_fault_alone_and_mixed(result):
 
 def test_faults_that_pass_cost_retries_and_others_do_not(result):
     alone = result["alone"]
-    assert all(alone[fault]["retries"] > 0 for fault in fault_proxy.RETRIED)
+    assert all(alone[fault]["retries"] > 0 for fault in proxy.RETRIED)
     assert all(
         alone[fault]["retries"] == 0 for fault in ("http_404", "wrong_type", "redirect_loop")
     )
     # Three attempts of at most a second, and two pauses.
-    assert fault_actor.LIMITS.attempt_timeout_s * 2 < alone["drip"]["slowest_s"] < 15
+    assert actor.LIMITS.attempt_timeout_s * 2 < alone["drip"]["slowest_s"] < 15
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_faults_that_pass_cost_retries_and_others_do_not(result):
 def test_check_names_what_does_not_hold(result, change, word):
     changed = copy.deepcopy(result)
     change(changed)
-    (line,) = bench_faults.check(changed)
+    (line,) = checks.check(changed)
     assert word in line
-    assert word in bench_faults.format_table(changed | {"wrong": [line]})
+    assert word in command.format_table(changed | {"wrong": [line]})
 
 
 def test_other_dialects_survive_the_mixture_too(result):
@@ -90,7 +90,7 @@ def test_reward_in_another_dialect_is_what_the_counts_are_worth():
             make_trajectory(), **{"reward": reward, "success": reward == 1.0} | changes
         )
         counts = {"submitted_row_indices": rows, "num_incorrect_submissions": 0}
-        return fault_dialects.paid_wrongly(trajectory, counts)
+        return dialects.paid_wrongly(trajectory, counts)
 
     done = {"stop_reason": StopReason.COMPLETED}
     assert not wrongly(1.0, [0], **done) and not wrongly(0.75, [0, 0], **done)
@@ -108,7 +108,7 @@ def test_paid_wrongly_counts_rewards_that_no_server_gave():
 
     def count(given, **changes):
         trajectory = dataclasses.replace(paid, **{"reward": 1.0, "success": True} | changes)
-        return bench_faults.paid_wrongly([trajectory], {"rewards": {seed: given}})
+        return plays.paid_wrongly([trajectory], {"rewards": {seed: given}})
 
     done = {"stop_reason": StopReason.COMPLETED}
     assert count([1.0], **done) == 0
@@ -120,15 +120,15 @@ def test_paid_wrongly_counts_rewards_that_no_server_gave():
 
 
 def test_survives_is_what_a_fault_can_do():
-    assert fault_proxy.strike("http_500", 2) == ("act", False)
-    assert fault_proxy.strike("http_500", 7) == ("act", True)
-    assert fault_proxy.survives("http_500", 2) and not fault_proxy.survives("http_500", 7)
-    assert not fault_proxy.survives("http_500", 0)  # a session may have been opened: not again
-    assert fault_proxy.survives("http_500", 9)  # that it is not deleted changes nothing
-    assert not fault_proxy.survives("http_404", 2)
+    assert proxy.strike("http_500", 2) == ("act", False)
+    assert proxy.strike("http_500", 7) == ("act", True)
+    assert proxy.survives("http_500", 2) and not proxy.survives("http_500", 7)
+    assert not proxy.survives("http_500", 0)  # a session may have been opened: not again
+    assert proxy.survives("http_500", 9)  # that it is not deleted changes nothing
+    assert not proxy.survives("http_404", 2)
 
 
 def test_bad_inputs_say_how_they_end():
     known = {str(reason) for reason in StopReason}
-    for given in fault_inputs.INPUTS.values():
-        assert given.call in fault_proxy.CALLS and set(given.ends) <= known and given.ends
+    for given in inputs.INPUTS.values():
+        assert given.call in proxy.CALLS and set(given.ends) <= known and given.ends

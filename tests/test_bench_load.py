@@ -4,14 +4,14 @@ import numpy as np
 from flax import nnx
 
 from tests import small_model
-from tools import bench_load
+from tools.bench import load
 from uirl_jax.models import qwen2_vl_weights
 
 
 def test_write_checkpoint_is_a_model_of_random_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_load, "SHARD_BYTES", 20_000)
-    monkeypatch.setattr(bench_load, "BLOCK_BYTES", 1000)  # tensors of several blocks
-    total_bytes = bench_load.write_checkpoint(tmp_path, small_model.CONFIG)
+    monkeypatch.setattr(load, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(load, "BLOCK_BYTES", 1000)  # tensors of several blocks
+    total_bytes = load.write_checkpoint(tmp_path, small_model.CONFIG)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     model = qwen2_vl_weights.load_pretrained(
         tmp_path, lora=None, param_dtype=jnp.bfloat16, init_key=jax.random.key(0)
@@ -25,10 +25,10 @@ def test_write_checkpoint_is_a_model_of_random_bfloat16(tmp_path, monkeypatch):
 
 
 def test_measure_counts_the_arrays_and_what_is_above_them(tmp_path, monkeypatch):
-    bench_load.write_checkpoint(tmp_path, small_model.CONFIG)
-    monkeypatch.setattr(bench_load, "drop_caches", lambda directory: "nothing")
+    load.write_checkpoint(tmp_path, small_model.CONFIG)
+    monkeypatch.setattr(load, "drop_caches", lambda directory: "nothing")
     wide, narrow = (
-        bench_load.measure("load", tmp_path, bench_load.Settings(dtype, quantize))
+        load.measure("load", tmp_path, load.Settings(dtype, quantize))
         for dtype, quantize in (("float32", "none"), ("bfloat16", "int8"))
     )
     assert narrow["arrays_gib"] < wide["arrays_gib"] / 2

@@ -18,7 +18,8 @@ from typing import BinaryIO
 import pytest
 
 from tests import tiny_config, tiny_model
-from uirl_jax import checkpoints, evaluate, main
+from uirl_jax import checkpoints, main
+from uirl_jax import evaluation as evaluate
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.state import OptimizerConfig

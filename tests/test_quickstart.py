@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from uirl_jax import evaluate, main
+from uirl_jax import evaluation as evaluate
+from uirl_jax import main
 from uirl_jax.config import reading, schema
 from uirl_jax.run import Run
 from uirl_jax.workdir import open_run

@@ -25,9 +25,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from uirl_jax import actions, charts, evaluate, report
+import uirl_jax
+from uirl_jax import actions, evaluation, report
 from uirl_jax.errors import UirlError
 from uirl_jax.metrics import COLD_START_DIR, MetricsWriter
+from uirl_jax.report import charts, draw, gather
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers import desktop
@@ -92,14 +94,14 @@ def play(task: TaskSpec, quality: float, version: int, text: str | None = None) 
 
 
 def evaluate_stage(workdir: Path, stage: str, quality: float, n: int = 6, **hostile: str) -> None:
-    tasks = evaluate.eval_tasks(KINDS, n)
+    tasks = evaluation.eval_tasks(KINDS, n)
     version = int(quality * 100)
     played = [
         play(task, quality, version, hostile.get("text") if k == 0 else None)
         for k, task in enumerate(tasks)
     ]
     asyncio.run(
-        evaluate.evaluate(
+        evaluation.evaluate(
             lambda _: played, tasks, stage, workdir, base_hash="f" * 64, layout=LAYOUT
         )
     )
@@ -140,7 +142,7 @@ def write_metrics(workdir: Path, steps: int) -> None:
                     "engine/batch_fill": 0.8,
                     "compile/count": 4.0,
                     **{f"records/{name}": counts.get(name, 0) for name in (
-                        "published", *evaluate.FATES
+                        "published", *evaluation.FATES
                     )},
                 },
             )  # fmt: skip
@@ -156,10 +158,10 @@ def write_run(workdir: Path, steps: int = 60) -> Path:
     (workdir / "config.json").write_text(
         json.dumps({"learner": {"steps": steps}, "verifier": {"token": "hunter2-secret"}})
     )
-    evaluate.write_summary(
+    evaluation.write_summary(
         workdir,
-        evaluate.summary(
-            evaluate.read_results(workdir),
+        evaluation.summary(
+            evaluation.read_results(workdir),
             seed=3,
             train_seconds=412.5,
             peak_rss_gib=3.21,
@@ -211,7 +213,7 @@ def words(text: str) -> str:
 
 def test_report_finished_run_shows_result_and_curves(run_dir: Path, page: Page) -> None:
     text = words(page.text)
-    results = evaluate.read_results(run_dir)
+    results = evaluation.read_results(run_dir)
     assert list(results) == ["before", "cold_start", "after"]
     for result in results.values():
         assert f"{result.successes} of {result.attempts}" in text
@@ -304,15 +306,15 @@ def test_report_requests_nothing(page: Page) -> None:
         if name in ("src", "href", "xlink:href", "srcset", "action", "poster", "data")
     ]
     assert urls and all(url.startswith("data:") for url in urls)
-    (style,) = re.findall(r"<style>(.*?)</style>", Path(report.__file__).with_name("templates")
+    (style,) = re.findall(r"<style>(.*?)</style>", Path(uirl_jax.__file__).with_name("templates")
                           .joinpath("report.html.j2").read_text())  # fmt: skip
-    css = Path(report.__file__).with_name("templates").joinpath("report.css").read_text()
+    css = Path(uirl_jax.__file__).with_name("templates").joinpath("report.css").read_text()
     assert style == "{{ css }}" and "url(" not in css and "@import" not in css
 
 
 def test_report_secret_in_config_is_hidden(run_dir: Path, page: Page) -> None:
     assert "hunter2" not in (run_dir / report.REPORT_FILE).read_text() and "(hidden)" in page.text
-    assert report._without_secrets({"max_new_tokens": 5, "token": ""}) == {
+    assert gather.without_secrets({"max_new_tokens": 5, "token": ""}) == {
         "max_new_tokens": 5,
         "token": "",
     }
@@ -331,11 +333,11 @@ def test_report_episodes_before_and_after_are_the_same_instance(page: Page) -> N
 
 
 def test_report_mark_is_where_the_action_was() -> None:
-    mark = report._mark(Action("click", x=30, y=40), 224, 168)
-    assert mark == report._Mark(30.5, 40.5, None, None, off_screen=False)
-    drag = report._mark(Action("drag", x=1, y=2, x2=300, y2=4), 224, 168)
-    assert drag == report._Mark(1.5, 2.5, 223.5, 4.5, off_screen=True)
-    assert report._mark(Action("type", text="x"), 224, 168) is None
+    mark = draw._mark(Action("click", x=30, y=40), 224, 168)
+    assert mark == draw._Mark(30.5, 40.5, None, None, off_screen=False)
+    drag = draw._mark(Action("drag", x=1, y=2, x2=300, y2=4), 224, 168)
+    assert drag == draw._Mark(1.5, 2.5, 223.5, 4.5, off_screen=True)
+    assert draw._mark(Action("type", text="x"), 224, 168) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"<svg onload=alert(1)>", b"\x89PNG\r\n\x1a\n", b"GIF89a"])
@@ -343,7 +345,7 @@ def test_report_bytes_that_are_no_screenshot_leave_a_blank(data: bytes) -> None:
     trajectory = play(TaskSpec("desktop/click_button", 1), 1.0, 0)
     key = trajectory.turns[0].image_keys[-1]
     broken = dataclasses.replace(trajectory, images={key: data})
-    frame = report._frame(1, broken.turns[0], broken)
+    frame = draw._frame(1, broken.turns[0], broken)
     assert frame.source == "" and frame.mark is None and "no screenshot" in frame.alt
 
 
@@ -364,7 +366,7 @@ def test_report_running_run_shows_what_there_is(tmp_path: Path) -> None:
 
 
 def test_report_chance_is_in_the_table_and_no_policy_to_begin_from(tmp_path: Path) -> None:
-    for stage, quality in ((evaluate.CHANCE, 0.0), ("before", 0.5), ("after", 1.0)):
+    for stage, quality in ((evaluation.CHANCE, 0.0), ("before", 0.5), ("after", 1.0)):
         evaluate_stage(tmp_path, stage, quality, n=2)
     text = words(Page(report.write_report(tmp_path).read_text()).text)
     assert "Success on held-out tasks, before and after" in text
@@ -376,7 +378,7 @@ def test_report_broken_files_are_named_on_the_page(tmp_path: Path) -> None:
     write_metrics(tmp_path, 3)
     evaluate_stage(tmp_path, "before", 0.5)
     evaluate_stage(tmp_path, "after", 0.5)
-    shard = tmp_path / "eval" / "after" / evaluate.EPISODES_FILE
+    shard = tmp_path / "eval" / "after" / evaluation.EPISODES_FILE
     shard.write_bytes(shard.read_bytes()[:-40])
     (tmp_path / "summary.json").write_text('{"seed": 3, "epi')
     (tmp_path / "config.json").write_text("[]")

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from uirl_jax import policy_sync
+from uirl_jax import assets, policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
@@ -44,7 +44,7 @@ def read_run(workdir: Path) -> RunConfig:
 
 def base_of(workdir: Path, cfg: RunConfig) -> Path:
     """The model that the adapters belong to: the config's, or what the run's cold start wrote."""
-    return workdir / "cold_start" / "model" if cfg.cold_start.steps else Path(cfg.model.path)
+    return workdir / "cold_start" / "model" if cfg.cold_start.steps else assets.find(cfg.model.path)
 
 
 def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np.ndarray]]:

@@ -27,7 +27,7 @@ from absl import app, flags
 
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
-from uirl_jax import seeds
+from uirl_jax import assets, seeds
 from uirl_jax.chat import Chat
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
@@ -103,7 +103,7 @@ def read_plan() -> Plan:
             "verifier.containers: the recorder starts none; start one and give its --url"
         )
     task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
-    model_dir = Path(cfg.model.path)
+    model_dir = assets.find(cfg.model.path)
     model_cfg = qwen2_vl_weights.read_config(model_dir)
     image_cfg = ImageConfig.load(model_dir)
     chat = Chat(model_dir, cfg.chat, image_cfg.merge_size, image_cfg.patch_size)

@@ -2,6 +2,7 @@
 
     python -m uirl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
     python -m uirl_jax.main --config=... --workdir=... --role=learner     (actor, verifier, eval)
+    uirl-jax --config=quickstart --workdir=runs/quickstart    (installed, in any folder)
 
 Roles meet in the workdir and nowhere else: `all` is the same code in one process, with the bundled
 verifier server in a second one. A process that is killed is started again with the same command.
@@ -23,7 +24,8 @@ from typing import Any, Literal
 import jax
 from absl import app, flags, logging
 
-from uirl_jax import evaluate, metrics, platform_flags, report
+from uirl_jax import evaluation as evaluate
+from uirl_jax import metrics, platform_flags, report
 from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
@@ -269,7 +271,12 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 # ------------------------------------------------------------------------------------ the command
 
-_CONFIG = reading.define_config_file(RunConfig, help="an experiment, e.g. configs/quickstart.py")
+_CONFIG = reading.define_config_file(
+    RunConfig,
+    help="an experiment: a file (configs/quickstart.py) or the name of a shipped one (quickstart), "
+    "with ':' and its argument where it takes one (quickstart:enter_text)",
+)
+flags.declare_key_flag("config")  # so that --help lists it
 _WORKDIR = flags.DEFINE_string("workdir", None, "everything that the run writes is in here")
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
@@ -326,6 +333,14 @@ def main(argv: list[str]) -> int:
         where = "" if error.filename else f"{_WORKDIR.value}: "
         print(f"error: {where}{error}; the same command carries on", file=sys.stderr)
         return 1
+
+
+def command() -> None:
+    """`uirl-jax`. absl looks for the help text in the module that was started."""
+    sys.modules["__main__"].__doc__ = __doc__
+    for flag in flags.FLAGS.get_key_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    app.run(main, flags_parser=config.parse_flags)
 
 
 if __name__ == "__main__":

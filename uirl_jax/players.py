@@ -16,7 +16,8 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from uirl_jax import evaluate, metrics, policy_sync
+from uirl_jax import evaluation as evaluate
+from uirl_jax import metrics, policy_sync
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import run_tasks
 from uirl_jax.actor.player import Player

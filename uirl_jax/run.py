@@ -12,7 +12,8 @@ from pathlib import Path
 
 import jax
 
-from uirl_jax import evaluate, metrics
+from uirl_jax import evaluation as evaluate
+from uirl_jax import metrics
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.chat import Chat

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from uirl_jax import evaluate, metrics
+from uirl_jax import evaluation as evaluate
+from uirl_jax import metrics
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError

@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from uirl_jax import assets
 from uirl_jax.config.schema import ModelConfig, RunConfig
 from uirl_jax.engine import programs as engine_programs
 from uirl_jax.engine.weights import prepare
@@ -80,7 +81,7 @@ def read_model_config(path: str) -> qwen2_vl.Qwen2VLConfig:
 
     Raises: ModelError.
     """
-    for directory in (Path(path), PUBLISHED / Path(path).name):
+    for directory in (assets.find(path), PUBLISHED / Path(path).name):
         file = directory / "config.json"
         if file.is_file():
             try:

@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import config_dict, config_flags
 
+from uirl_jax import assets
 from uirl_jax.errors import ConfigError
 
 T = TypeVar("T")
@@ -302,10 +303,13 @@ def _config_of_argv(argv: Sequence[str], name: str) -> str | None:
 
 
 def _load_config_file(argument: str) -> config_dict.ConfigDict:
-    """What get_config() returns, of "file.py" or "file.py:string". Raises ConfigError."""
-    file, colon, config_string = argument.partition(":")
+    """What get_config() returns, of "file.py" or "file.py:string"; file.py may be the name of a
+    shipped config. Raises ConfigError."""
+    name, colon, config_string = argument.partition(":")
+    file = str(assets.find_config(name))
     if not Path(file).is_file():
-        raise ConfigError(f"--config={argument}: no such file")
+        shipped = ", ".join(sorted(path.stem for path in assets.CONFIGS.glob("*.py")))
+        raise ConfigError(f"--config={argument}: no such file; shipped configs: {shipped}")
     try:
         get_config = runpy.run_path(file).get("get_config")
         config = get_config(*([config_string] if colon else [])) if get_config else None

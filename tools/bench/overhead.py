@@ -20,6 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tools.bench.algorithms import ALGORITHMS
+from uirl_jax import platform_flags
+from uirl_jax.config import reading, schema
 from uirl_jax.chat import Chat
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
@@ -36,8 +39,14 @@ from uirl_jax.verifiers.demonstrations import demonstrate
 PARTS = ("batches", "advantages", "loss", "optimizer")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--names", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each, after the first")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """By algorithm the seconds of a step and of its parts."""
+    platform_flags.set_defaults()
     return {"rounds": args.rounds, "runs": {name: _one(name, args.rounds) for name in args.names}}
 
 

@@ -88,10 +88,8 @@ ABLATIONS = (
 )
 
 
-def add_command(commands: Any) -> None:
-    """`algorithms`, among the commands of tools.bench."""
-    comparing = commands.add_parser("algorithms", help="what every algorithm reaches, seed by seed")
-    add = comparing.add_argument
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--workdir", type=Path, required=True, help="of the runs; they resume")
     add("--task", choices=TASKS, default="click_button")
     add("--base", type=Path, help="start from this model, in place of the task's own")
@@ -101,10 +99,9 @@ def add_command(commands: Any) -> None:
     add("--seeds", type=int, nargs="+", default=(0, 1, 2))
     add("--steps", type=int, default=30, help="of 32 to 128 episodes each: a task's config")
     add("--at_once", type=int, default=1, help="runs side by side, each on its share of the cores")
-    add("--json", type=Path, help="write the numbers here too")
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs what is missing; by variant and seed the run's summary."""
     chosen = ABLATIONS if args.ablations else variants(args.names, args.staleness)
     if args.task == "miniwob" and args.base is None:
@@ -129,7 +126,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             flags += [f"--config.learner.steps={args.steps}"]
             if variant.base in bases:
                 flags.append(f"--config.model.path={bases[variant.base]}")
-            config = f"configs/{variant.algorithm}.py:{TASKS[args.task]}"
+            config = f"{variant.algorithm}:{TASKS[args.task]}"
             _run(config, flags, _workdir(args, variant, seed), shares[number])
 
     with concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
@@ -173,7 +170,7 @@ def _make_base(args: argparse.Namespace, variant: Variant) -> Path:
         flags += variant.base_flags if own else ()
         flags += [f"--config.model.path={base}"] if base else []
         workdir = args.workdir / args.task / f"{variant.base if own else 'base'}-{number}"
-        _run(f"configs/sft.py:{task}", flags, workdir, cores)
+        _run(f"sft:{task}", flags, workdir, cores)
         base = workdir / "cold_start" / "model"
     return base
 

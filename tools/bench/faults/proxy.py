@@ -1,10 +1,10 @@
 """A verifier that misbehaves on order: the bundled server behind a proxy that injects faults.
 
-    python -m tools.fault_proxy        # prints its port, ends when its standard input closes
+    python -m tools.bench.faults.proxy        # prints its port, ends when its standard input closes
 
-For `bench_faults`, in a process of its own, so that the actor's memory is the actor's alone. The
+For `plays`, in a process of its own, so that the actor's memory is the actor's alone. The
 client's base URL says what goes wrong: http://127.0.0.1:PORT/PLAN/LANE, where PLAN is one of FAULTS
-(a session's seed says at which call, and whether once or always), one of `fault_inputs.INPUTS`,
+(a session's seed says at which call, and whether once or always), one of `inputs.INPUTS`,
 `mixed-10` (10 % of all calls, one fault or another) or `none`; LANE chooses the server behind it.
 Below it are the calls of g1+ and g3, those of g1 (a session's type is the field's), and at
 /g2a/SESSION those of g2a.
@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
-from tools import fault_inputs
+from tools.bench.faults import inputs
 from uirl_jax.verifiers import dialects
 from uirl_jax.verifiers.server import serve
 from uirl_jax.verifiers.sessions import ServerLimits
@@ -161,8 +161,8 @@ class Faulty:
             return await self._forward(request, server, path, body, call, session)
         report.injected[fault] += 1
         session.struck += 1
-        if fault in fault_inputs.INPUTS:
-            return await _write_raw(request, fault_inputs.INPUTS[fault])
+        if fault in inputs.INPUTS:
+            return await _write_raw(request, inputs.INPUTS[fault])
         return await self.inject(fault, request, server, path, body, call, session)
 
     def _choose(self, plan: str, call: str, session: _Session) -> str | None:
@@ -171,8 +171,8 @@ class Faulty:
                 return None
             here = [fault for fault, calls in FAULTS.items() if call in calls]
             return self._rng.choices(here, [0.1 if f in RARE else 1.0 for f in here])[0]
-        if plan in fault_inputs.INPUTS:
-            return plan if call == fault_inputs.INPUTS[plan].call else None
+        if plan in inputs.INPUTS:
+            return plan if call == inputs.INPUTS[plan].call else None
         if plan == "none":
             return None
         struck_call, always = strike(plan, session.seed)
@@ -216,8 +216,8 @@ class Faulty:
         if fault == "clock_jumps":
             year = self._rng.choice((1970, 1999, 2038, 2199))
             answer.headers["Date"] = f"Thu, 01 Jan {year} 00:00:00 GMT"
-        elif fault in fault_inputs.SCREENS:
-            answer.body = fault_inputs.SCREENS[fault](answer.body)
+        elif fault in inputs.SCREENS:
+            answer.body = inputs.SCREENS[fault](answer.body)
         return answer
 
     async def _forward(
@@ -281,7 +281,7 @@ class Faulty:
 
 def _lie() -> dict[str, object]:
     """An answer to any call that would do, if somebody believed it."""
-    screen = {"screen_width": fault_inputs.WIDTH_PX, "screen_height": fault_inputs.HEIGHT_PX}
+    screen = {"screen_width": inputs.WIDTH_PX, "screen_height": inputs.HEIGHT_PX}
     session = {"id": "lie", "instruction": "Lie.", **screen}
     counts = {dialects.ROWS: [0], dialects.CORRECT: 1, dialects.WRONG: 0}
     judged = {"done": True, "reward": LIE_REWARD}
@@ -317,7 +317,7 @@ async def _stream(
     return response
 
 
-async def _write_raw(request: web.Request, given: fault_inputs.Input) -> web.StreamResponse:
+async def _write_raw(request: web.Request, given: inputs.Input) -> web.StreamResponse:
     """Bytes that no server library would write, and the end of the connection."""
     transport = request.transport
     if transport is not None:

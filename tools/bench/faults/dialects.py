@@ -1,7 +1,7 @@
-"""Faults in the dialects of the field, for `bench_faults`: containers (g2a, g2b, g3) and g1.
+"""Faults in the dialects of the field, for `plays`: containers (g2a, g2b, g3) and g1.
 
 The bundled server speaks g2b and g3 before each of its sessions; g2a are its counts in other words,
-and g1 its sessions without seeds (`fault_proxy` translates). Nobody there says what an episode
+and g1 its sessions without seeds (`proxy` translates). Nobody there says what an episode
 pays: the client judges counts, and every faulty answer claims that all is done. What is checked is
 that an episode pays what the counts are worth that the server itself gave last.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from tools.fault_actor import LANES, LIMITS, ROLLOUT, RUN_SEED, World
-from tools.fault_proxy import SHEET_VARIANT
+from tools.bench.faults.actor import LANES, LIMITS, ROLLOUT, RUN_SEED, World
+from tools.bench.faults.proxy import SHEET_VARIANT
 from uirl_jax.actor.rollout import derive_seed, run_episode
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers.client import VerifierClient

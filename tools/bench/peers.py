@@ -1,6 +1,6 @@
-"""The peers of `bench`: the same training step and sampling in torch, by transformers and peft.
+"""The peers: the same training step and sampling in torch, by transformers and peft.
 
-Apart from `bench` because torch and peft are no part of the product.
+No other module of the package imports torch; those that need this file import it in a function.
 """
 
 import time
@@ -12,18 +12,18 @@ import peft
 import torch
 import transformers
 
-from tools import bench, bench_sample
+from tools.bench import work
 from uirl_jax import vision_inputs
 
 
 def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
-    """One optimizer step on the work that `bench.write_work` wrote.
+    """One optimizer step on the work that `work.write_work` wrote.
 
     Args:
       encode_once: the screenshot that all rows share goes through the vision tower once. Otherwise
         it stands in every row, as transformers' processor and TRL give it to the model.
     """
-    torch.set_num_threads(bench.THREADS)
+    torch.set_num_threads(work.THREADS)
     base = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
         directory / "model", dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -42,7 +42,7 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
     )
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
-        lr=bench.LEARNING_RATE,
+        lr=work.LEARNING_RATE,
         betas=(0.9, 0.99),
         weight_decay=0.0,
     )
@@ -82,7 +82,7 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
         surrogate_bs = torch.minimum(ratio_bs * advantages_b1, clipped_bs * advantages_b1)
         to_ref_bs = ref_bs - new_bs
         kl_bs = torch.exp(to_ref_bs) - to_ref_bs - 1
-        loss = (-surrogate_bs + bench.KL_COEFFICIENT * kl_bs).mean()
+        loss = (-surrogate_bs + work.KL_COEFFICIENT * kl_bs).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -92,8 +92,8 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
 
 
 def torch_generate(directory: Path) -> Callable[[str, int], dict[str, float]]:
-    """A round of a case of `bench_sample` by transformers' generate, all prompts as one batch."""
-    torch.set_num_threads(bench.THREADS)
+    """A round of a case of `sample` by transformers' generate, all prompts as one batch."""
+    torch.set_num_threads(work.THREADS)
     model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
         directory / "model", dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -112,26 +112,25 @@ def torch_generate(directory: Path) -> Callable[[str, int], dict[str, float]]:
         )
         return time.perf_counter() - started_s
 
-    def one(case: str, round_number: int) -> dict[str, float]:
-        of = bench_sample.prompts(case, round_number)
-        ids_bt = torch.tensor(np.stack([each.token_ids_c for each in of])).long()
+    def play_round(case: str, round_number: int) -> dict[str, float]:
+        prompts = work.prompts(case, round_number)
+        ids_bt = torch.tensor(np.stack([prompt.token_ids_c for prompt in prompts])).long()
+        patches_pc = np.concatenate([prompt.patches_pc for prompt in prompts])
         inputs = {
             "input_ids": ids_bt,
             "attention_mask": torch.ones_like(ids_bt),
             "mm_token_type_ids": (ids_bt == model.config.image_token_id).int(),
             "pixel_values": torch.tensor(
-                vision_inputs.pixel_values(
-                    np.concatenate([each.patches_pc for each in of]), vision_inputs.PUBLISHED_IMAGES
-                )
+                vision_inputs.pixel_values(patches_pc, vision_inputs.PUBLISHED_IMAGES)
             ),
-            "image_grid_thw": torch.tensor([each.grid_thw for each in of]),
+            "image_grid_thw": torch.tensor([prompt.grid_thw for prompt in prompts]),
         }
         first_s = generate(inputs, 1)
-        seconds = generate(inputs, bench_sample.SAMPLED)
+        seconds = generate(inputs, work.SMALL.sampled_tokens)
         return {
             "seconds": seconds,
-            "tokens": len(of) * bench_sample.SAMPLED,
-            "decode_step_s": (seconds - first_s) / (bench_sample.SAMPLED - 1),
+            "tokens": len(prompts) * work.SMALL.sampled_tokens,
+            "decode_step_s": (seconds - first_s) / (work.SMALL.sampled_tokens - 1),
         }
 
-    return one
+    return play_round

@@ -2,7 +2,7 @@
 
     python -m tools.bench sample --peers --json=sample.json
 
-The model "small" of `tools.bench` (69.6 M parameters, random weights, float32); a prompt is one
+The model "small" of `work` (69.6 M parameters, random weights, float32); a prompt is one
 screenshot of 448x280 (160 visual tokens) and 64 tokens of text, 32 tokens are sampled. Ours carries
 LoRA adapters as an actor's engine does, transformers the base alone. Every round has new prompts
 and new screenshots, so that nothing is known from the round before. Cases:
@@ -17,11 +17,11 @@ and what a decode step reads (weights, adapters, keys and values) against the ba
 sum over a large array, measured in between.
 """
 
+import argparse
 import asyncio
+import contextlib
 import dataclasses
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,57 +31,24 @@ from typing import Any
 
 import numpy as np
 
-from tools import bench
+from tools.bench import work
+from tools.bench.processes import Worker, answer_questions
+from uirl_jax import platform_flags
 
-SAMPLED = 32
-WORDS = 62  # with the two markers 64 tokens of text
-IMAGE_PX = (448, 280)
-CASES = {"group": 8, "different": 16, "single": 1}
+SAMPLED = work.SMALL.sampled_tokens
 EPISODES, TURNS = 16, 10
 TURN_WORDS, TURN_SAMPLED = 14, 16
 SCREEN_PX = (224, 168)  # of an episode: 48 visual tokens a turn
 DELAY_S = (0.05, 2.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """Token ids with placeholders, and the screenshot's patches."""
-
-    token_ids_c: np.ndarray
-    patches_pc: np.ndarray
-    grid_thw: tuple[int, int, int]
-    key: str
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", action="store_true", help="also transformers' generate")
+    parser.add_argument("--rounds", type=int, default=5, help="of each, after the first")
 
 
-def prompts(case: str, round_number: int) -> list[Prompt]:
-    """Of a round; every request of a group has the same."""
-    rng = np.random.default_rng([list(CASES).index(case), round_number])
-    count = CASES[case]
-    made = [
-        prompt(rng, f"{case}-{round_number}-{n}") for n in range(1 if case == "group" else count)
-    ]
-    return made * count if case == "group" else made
-
-
-def prompt(
-    rng: np.random.Generator, key: str, words: int = WORDS, size_px: tuple[int, int] = IMAGE_PX
-) -> Prompt:
-    from PIL import Image
-
-    from uirl_jax import vision_inputs
-
-    cfg, image_cfg = bench.model_config(), vision_inputs.ImageConfig()
-    pixels_hwc = rng.integers(0, 256, (size_px[1], size_px[0], 3), np.uint8)
-    patches_pc, grid = vision_inputs.cut_image(Image.fromarray(pixels_hwc), image_cfg)
-    visual = vision_inputs.num_visual_tokens(grid, image_cfg.merge_size)
-    ids = [
-        *rng.integers(100, cfg["vocab_size"], words // 2).tolist(),
-        cfg["vision_start_token_id"],
-        *[cfg["image_token_id"]] * visual,
-        cfg["vision_end_token_id"],
-        *rng.integers(100, cfg["vocab_size"], words - words // 2).tolist(),
-    ]
-    return Prompt(np.array(ids, np.int32), patches_pc, grid, key)
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    return compare(args.peers, args.rounds)
 
 
 # ---------------------------------------------------------------------------------------- ours
@@ -91,7 +58,7 @@ def our_engine(directory: Path, **sizes: Any) -> Any:
     from uirl_jax.engine.engine import Engine, EngineConfig
     from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
-    graphdef, lora, frozen, cfg = bench.load_model(directory)
+    graphdef, lora, frozen, cfg = work.load_model(directory)
     return Engine(
         graphdef,
         frozen,
@@ -105,14 +72,14 @@ def our_engine(directory: Path, **sizes: Any) -> Any:
     )
 
 
-def sample_request(of: Prompt, seed: int, sampled: int = SAMPLED) -> Any:
+def sample_request(prompt: work.Prompt, seed: int, sampled: int = SAMPLED) -> Any:
     from uirl_jax.engine.engine import SampleRequest
 
     return SampleRequest(
-        context_ids=of.token_ids_c,
-        patches=(of.patches_pc,),
-        grids=(of.grid_thw,),
-        image_keys=(of.key,),
+        context_ids=prompt.token_ids_c,
+        patches=(prompt.patches_pc,),
+        grids=(prompt.grid_thw,),
+        image_keys=(prompt.key,),
         max_new_tokens=sampled,
         temperature=1.0,
         seed=seed,
@@ -139,8 +106,10 @@ def our_work(directory: Path) -> Callable[[str, int], dict[str, float]]:
             await asyncio.gather(*map(engine.sample, requests))
             return time.perf_counter() - started_s
 
-    def one(case: str, round_number: int) -> dict[str, float]:
-        requests = [sample_request(of, n) for n, of in enumerate(prompts(case, round_number))]
+    def play_round(case: str, round_number: int) -> dict[str, float]:
+        requests = [
+            sample_request(prompt, n) for n, prompt in enumerate(work.prompts(case, round_number))
+        ]
         before = engine.metrics()
         seconds = asyncio.run(sample_all(requests))
         after = engine.metrics()
@@ -151,7 +120,7 @@ def our_work(directory: Path) -> Callable[[str, int], dict[str, float]]:
             "decode_step_s": spent["engine/decode_s"] / spent["engine/decode_steps"],
         }
 
-    return one
+    return play_round
 
 
 def our_episodes(directory: Path, *, cached: bool) -> dict[str, float]:
@@ -179,25 +148,25 @@ def our_episodes(directory: Path, *, cached: bool) -> dict[str, float]:
     async def episode(number: int) -> int:
         nonlocal waiting
         rng = np.random.default_rng([7, number])
-        asked, said = None, np.zeros(0, np.int32)
+        request, sampled_s = None, np.zeros(0, np.int32)
         for turn in range(TURNS):
             await asyncio.sleep(rng.uniform(*DELAY_S))
-            new = prompt(rng, f"{number}-{turn}", TURN_WORDS, SCREEN_PX)
+            new = work.prompt(rng, f"{number}-{turn}", TURN_WORDS, SCREEN_PX)
             fresh = dataclasses.replace(
                 sample_request(new, number * TURNS + turn, TURN_SAMPLED), episode=str(number)
             )
-            if asked is not None:
+            if request is not None:
                 fresh = dataclasses.replace(
                     fresh,
-                    context_ids=np.concatenate([asked.context_ids, said, fresh.context_ids]),
-                    patches=asked.patches + fresh.patches,
-                    grids=asked.grids + fresh.grids,
-                    image_keys=asked.image_keys + fresh.image_keys,
+                    context_ids=np.concatenate([request.context_ids, sampled_s, fresh.context_ids]),
+                    patches=request.patches + fresh.patches,
+                    grids=request.grids + fresh.grids,
+                    image_keys=request.image_keys + fresh.image_keys,
                 )
             waiting += 1
-            said = (await engine.sample(fresh)).token_ids
+            sampled_s = (await engine.sample(fresh)).token_ids
             waiting -= 1
-            asked = fresh
+            request = fresh
         engine.release(str(number))
         return TURNS * TURN_SAMPLED
 
@@ -250,11 +219,11 @@ def read_rate() -> float:
 
 def decode_bytes(rows: int) -> float:
     """What a decode step has to read: the text tower, the head, adapters, the context's cache."""
-    cfg = bench.model_config()
+    cfg = work.model_config()
     dim, wide, layers = cfg["hidden_size"], cfg["intermediate_size"], cfg["num_hidden_layers"]
     kv_dim = dim * cfg["num_key_value_heads"] // cfg["num_attention_heads"]
     block = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * wide
-    adapters = bench.RANK * (2 * (dim + dim) + 2 * (dim + kv_dim))
+    adapters = work.RANK * (2 * (dim + dim) + 2 * (dim + kv_dim))
     context = 224 + SAMPLED / 2
     numbers = layers * (block + adapters + rows * context * 2 * kv_dim) + cfg["vocab_size"] * dim
     return 4.0 * numbers
@@ -263,77 +232,67 @@ def decode_bytes(rows: int) -> float:
 # ----------------------------------------------------------------------------------- the contest
 
 
-def work(name: str, directory: Path) -> None:
-    """A contender's process: for every line {"case", "round"} on stdin what it came to."""
+def answer(name: str, directory: Path) -> None:
+    """A contender's process: what the case of a question came to."""
     if name == "ours":
-        from uirl_jax import platform_flags
-
         platform_flags.set_defaults()
-        one = our_work(directory)
+        play_round = our_work(directory)
     else:
-        from tools import bench_peers
+        from tools.bench import peers
 
-        one = bench_peers.torch_generate(directory)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if asked["case"] == "read_rate":
-            answer = {"gb_per_s": read_rate()}
-        elif asked["case"] in ("cached", "uncached"):
-            answer = our_episodes(directory, cached=asked["case"] == "cached")
-        else:
-            answer = one(asked["case"], asked["round"])
-        print(json.dumps(answer), flush=True)
+        play_round = peers.torch_generate(directory)
+
+    def measured(question: dict[str, Any]) -> dict[str, float]:
+        case = question["case"]
+        if case == "read_rate":
+            return {"gb_per_s": read_rate()}
+        if case in ("cached", "uncached"):
+            return our_episodes(directory, cached=case == "cached")
+        return play_round(case, question["round"])
+
+    answer_questions(measured)
 
 
 def compare(peers: bool, rounds: int) -> dict[str, Any]:
     """Every case, round by round, ours and the peer's in turn; medians."""
     names = ("ours", "transformers") if peers else ("ours",)
-    with tempfile.TemporaryDirectory() as directory:
-        bench.write_work(Path(directory), bench.SMALL)
-        processes = {name: _start(name, Path(directory)) for name in names}
-        answers: dict[str, dict[str, list[dict[str, float]]]] = {n: {} for n in names}
-        rates = []
+    answers: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in names}
+    rates = []
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        work.write_work(Path(directory), work.SMALL)
+        workers = {
+            name: stack.enter_context(Worker("tools.bench.sample", name, directory))
+            for name in names
+        }
+
+        def ask(name: str, case: str, number: int) -> dict[str, float]:
+            return workers[name].ask({"case": case, "round": number})
+
         for number in range(rounds + 1):  # the first warms up
-            rates.append(_ask(processes["ours"], "read_rate", number)["gb_per_s"])
-            for case in CASES:
+            rates.append(ask("ours", "read_rate", number)["gb_per_s"])
+            for case in work.CASES:
                 for name in names:
-                    answer = _ask(processes[name], case, number)
+                    answer = ask(name, case, number)
                     if number:
                         answers[name].setdefault(case, []).append(answer)
             print(f"round={number}/{rounds}", file=sys.stderr, flush=True)
-        episodes = {kind: _ask(processes["ours"], kind, 0) for kind in ("cached", "uncached")}
-        for process in processes.values():
-            process.stdin.close()
-            process.wait()
+        episodes = {kind: ask("ours", kind, 0) for kind in ("cached", "uncached")}
     result: dict[str, Any] = {"rounds": rounds, "read_gb_per_s": max(rates), "episodes": episodes}
     for name, cases in answers.items():
         result[name] = {
             case: {
-                "tokens_per_s": statistics.median(of["tokens"] / of["seconds"] for of in rows),
-                "decode_step_s": statistics.median(of["decode_step_s"] for of in rows),
+                "tokens_per_s": statistics.median(row["tokens"] / row["seconds"] for row in rows),
+                "decode_step_s": statistics.median(row["decode_step_s"] for row in rows),
             }
             for case, rows in cases.items()
         }
     for case, row in result["ours"].items():
-        needed = decode_bytes(CASES[case]) / (1e9 * max(rates))
+        needed = decode_bytes(work.CASES[case]) / (1e9 * max(rates))
         row["of_read_rate"] = needed / row["decode_step_s"]
         if peers:
             row["ratio"] = row["tokens_per_s"] / result["transformers"][case]["tokens_per_s"]
     return result
-
-
-def _start(name: str, directory: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tools.bench", "work-sample", name, str(directory)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _ask(process: subprocess.Popen[str], case: str, number: int) -> dict[str, float]:
-    process.stdin.write(json.dumps({"case": case, "round": number}) + "\n")
-    process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"error: {process.args}: ended without an answer")
-    return json.loads(line)
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -355,3 +314,7 @@ def format_table(result: dict[str, Any]) -> str:
         f"{cached['idle_while_waiting']:.1%}"
     )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    answer(sys.argv[1], Path(sys.argv[2]))

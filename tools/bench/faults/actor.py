@@ -1,4 +1,4 @@
-"""The actor that plays against `fault_proxy`, for `bench_faults`: the real one, but for its engine.
+"""The actor that plays against `proxy`, for `plays`: the real one, but for its engine.
 
 Client, fleet, rollout and player are those of a run, with short time-outs (LIMITS) so that what
 hangs ends soon, and small pictures. `ScriptedEngine` stands where an engine does.
@@ -8,17 +8,14 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
 
-from uirl_jax import actions
+from uirl_jax import actions, assets
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import run_tasks
 from uirl_jax.actor.player import Attempt, Player
@@ -31,7 +28,7 @@ from uirl_jax.verifiers import desktop
 from uirl_jax.verifiers.client import ClientLimits, VerifierClient
 from uirl_jax.vision_inputs import ImageConfig
 
-MODEL_DIR = Path(__file__).parents[1] / "uirl_jax/assets/tiny-ui-base"  # its tokenizer is used
+MODEL_DIR = assets.DIRECTORY / "tiny-ui-base"  # its tokenizer is used
 LIMITS = ClientLimits(
     connect_timeout_s=1.0,
     read_timeout_s=0.8,
@@ -221,20 +218,3 @@ class World:
             self.engine.expect(derive_seed(seed, index), task, text)
         async with self.player(plan) as player:
             return await run_tasks(player, tasks, seed=seed, env_retries=0)
-
-
-@contextlib.contextmanager
-def proxy() -> Iterator[int]:
-    """The port of a fault_proxy that runs while the block does."""
-    command = [sys.executable, "-m", "tools.fault_proxy"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit(f"error: the proxy ended with exit code {process.wait()}")
-            yield int(line)
-        finally:
-            process.kill()

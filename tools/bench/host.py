@@ -23,17 +23,17 @@ import itertools
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 from PIL import Image
 
+from tools.bench import loopback
+from tools.bench.processes import answer_of
+from uirl_jax import assets
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import RolloutConfig
@@ -52,25 +52,26 @@ from uirl_jax.vision_inputs import (
 
 ACT_S = 1.2
 WARM_S = 4 * ACT_S  # until every episode has taken a turn or two
-MODEL = Path(__file__).parents[1] / "uirl_jax" / "assets" / "tiny-ui-base"  # its words
+MODEL = assets.DIRECTORY / "tiny-ui-base"  # its words
 NUM_SCREENS = 16
 TARGETS = {"cores": 1.0, "peak_gib": 2.0}
 
 
-def measure(sizes: Sequence[str], episodes: int, seconds: float) -> dict[str, Any]:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--episodes", type=int, default=256, help="at once")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured, of each size")
+    parser.add_argument("--sizes", nargs="+", default=["224x168", "1280x800"], help="of screens")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """{"ours": {play: numbers}, "targets": ...}."""
     ours = {}
-    for size in sizes:
-        ours[size] = measure_apart("host", size, episodes, seconds)
-        ours[f"{size} known"] = measure_apart("host-known", size, episodes, seconds)
+    for size in args.sizes:
+        arguments = (size, str(args.episodes), str(args.seconds))
+        # Each in a process of its own, whose high-water mark is its own too.
+        ours[size] = answer_of("tools.bench.host", "host", *arguments)
+        ours[f"{size} known"] = answer_of("tools.bench.host", "host-known", *arguments)
     return {"ours": ours, "targets": TARGETS}
-
-
-def measure_apart(role: str, size: str, episodes: int, seconds: float) -> dict[str, float]:
-    """One play in a process of its own, whose high-water mark is its own too."""
-    command = [sys.executable, "-m", "tools.bench_host", role, size, str(episodes), str(seconds)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -213,7 +214,7 @@ def draw(size: tuple[int, int]) -> Iterator[bytes]:
 
 
 def serve(size: tuple[int, int]) -> None:
-    """A g1+ server that takes ACT_S for an action; prints its port."""
+    """The server's process: g1+, an action takes ACT_S."""
     screens = list(draw(size))
     numbers = itertools.count()
 
@@ -240,39 +241,24 @@ def serve(size: tuple[int, int]) -> None:
     async def delete(request: web.Request) -> web.Response:
         return web.json_response({"deleted": request.match_info["id"]})
 
-    async def run() -> None:
-        app = web.Application()
-        app.add_routes(
-            [
-                web.post("/session", create),
-                web.get("/session/{id}/screenshot", screenshot),
-                web.post("/session/{id}/act", act),
-                web.get("/session/{id}/progress", progress),
-                web.delete("/session/{id}", delete),
-            ]
-        )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        print(runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)  # until whoever started it goes away
-        await runner.cleanup()
-
-    asyncio.run(run())
-
-
-async def host(size: str, episodes: int, seconds: float, *, known: bool) -> dict[str, float]:
-    """Starts the server, plays against it, ends it."""
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tools.bench_host", "serve", size), stdin=-1, stdout=-1
+    app = web.Application()
+    app.add_routes(
+        [
+            web.post("/session", create),
+            web.get("/session/{id}/screenshot", screenshot),
+            web.post("/session/{id}/act", act),
+            web.get("/session/{id}/progress", progress),
+            web.delete("/session/{id}", delete),
+        ]
     )
-    try:
-        port = int(await server.stdout.readline())
+    loopback.serve(app)
+
+
+def host(size: str, episodes: int, seconds: float, *, known: bool) -> dict[str, float]:
+    """The host's process: starts the server, plays against it, ends it."""
+    with loopback.serving("tools.bench.host", "serve", size) as port:
         url = f"http://127.0.0.1:{port}"
-        return await play(url, _pixels(size), episodes, seconds, known=known)
-    finally:
-        server.terminate()
-        await server.wait()
+        return asyncio.run(play(url, _pixels(size), episodes, seconds, known=known))
 
 
 def _pixels(size: str) -> tuple[int, int]:
@@ -282,7 +268,7 @@ def _pixels(size: str) -> tuple[int, int]:
 
 def main() -> None:
     """The server's process, and the host's (used by `python -m tools.bench host`)."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench_host", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.host", allow_abbrev=False)
     parser.add_argument("role", choices=("serve", "host", "host-known"))
     parser.add_argument("size")
     parser.add_argument("episodes", type=int, nargs="?", default=256)
@@ -292,7 +278,7 @@ def main() -> None:
         serve(_pixels(args.size))
     else:
         known = args.role == "host-known"
-        print(json.dumps(asyncio.run(host(args.size, args.episodes, args.seconds, known=known))))
+        print(json.dumps(host(args.size, args.episodes, args.seconds, known=known)))
 
 
 if __name__ == "__main__":

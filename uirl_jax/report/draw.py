@@ -1,21 +1,16 @@
-"""The page of a run: one report.html, complete in itself, from what the run left in its workdir.
+"""The page of a run: one report.html, complete in itself, from what `gather` has read.
 
-Reads metrics.jsonl, cold_start/metrics.jsonl, summary.json, config.json and eval/; draws curves
-(see `charts`), the table of held-out success and a few episodes. It works with whatever is there
-yet, so that a run can be looked at while it goes. Text of models and verifiers is untrusted: it is
-escaped by the template, invisible characters are spelled out, and the page forbids itself scripts
-and requests.
+Draws curves (see `charts`), the table of held-out success and a few episodes. Text of models and
+verifiers is untrusted: the template escapes it, invisible characters are spelled out, and the page
+forbids itself scripts and requests.
 """
 
 import base64
 import dataclasses
 import hashlib
-import importlib.metadata
 import io
 import json
 import os
-import platform
-import re
 import time
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -26,22 +21,19 @@ import jinja2
 import markupsafe
 from PIL import Image, UnidentifiedImageError
 
-from uirl_jax import charts, evaluate
-from uirl_jax.errors import RecordError, ShardError, UirlError
-from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics, write_atomically
-from uirl_jax.shards.reader import read_shard
-from uirl_jax.types import Action, StopReason, Trajectory, Turn
+from uirl_jax import evaluation
+from uirl_jax.metrics import format_duration, write_atomically
+from uirl_jax.report import charts, gather
+from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
 REPORT_FILE = "report.html"
 MAX_PAIRS = 6
 MAX_TURNS = 24
 MAX_TEXT_CHARS = 600
 FRAME_WIDTH_PX = 448  # small screens are enlarged by whole factors up to it
-VERSIONS_OF = ("uirl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 
-_TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATES = Path(__file__).parents[1] / "templates"
 _IMAGE_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
-_SECRET = re.compile(r"(^|_)(token|secret|password|api_key)$")
 _REASONS = ("completed", "failed", "format_error", "max_turns", "max_tokens", "timeout")
 
 
@@ -141,25 +133,11 @@ class _Pair:
 def write_report(workdir: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into the workdir, by atomic replacement, and returns its path.
 
-    Files that are missing leave their section out; those that are broken are named on the page.
+    Sections of missing files are left out; broken files are named on the page.
 
-    Raises: UirlError where the workdir is none, or cannot be written.
+    Raises: UirlError if the workdir is not a directory or cannot be written.
     """
-    root = Path(workdir)
-    if not root.is_dir():
-        raise UirlError(f"{root}: no such directory; give the workdir of a run")
-    notes: list[str] = []
-    rows = read_metrics(root)
-    cold_rows = read_metrics(root / COLD_START_DIR)
-    summary = _read_object(root / evaluate.SUMMARY_FILE, notes)
-    config = _read_object(root / "config.json", notes)
-    try:
-        results = list(evaluate.read_results(root).values())
-    except UirlError as error:
-        notes.append(str(error))
-        results = []
-    # What chance achieves is a row of the table, and not where a policy began.
-    played = [result for result in results if result.stage != evaluate.CHANCE]
+    run = gather.read_run(workdir)
     css = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -170,117 +148,45 @@ def write_report(workdir: str | os.PathLike[str]) -> Path:
     )
     environment.filters |= {
         "percent": lambda share: charts.format_value(share, "%") if share < 1 else "100\xa0%",
-        "stage": evaluate.stage_label,
+        "stage": evaluation.stage_label,
         "duration": format_duration,
     }
     page = environment.get_template("report.html.j2").render(
         css=markupsafe.Markup(css),
         # The one style sheet is allowed by its hash: nothing else on the page may style or run.
         css_hash=base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
-        name=root.resolve().name,
+        name=run.root.resolve().name,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        status=_status(rows, summary),
-        headline=_headline(played),
-        results=results,
-        tasks=sorted({label for result in results for label in result.per_task}),
-        sections=_curves(rows, cold_rows),
+        status=_status(run),
+        headline=_headline(run.played),
+        results=run.results,
+        tasks=sorted({label for result in run.results for label in result.per_task}),
+        sections=_curves(run.rows, run.cold_rows),
         chart=charts,
-        pairs=_pairs(root, [result.stage for result in played], notes),
+        pairs=_pairs(run.episodes),
         max_turns=MAX_TURNS,
-        accounting=_accounting(summary, rows),
-        facts=_facts(summary, rows),
-        config=json.dumps(_without_secrets(config), indent=2) if config else "",
-        notes=[visible(note) for note in notes],
+        accounting=gather.accounting(run),
+        facts={key: visible(value) for key, value in gather.run_facts(run).items()},
+        config=json.dumps(run.config, indent=2) if run.config else "",
+        notes=[visible(note) for note in run.notes],
     )
-    path = root / REPORT_FILE
+    path = run.root / REPORT_FILE
     write_atomically(path, page.encode())
     return path
 
 
-# ---------------------------------------------------------------- what the run left
-
-
-def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        notes.append(f"{path.name} is no JSON ({error}) and is left out")
-        return {}
-    if isinstance(content, dict):
-        return content
-    notes.append(f"{path.name} is no JSON object and is left out")
-    return {}
-
-
-def _without_secrets(value: Any, key: str = "") -> Any:
-    """A report is made to be passed on; a bearer token of a verifier is not."""
-    if isinstance(value, dict):
-        return {name: _without_secrets(inner, str(name)) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(inner, key) for inner in value]
-    return "(hidden)" if isinstance(value, str) and value and _SECRET.search(key) else value
-
-
-def _status(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    if summary:
+def _status(run: gather.RunFiles) -> str:
+    if run.summary:
         return "finished"
-    return f"in progress, {rows[-1]['step']} steps done" if rows else "no step taken yet"
+    return f"in progress, {run.rows[-1]['step']} steps done" if run.rows else "no step taken yet"
 
 
-def _headline(results: Sequence[evaluate.EvalResult]) -> dict[str, Any] | None:
+def _headline(results: Sequence[evaluation.EvalResult]) -> dict[str, Any] | None:
     """First against last stage, or the only one."""
     measured = [result for result in results if result.attempts]
     if not measured:
         return None
     return {"first": measured[0] if len(measured) > 1 else None, "last": measured[-1]}
-
-
-def machine_facts() -> dict[str, str]:
-    """What a run was made on: versions, processor, memory; no name of a person or host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts = {
-        "system": f"{platform.system()} {platform.machine()}, {cores} cores",
-        "python": platform.python_version(),
-    }
-    if "SC_PHYS_PAGES" in os.sysconf_names:
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        facts["system"] += f", {memory_bytes / 2**30:.0f} GiB"
-    for name in VERSIONS_OF:
-        try:
-            facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return facts
-
-
-def _facts(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    facts: dict[str, str] = {}
-    if rows:
-        facts["steps"] = str(rows[-1]["step"])
-    if "train_seconds" in summary:
-        facts["training time"] = format_duration(float(summary["train_seconds"]))
-    if "peak_rss_gib" in summary:
-        facts["peak memory"] = f"{summary['peak_rss_gib']:.2f} GiB"
-    if "seed" in summary:
-        facts["seed"] = str(summary["seed"])
-    return facts | {
-        key: visible(str(value)) for key, value in (summary.get("facts") or machine_facts()).items()
-    }
-
-
-def _accounting(
-    summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    """The summary's, or while the run goes on what its last line says."""
-    if "episodes" in summary:
-        return dict(summary["episodes"])
-    names = ("published", *evaluate.FATES)
-    if not rows or any(f"records/{name}" not in rows[-1] for name in names):
-        return None
-    counts = {name: int(rows[-1][f"records/{name}"]) for name in names}
-    return evaluate.episodes_summary(counts, lost=0, env_error=0) | {"lost": None}
 
 
 # ---------------------------------------------------------------- curves
@@ -334,17 +240,8 @@ def _panel(panel: _Panel, rows: Sequence[Mapping[str, Any]]) -> charts.Chart | N
 # ---------------------------------------------------------------- episodes
 
 
-def _pairs(root: Path, stages: Sequence[str], notes: list[str]) -> list[_Pair]:
+def _pairs(by_stage: Mapping[str, Mapping[TaskSpec, Trajectory]]) -> list[_Pair]:
     """The first held-out instances in order, whatever came of them: not picked to look good."""
-    by_stage: dict[str, dict[Any, Trajectory]] = {}
-    for stage in stages:
-        path = root / evaluate.EVAL_DIR / stage / evaluate.EPISODES_FILE
-        if not path.exists():
-            continue
-        try:
-            by_stage[stage] = {one.task: one for one in read_shard(path)[1]}
-        except (ShardError, RecordError) as error:
-            notes.append(f"episodes of stage {stage} are left out: {error}")
     if not by_stage:
         return []
     shown = list(dict.fromkeys((next(iter(by_stage)), list(by_stage)[-1])))
@@ -353,7 +250,7 @@ def _pairs(root: Path, stages: Sequence[str], notes: list[str]) -> list[_Pair]:
     ]
     return [
         _Pair(
-            task=evaluate.task_label(task),
+            task=evaluation.task_label(task),
             seed=task.seed,
             instruction=visible(by_stage[shown[0]][task].instruction),
             episodes=tuple(_episode(stage, by_stage[stage][task]) for stage in shown),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uirl_jax import evaluate, metrics, seeds
+from uirl_jax import evaluation, metrics, seeds
 from uirl_jax.errors import ConfigError, ShardError, UirlError
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.record import TokenLayout
@@ -51,9 +51,9 @@ def episode(task: TaskSpec, success: bool, reason: StopReason | None = None) -> 
     )
 
 
-def run(workdir: Path, run_tasks: evaluate.RunTasks, tasks: Sequence[TaskSpec], stage="before"):
+def run(workdir: Path, run_tasks: evaluation.RunTasks, tasks: Sequence[TaskSpec], stage="before"):
     return asyncio.run(
-        evaluate.evaluate(run_tasks, tasks, stage, workdir, base_hash="a" * 64, layout=LAYOUT)
+        evaluation.evaluate(run_tasks, tasks, stage, workdir, base_hash="a" * 64, layout=LAYOUT)
     )
 
 
@@ -69,31 +69,31 @@ def run(workdir: Path, run_tasks: evaluate.RunTasks, tasks: Sequence[TaskSpec], 
 def test_wilson_interval_equals_published_table(
     successes: int, attempts: int, low: float, high: float
 ) -> None:
-    assert evaluate.wilson_interval(successes, attempts) == pytest.approx((low, high), abs=5e-5)
+    assert evaluation.wilson_interval(successes, attempts) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_wilson_interval_without_attempts_knows_nothing() -> None:
-    assert evaluate.wilson_interval(0, 0) == (0.0, 1.0)
+    assert evaluation.wilson_interval(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="3 successes in 2 attempts"):
-        evaluate.wilson_interval(3, 2)
+        evaluation.wilson_interval(3, 2)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 10_000), st.data())
 def test_wilson_interval_bounds_solve_the_score_equation(attempts: int, data) -> None:
     successes = data.draw(st.integers(0, attempts))
-    low, high = evaluate.wilson_interval(successes, attempts)
+    low, high = evaluation.wilson_interval(successes, attempts)
     share = successes / attempts
     assert 0.0 <= low <= share <= high <= 1.0
     for bound in {low, high} - {0.0, 1.0}:  # |share - p| = z sqrt(p (1 - p) / n)
         z = abs(share - bound) / (bound * (1 - bound) / attempts) ** 0.5
         assert z == pytest.approx(1.959964, rel=1e-5)
-    mirrored = evaluate.wilson_interval(attempts - successes, attempts)
+    mirrored = evaluation.wilson_interval(attempts - successes, attempts)
     assert mirrored == pytest.approx((1 - high, 1 - low))
 
 
 def test_wilson_interval_more_confidence_is_wider() -> None:
-    assert evaluate.wilson_interval(5, 10, 0.99)[0] < evaluate.wilson_interval(5, 10, 0.9)[0]
+    assert evaluation.wilson_interval(5, 10, 0.99)[0] < evaluation.wilson_interval(5, 10, 0.9)[0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -118,17 +118,17 @@ def test_eval_seed_outside_its_range_is_refused(index: int) -> None:
 
 
 def test_eval_tasks_kinds_in_turn_with_distinct_held_out_seeds() -> None:
-    tasks = evaluate.eval_tasks([CLICK, ENTER], 5)
+    tasks = evaluation.eval_tasks([CLICK, ENTER], 5)
     assert [t.name for t in tasks] == [CLICK.name, ENTER.name, CLICK.name, ENTER.name, CLICK.name]
     assert [(t.variant, t.max_turns) for t in tasks[:2]] == [("buttons=4", 1), ("", 5)]
     assert all(t.seed in seeds.EVAL_SEEDS for t in tasks) and len({t.seed for t in tasks}) == 5
-    assert not {t.seed for t in tasks} & {t.seed for t in evaluate.eval_tasks([CLICK], 5, seed=1)}
+    assert not {t.seed for t in tasks} & {t.seed for t in evaluation.eval_tasks([CLICK], 5, seed=1)}
     with pytest.raises(ValueError, match="instances"):
-        evaluate.eval_tasks([], 3)
+        evaluation.eval_tasks([], 3)
 
 
 def test_evaluate_counts_attempts_and_writes_them(tmp_path: Path) -> None:
-    tasks = evaluate.eval_tasks([CLICK, ENTER], 8)
+    tasks = evaluation.eval_tasks([CLICK, ENTER], 8)
 
     async def run_tasks(asked: Sequence[TaskSpec]) -> list[Trajectory]:
         played = [episode(t, k % 4 == 0) for k, t in enumerate(asked[:7])]
@@ -138,43 +138,43 @@ def test_evaluate_counts_attempts_and_writes_them(tmp_path: Path) -> None:
     result = run(tmp_path, run_tasks, tasks)
     assert (result.successes, result.attempts, result.env_errors, result.missing) == (2, 7, 2, 1)
     assert result.rate == pytest.approx(2 / 7)
-    assert (result.low, result.high) == evaluate.wilson_interval(2, 7)
+    assert (result.low, result.high) == evaluation.wilson_interval(2, 7)
     assert result.per_task == {
-        "desktop/click_button (buttons=4)": evaluate.rate(2, 4),
-        "desktop/enter_text": evaluate.rate(0, 3),
+        "desktop/click_button (buttons=4)": evaluation.rate(2, 4),
+        "desktop/enter_text": evaluation.rate(0, 3),
     }
     assert result.stop_reasons == {"completed": 2, "env_error": 2, "failed": 5}
     assert (result.mean_reward, result.mean_turns) == (pytest.approx(2 / 7), 1.0)
-    assert evaluate.read_results(tmp_path) == {"before": result}
-    kept = read_shard(tmp_path / "eval" / "before" / evaluate.EPISODES_FILE)[1]
+    assert evaluation.read_results(tmp_path) == {"before": result}
+    kept = read_shard(tmp_path / "eval" / "before" / evaluation.EPISODES_FILE)[1]
     assert [t.task for t in kept] == tasks[:7]  # in the order of the tasks, env_error left out
 
 
 def test_evaluate_keeps_only_the_first_episodes(tmp_path: Path) -> None:
-    tasks = evaluate.eval_tasks([CLICK], 20)
+    tasks = evaluation.eval_tasks([CLICK], 20)
     run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks)
-    header, kept = read_shard(tmp_path / "eval" / "before" / evaluate.EPISODES_FILE)
-    assert [t.task for t in kept] == tasks[: evaluate.KEPT_EPISODES]
+    header, kept = read_shard(tmp_path / "eval" / "before" / evaluation.EPISODES_FILE)
+    assert [t.task for t in kept] == tasks[: evaluation.KEPT_EPISODES]
     assert header.base_hash == "a" * 64
 
 
 def test_evaluate_everything_broken_by_environment_is_no_rate_of_zero(tmp_path: Path) -> None:
-    tasks = evaluate.eval_tasks([CLICK], 3)
+    tasks = evaluation.eval_tasks([CLICK], 3)
     broken = [episode(t, False, StopReason.ENV_ERROR) for t in tasks]
     result = run(tmp_path, lambda _: broken, tasks)
     assert (result.attempts, result.low, result.high, result.missing) == (0, 0.0, 1.0, 3)
-    table = evaluate.format_table([result])
+    table = evaluation.format_table([result])
     assert "3 episodes broken by the environment (not counted), 3 tasks without" in table
 
 
 def test_evaluate_foreign_or_repeated_episode_is_refused(tmp_path: Path) -> None:
-    tasks = evaluate.eval_tasks([CLICK], 2)
+    tasks = evaluation.eval_tasks([CLICK], 2)
     twice = [episode(tasks[0], True), episode(tasks[0], True), episode(tasks[1], True)]
     with pytest.raises(ValueError, match="1 episodes too many"):
         run(tmp_path, lambda _: twice, tasks)
     with pytest.raises(ValueError, match="1 episodes too many"):
         run(tmp_path, lambda _: [episode(dataclasses.replace(CLICK, seed=5), True)], tasks)
-    assert evaluate.read_results(tmp_path) == {}
+    assert evaluation.read_results(tmp_path) == {}
 
 
 @pytest.mark.parametrize("stage", ["../x", "", "Before", "a b"])
@@ -186,7 +186,7 @@ def test_evaluate_stage_that_is_no_name_is_refused(tmp_path: Path, stage: str) -
 def test_evaluate_killed_while_writing_leaves_the_stage_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = evaluate.eval_tasks([CLICK], 2)
+    tasks = evaluation.eval_tasks([CLICK], 2)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -194,32 +194,32 @@ def test_evaluate_killed_while_writing_leaves_the_stage_undone(
     monkeypatch.setattr(metrics.os, "replace", full)
     with pytest.raises((UirlError, ShardError), match="No space left"):
         run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks)
-    assert evaluate.read_results(tmp_path) == {}
+    assert evaluation.read_results(tmp_path) == {}
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
 def test_stage_name_of_the_run_itself_is_refused_but_at_its_end() -> None:
-    assert evaluate.stage_name("", 3, 5) == "version_3"
-    assert evaluate.stage_name("trained", 3, 5) == "trained"
-    assert evaluate.stage_name("after", 5, 5) == "after"
+    assert evaluation.stage_name("", 3, 5) == "version_3"
+    assert evaluation.stage_name("trained", 3, 5) == "trained"
+    assert evaluation.stage_name("after", 5, 5) == "after"
     for asked, version in (("after", 3), ("before", 0), ("cold_start", 0), ("random", 5)):
         with pytest.raises(ConfigError, match=f"--stage={asked}: .* version {version} of 5"):
-            evaluate.stage_name(asked, version, 5)
+            evaluation.stage_name(asked, version, 5)
 
 
 @pytest.mark.parametrize("done", ["nothing", "episodes", "episodes and result"])
 def test_rename_stage_completes_what_an_interrupted_one_began(tmp_path: Path, done: str) -> None:
-    tasks = evaluate.eval_tasks([CLICK], 2)
+    tasks = evaluation.eval_tasks([CLICK], 2)
     before = run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks, stage="after")
     root, name = tmp_path / "eval", "version_3"
     if done != "nothing":
         (root / "after").rename(root / name)
     if done == "episodes and result":
-        evaluate.write_json(root / f"{name}.json", dataclasses.asdict(before) | {"stage": name})
+        evaluation.write_json(root / f"{name}.json", dataclasses.asdict(before) | {"stage": name})
     for _ in range(2):  # again: nothing is left to do
-        evaluate.rename_stage(tmp_path, "after", name)
-        assert evaluate.read_results(tmp_path) == {name: dataclasses.replace(before, stage=name)}
-        assert [t.task for t in read_shard(root / name / evaluate.EPISODES_FILE)[1]] == tasks
+        evaluation.rename_stage(tmp_path, "after", name)
+        assert evaluation.read_results(tmp_path) == {name: dataclasses.replace(before, stage=name)}
+        assert [t.task for t in read_shard(root / name / evaluation.EPISODES_FILE)[1]] == tasks
         assert not (root / "after").exists()
 
 
@@ -227,16 +227,16 @@ def test_read_results_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "before.json").write_text('{"stage": "before", "per_task": {}}')
     with pytest.raises(UirlError, match=r"before\.json: is no result of this version"):
-        evaluate.read_results(tmp_path)
+        evaluation.read_results(tmp_path)
 
 
-def result(stage: str, successes: int, attempts: int) -> evaluate.EvalResult:
-    tasks = evaluate.eval_tasks([CLICK], attempts)
-    return evaluate.count(stage, tasks, [episode(t, k < successes) for k, t in enumerate(tasks)])
+def result(stage: str, successes: int, attempts: int) -> evaluation.EvalResult:
+    tasks = evaluation.eval_tasks([CLICK], attempts)
+    return evaluation.count(stage, tasks, [episode(t, k < successes) for k, t in enumerate(tasks)])
 
 
 def test_format_table_is_aligned() -> None:
-    table = evaluate.format_table(
+    table = evaluation.format_table(
         [result("before", 8, 20), result("cold_start", 11, 20), result("after", 20, 20)]
     )
     assert table == (
@@ -254,7 +254,7 @@ ACCOUNTING = {
 
 
 def test_summary_has_the_run_in_it(tmp_path: Path) -> None:
-    content = evaluate.summary(
+    content = evaluation.summary(
         {"before": result("before", 8, 20), "after": result("after", 19, 20)},
         seed=4,
         train_seconds=12.3456,
@@ -264,10 +264,10 @@ def test_summary_has_the_run_in_it(tmp_path: Path) -> None:
         env_error=5,
         report=tmp_path / "report.html",
     )
-    path = evaluate.write_summary(tmp_path, content)
+    path = evaluation.write_summary(tmp_path, content)
     read = json.loads(path.read_text())
     assert path.name == "summary.json" and read == content
-    low, high = evaluate.wilson_interval(19, 20)
+    low, high = evaluation.wilson_interval(19, 20)
     assert read["after"] == {
         "successes": 19, "attempts": 20, "rate": 0.95, "low": low, "high": high,
     }  # fmt: skip
@@ -275,15 +275,15 @@ def test_summary_has_the_run_in_it(tmp_path: Path) -> None:
     assert (read["seed"], read["train_seconds"], read["peak_rss_gib"]) == (4, 12.346, 1.5)
     episodes = read["episodes"]
     assert episodes["identity_holds"] and (episodes["lost"], episodes["env_error"]) == (1, 5)
-    assert episodes["published"] == sum(episodes[name] for name in evaluate.FATES)
+    assert episodes["published"] == sum(episodes[name] for name in evaluation.FATES)
     assert read["report"].endswith("report.html")
 
 
 def test_episodes_that_do_not_add_up_are_said_so() -> None:
-    good = evaluate.episodes_summary(ACCOUNTING, lost=0, env_error=0)
-    assert evaluate.format_episodes(good) == (
+    good = evaluation.episodes_summary(ACCOUNTING, lost=0, env_error=0)
+    assert evaluation.format_episodes(good) == (
         "published 20 = 12 trained + 3 stale + 2 quarantined + 1 duplicate + 2 pending; "
         "never published: 0 lost, 0 env_error"
     )
-    bad = evaluate.episodes_summary(ACCOUNTING | {"trained": 13}, lost=0, env_error=0)
-    assert not bad["identity_holds"] and "published 20 IS NOT 13" in evaluate.format_episodes(bad)
+    bad = evaluation.episodes_summary(ACCOUNTING | {"trained": 13}, lost=0, env_error=0)
+    assert not bad["identity_holds"] and "published 20 IS NOT 13" in evaluation.format_episodes(bad)

@@ -1,6 +1,6 @@
 """Geometry of the report's drawings: numbers in, coordinates and tick labels out.
 
-Sits between `report`, which chooses what is drawn, and its template, which draws it as inline SVG.
+Sits between `draw`, which chooses what is drawn, and its template, which draws it as inline SVG.
 It knows no metric names and writes no markup, so that everything on the page is escaped in one
 place.
 """

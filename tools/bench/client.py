@@ -13,16 +13,14 @@ import asyncio
 import io
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from PIL import Image, ImageDraw
 
+from tools.bench import loopback
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.client import VerifierClient
 
@@ -31,12 +29,15 @@ PROGRESS = {"num_clicks": 1, "done": False, "reward": None}
 WARM_UP_TURNS = 20
 
 
-def add_command(commands: Any) -> None:
-    """`client`, among the commands of tools.bench."""
-    measuring = commands.add_parser("client", help="a turn's cost in the verifier's client")
-    measuring.add_argument("--rounds", type=int, default=7)
-    measuring.add_argument("--turns", type=int, default=100, help="of a round")
-    measuring.add_argument("--json", type=Path, help="write the numbers here too")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=100, help="of a round")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    with loopback.serving("tools.bench.client") as port:
+        result = asyncio.run(measure(port, args.rounds, args.turns))
+    return result | {"screenshot_bytes": len(screen_png())}
 
 
 def screen_png() -> bytes:
@@ -54,7 +55,7 @@ def screen_png() -> bytes:
 
 
 def serve() -> None:
-    """The server's process: prints its port, then answers until its standard input closes."""
+    """The server's process."""
     png = screen_png()
     session = dict(zip(("screen_width", "screen_height"), SCREEN_PX, strict=True))
     opened = {"sessions": [{"id": "s1", "instruction": "Look.", **session}]}
@@ -63,19 +64,11 @@ def serve() -> None:
         await request.read()
         return web.Response(body=png, content_type="image/png")
 
-    async def run() -> None:
-        app = web.Application()
-        app.router.add_post("/session", lambda _: _json(opened))
-        app.router.add_post("/session/s1/act", screen)
-        app.router.add_get("/session/s1/progress", lambda _: _json(PROGRESS))
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        print(runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-        await runner.cleanup()
-
-    asyncio.run(run())
+    app = web.Application()
+    app.router.add_post("/session", lambda _: _json(opened))
+    app.router.add_post("/session/s1/act", screen)
+    app.router.add_get("/session/s1/progress", lambda _: _json(PROGRESS))
+    loopback.serve(app)
 
 
 async def _json(value: object) -> web.Response:
@@ -132,20 +125,6 @@ async def measure(port: int, rounds: int, turns: int) -> dict[str, Any]:
         key: result["ours"][key] - result["plain"][key] for key in ("wall_ms", "cpu_ms")
     }
     return result | {"ratio": {"plain": result["ours"]["wall_ms"] / result["plain"]["wall_ms"]}}
-
-
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tools.bench_client"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            port = int(server.stdout.readline())
-            result = asyncio.run(measure(port, args.rounds, args.turns))
-        finally:
-            server.kill()
-    return result | {"screenshot_bytes": len(screen_png())}
 
 
 def format_table(result: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Answers that no verifier should give, one by one: images, HTTP, JSON, sessions; and bad actions.
 
-For `fault_proxy`, which writes them as they stand (INPUTS, SCREENS), and `bench_faults`, whose
+For `proxy`, which writes them as they stand (INPUTS, SCREENS), and `plays`, whose
 policy says POLICY_TEXTS. Each is the answer to every call of its kind, so that asking again does
 not help, and says how the episode is to end.
 """
@@ -77,7 +77,7 @@ def _px(screen: bytes) -> tuple[int, int]:
     return width_px, height_px
 
 
-# What a screen becomes under the faults of fault_proxy that strike screens.
+# What a screen becomes under the faults of proxy that strike screens.
 SCREENS: dict[str, Callable[[bytes], bytes]] = {
     "truncated_png": lambda screen: screen[: len(screen) // 2],
     "png_of_a_gigabyte": lambda screen: _png(20_000, 17_900, _GIGABYTE),

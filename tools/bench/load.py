@@ -20,8 +20,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # the bench's peers are measured in processes that import no JAX
+from tools.bench.processes import answer_of
+
+if TYPE_CHECKING:  # reading plainly is measured in a process that imports no JAX
     from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 BLOCK_BYTES = 16 * 2**20
@@ -49,18 +49,18 @@ class Settings:
     rounds: int = 3
 
 
-def add_command(commands: Any) -> None:
-    """`load`, among the commands of tools.bench."""
-    loading = commands.add_parser("load", help="a model directory of full size, beside its disk")
-    loading.add_argument("--directory", type=Path, help="keep the checkpoint here; it is reused")
-    loading.add_argument("--param-dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    loading.add_argument("--quantize", choices=("none", "int8"), default="none")
-    loading.add_argument("--rounds", type=int, default=3)
-    loading.add_argument("--json", type=Path, help="write the numbers here too")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--directory", type=Path, help="keep the checkpoint here; it is reused")
+    parser.add_argument("--param-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--quantize", choices=("none", "int8"), default="none")
+    parser.add_argument("--rounds", type=int, default=3)
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    return Settings(args.param_dtype, args.quantize, args.rounds)
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from uirl_jax import platform_flags
+
+    platform_flags.set_defaults()  # XLA_FLAGS, which the processes of the loads inherit
+    return load(Settings(args.param_dtype, args.quantize, args.rounds), args.directory)
 
 
 def qwen2_vl_2b() -> "Qwen2VLConfig":
@@ -156,10 +156,12 @@ def load(settings: Settings, directory: Path | None = None) -> dict[str, Any]:
         if not (directory / "config.json").exists():
             write_checkpoint(directory, qwen2_vl_2b())
         size_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        flags = (f"--param-dtype={settings.param_dtype}", f"--quantize={settings.quantize}")
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in MEASURED}
         for number in range(1, settings.rounds + 1):
             for name, measured in rows.items():
-                measured.append(_measure_apart(name, directory, settings))
+                # In a process that has loaded nothing before.
+                measured.append(answer_of("tools.bench.load", name, str(directory), *flags))
                 shown = " ".join(f"{key}={value:.3f}" for key, value in measured[-1].items())
                 print(f"round={number}/{settings.rounds} what={name} {shown}", flush=True)
         dropped_by = drop_caches(directory)
@@ -171,20 +173,6 @@ def load(settings: Settings, directory: Path | None = None) -> dict[str, Any]:
     ratio = {name: result[name]["gb_per_s"] / disk_rate for name in MEASURED[1:]}
     result |= {"ratio": ratio, "size_gb": size_bytes / 1e9, "cache_dropped_by": dropped_by}
     return result | dataclasses.asdict(settings)
-
-
-def _measure_apart(name: str, directory: Path, settings: Settings) -> dict[str, Any]:
-    """In a process that has loaded nothing before."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tools.bench_load", name, str(directory)),
-            *(f"--param-dtype={settings.param_dtype}", f"--quantize={settings.quantize}"),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(name: str, directory: Path, settings: Settings) -> dict[str, float]:
@@ -298,7 +286,7 @@ def format_table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """The process of one load (used by `python -m tools.bench load`)."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench_load", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.load", allow_abbrev=False)
     parser.add_argument("name", choices=MEASURED)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--param-dtype", default="bfloat16")

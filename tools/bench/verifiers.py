@@ -12,6 +12,7 @@ sessions. Memory is the proportional share (PSS) of the browsers' processes a se
 driver is told apart.
 """
 
+import argparse
 import asyncio
 import statistics
 import time
@@ -25,18 +26,17 @@ MIB = 2**20
 _TWO_FRAMES = "new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))"
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser("verifiers", help="sessions in a real browser")
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--turns", type=int, default=40, help="of each session")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
 
 
-def measure(counts: list[int], num_turns: int) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """{"ours": {sessions: numbers}, "playwright": ..., "apart": ..., "ratio": ours to playwright}.
 
     The ratio is of turns a second.
     """
+    counts, num_turns = args.sessions, args.turns
     ours = {str(count): asyncio.run(_ours(count, num_turns)) for count in counts}
     theirs = {str(count): asyncio.run(_by_hand(count, num_turns, 1)) for count in counts}
     apart = {str(count): asyncio.run(_by_hand(count, num_turns, count)) for count in counts}

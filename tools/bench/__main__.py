@@ -1,0 +1,61 @@
+"""The command line: `python -m tools.bench COMMAND [flags] [--json PATH]`.
+
+A command is a module with three functions:
+
+    add_flags(parser)            its flags; --json is added here
+    run(args) -> result          measures; the result is a dict that JSON can hold
+    format_table(result) -> str  what is printed
+
+The exit code is 1 if result["wrong"] lists checks that failed. Only the module of the given command
+is imported: JAX, a browser's driver or a server would be measured with the others.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("train", "tools.bench.train", "a training step, beside its peers"),
+    Command("sample", "tools.bench.sample", "sampled tokens a second, beside its peer"),
+    Command("load", "tools.bench.load", "a model directory of full size, beside its disk"),
+    Command("overhead", "tools.bench.overhead", "what a step costs beside the model's passes"),
+    Command("algorithms", "tools.bench.algorithms", "what each algorithm reaches, seed by seed"),
+    Command("host", "tools.bench.host", "an actor host with many episodes at once"),
+    Command("client", "tools.bench.client", "a turn's cost in the verifier's client"),
+    Command("verifiers", "tools.bench.verifiers", "sessions in a real browser"),
+    Command("faults", "tools.bench.faults.command", "what verifiers' faults do to the actor"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = None
+    for command in COMMANDS:
+        flags = commands.add_parser(command.name, help=command.help, allow_abbrev=False)
+        if argv and argv[0] == command.name:
+            chosen = importlib.import_module(command.module)
+            chosen.add_flags(flags)
+            flags.add_argument("--json", type=Path, help="write the numbers here too")
+    args = parser.parse_args(argv)
+    assert chosen is not None  # else parse_args has ended the process
+    result = chosen.run(args)
+    print(chosen.format_table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 1 if result.get("wrong") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,319 @@
+"""How fast a training step is, beside its peers, in one run on one machine.
+
+    python -m tools.bench train --peers --json=bench.json
+
+The work is a group of eight trajectories of one turn: one screenshot of 448x280 (160 visual tokens)
+and a prompt of 64 tokens that all of them share, 32 sampled tokens each; a Qwen2-VL of 69.6 M
+parameters with random weights, LoRA of rank 16 on q, k, v and o, frozen vision tower, float32, the
+clipped policy loss with the KL term against the base (adapters off), AdamW. Every contender is a
+process of its own that starts from the same weights, adapters and arrays; they take turns, one step
+each, with the machine's matrix rate measured before every step, because it drifts. The losses that
+they print show that they do the same work.
+
+Peers (`peers`, extra `bench`): transformers and peft in torch. Nothing is downloaded.
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tools.bench import work
+from tools.bench.processes import Worker, answer_questions
+from uirl_jax import metrics, platform_flags
+
+RATE_SIZE = 1536  # of the square matrix product that measures the machine
+# Ours with a row for every sequence, as the peers have it: what sharing the prompt is worth.
+OURS = ("ours", "ours_prompts_apart")
+PEERS = ("torch_peft", "torch_peft_encoded_once")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", action="store_true", help="also torch with transformers, peft")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each, after the first")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    return compare(args.peers, args.rounds, work.SMALL)
+
+
+# ------------------------------------------------------------------------------------------- ours
+
+
+class OurWork(NamedTuple):
+    """What the learner has at hand for a step."""
+
+    steps: Any
+    state: Any
+    frozen: Any
+    algorithm_cfg: Any
+    group: list[Any]
+    make_batches: Callable[..., Any]
+
+
+def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
+    """Ours: what the learner does with a group of records, from screenshot files to the update."""
+    from uirl_jax import vision_inputs
+    from uirl_jax.learner import algorithm
+    from uirl_jax.learner import state as learner_state
+    from uirl_jax.learner import step as learner_step
+    from uirl_jax.rl.losses import PolicyLossConfig
+    from uirl_jax.shards import batching
+    from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
+
+    arrays = np.load(directory / "arrays.npz")
+    graphdef, adapters, frozen, model_cfg = work.load_model(directory)
+    optimizer = learner_state.make_optimizer(
+        learner_state.OptimizerConfig(lr=work.LEARNING_RATE, clip_norm=1e9), 1000
+    )
+    # As if an actor with the newest policy had sampled: no correction for lag.
+    algorithm_cfg = algorithm.AlgorithmConfig(
+        loss=PolicyLossConfig(kl_coefficient=work.KL_COEFFICIENT, importance="none")
+    )
+    steps = learner_step.make_steps(graphdef, optimizer, algorithm_cfg.loss)
+    state = learner_state.init_state(adapters, optimizer)
+    prompt_length = int(arrays["prompt_length"])
+    screenshot = (directory / "screenshot.png").read_bytes()
+    key = hashlib.sha256(screenshot).hexdigest()
+    group = [
+        Trajectory(
+            episode_id=str(number),
+            group_id="0",
+            task=TaskSpec("bench", seed=0),
+            instruction="",
+            turns=(
+                Turn(
+                    context_ids=token_ids_t[:prompt_length],
+                    token_ids=token_ids_t[prompt_length:],
+                    logprobs=np.zeros(len(token_ids_t) - prompt_length, np.float32),
+                    full_logprobs=np.zeros(len(token_ids_t) - prompt_length, np.float32),
+                    policy_versions=np.zeros(len(token_ids_t) - prompt_length, np.int32),
+                    image_keys=(key,),
+                    text="",
+                    action=None,
+                ),
+            ),
+            images={key: screenshot},
+            image_grids={key: tuple(arrays["grid_thw"].tolist())},
+            stop_reason=StopReason.COMPLETED,
+            reward=float(reward),
+            success=False,
+        )
+        for number, (token_ids_t, reward) in enumerate(
+            zip(arrays["token_ids_bt"], arrays["rewards_g"], strict=True)
+        )
+    ]
+    sampled = arrays["token_ids_bt"].shape[1] - prompt_length
+    in_a_row = len(group) if share_prompts else 1
+    row_length = prompt_length - 1 + in_a_row * (1 + sampled)
+    batch_cfg = batching.BatchConfig(
+        rows=len(group) // in_a_row,
+        row_lengths=(-(-row_length // 8) * 8,),
+        sampled_lengths=(in_a_row * sampled,),
+        image_rows=(1,),
+        patch_lengths=(len(arrays["patches_pf"]),),
+        share_prompts=share_prompts,
+    )
+
+    make_batches = functools.partial(
+        batching.make_batches,
+        image_cfg=vision_inputs.ImageConfig(),
+        image_token_id=model_cfg.image_token_id,
+        cfg=batch_cfg,
+    )
+    return OurWork(steps, state, frozen, algorithm_cfg, group, make_batches)
+
+
+def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
+    """A step of ours, from records to the update."""
+    from uirl_jax.learner import algorithm
+
+    ours = our_work(directory, share_prompts=share_prompts)
+    state = ours.state
+
+    def step() -> float:
+        nonlocal state
+        state, metrics, _ = algorithm.learn(
+            [ours.group],
+            ours.algorithm_cfg,
+            ours.steps,
+            state,
+            ours.frozen,
+            make_batches=ours.make_batches,
+            mesh=None,
+            seed=0,
+        )
+        return metrics["learner/loss"]
+
+    return step
+
+
+def counted_gflop(directory: Path, *, share_prompts: bool) -> float:
+    """Matrix products of the compiled step of ours, loops multiplied out."""
+    from tools.planner import hlo
+    from uirl_jax.learner import step as learner_step
+
+    ours = our_work(directory, share_prompts=share_prompts)
+    params, at = learner_step.params_of(ours.state), (np.int32(0),) * 3
+    total = 0.0
+    for batch in ours.make_batches(ours.group):
+        arrays = learner_step.to_device(batch, None)
+        score = ours.steps.score.lower(params, ours.frozen, arrays)
+        scored = ours.steps.score(params, ours.frozen, arrays)
+        gradients = ours.steps.policy_gradients.lower(params, ours.frozen, arrays, scored, at)
+        for lowered in (score, gradients):
+            total += hlo.Program(lowered.compile().as_text()).cost.flops
+    return total / 1e9
+
+
+# -------------------------------------------------------------------------------- the contenders
+
+
+def matrix_rate() -> float:
+    """GFLOP/s of a plain float32 product in numpy, work.THREADS threads."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.random((RATE_SIZE, RATE_SIZE), np.float32) for _ in range(2))
+    seconds = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started_s)
+    return 2 * RATE_SIZE**3 / min(seconds) / 1e9
+
+
+def answer(name: str, directory: Path) -> None:
+    """A contender's process: a step for every question; its seconds, loss and peak memory."""
+    if name in OURS:
+        platform_flags.set_defaults()
+        step = jax_step(directory, share_prompts=name == "ours")
+    else:
+        from tools.bench import peers
+
+        step = peers.torch_step(directory, encode_once=name == "torch_peft_encoded_once")
+
+    def measured(question: str) -> dict[str, float]:
+        started_s = time.perf_counter()
+        loss = step()
+        seconds = time.perf_counter() - started_s
+        return {"seconds": seconds, "loss": loss, "rss_gib": metrics.peak_rss_gib()}
+
+    answer_questions(measured)
+
+
+class Contender:
+    """One contender's process and the steps that it took. The first one is taken at once."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.steps: list[dict[str, float]] = []
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XDG_CACHE_HOME": str(directory / "cache"),  # of compiled programs: empty at first
+            "OMP_NUM_THREADS": str(work.THREADS),
+            "OMP_WAIT_POLICY": "PASSIVE",  # a contender that waits takes nothing from the others
+        }
+        started_s = time.perf_counter()
+        self._worker = Worker("tools.bench.train", name, str(directory), environment=environment)
+        self.step()
+        self.start_seconds = time.perf_counter() - started_s  # imports, weights, compiling, a step
+        print(
+            f"{name}: from the start of the process to the end of a step "
+            f"{self.start_seconds:.1f} s",
+            flush=True,
+        )
+
+    def step(self) -> dict[str, float]:
+        self.steps.append(self._worker.ask("step"))
+        return self.steps[-1]
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def compare(peers: bool, rounds: int, size: work.Size) -> dict[str, Any]:
+    """Interleaved steps of all contenders; the first of each compiles and warms up."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work.write_work(directory, size)
+        # Here, where oneDNN is not asked for: its calls would hide the products.
+        gflop = {n: counted_gflop(directory, share_prompts=n == "ours") for n in OURS}
+        cold = Contender("ours", directory)
+        cold.close()
+        contenders = []
+        # Again, with the programs that the first process compiled.
+        for name in (*OURS, *(PEERS if peers else ())):
+            contenders.append(Contender(name, directory))
+            stack.callback(contenders[-1].close)
+        rates = []
+        for number in range(1, rounds + 1):
+            for contender in contenders:
+                rates.append(matrix_rate())
+                taken = contender.step()
+                print(
+                    f"round={number}/{rounds} matrix_gflops={rates[-1]:.0f} "
+                    f"contender={contender.name} seconds={taken['seconds']:.2f} "
+                    f"loss={taken['loss']:.6f}",
+                    flush=True,
+                )
+    rows = {contender.name: _row(contender) for contender in contenders}
+    ours = rows["ours"]["seconds"]
+    rows["ours"]["start_seconds_without_cache"] = cold.start_seconds
+    rate = statistics.median(rates)
+    for name in OURS:
+        # The step as a share of what the machine's plain matrix product would take.
+        share = gflop[name] / rows[name]["seconds"] / rate
+        rows[name] |= {"gflop": gflop[name], "of_matrix_rate": share}
+    return {
+        **rows,
+        "ratio": {n: row["seconds"] / ours for n, row in rows.items() if n != "ours"},
+        "matrix_gflops": rate,
+    }
+
+
+def _row(contender: Contender) -> dict[str, float]:
+    steps = contender.steps
+    seconds = [taken["seconds"] for taken in steps[1:]]
+    return {
+        "seconds": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "peak_rss_gib": steps[-1]["rss_gib"],
+        "start_seconds": contender.start_seconds,
+    }
+
+
+def format_table(result: dict[str, Any]) -> str:
+    lines = [f"{'':26s}{'median':>9s}{'range':>16s}{'x ours':>8s}{'peak GiB':>10s}{'loss':>12s}"]
+    for name, row in result.items():
+        if name in ("ratio", "matrix_gflops"):
+            continue
+        spread = f"{row['fastest']:.2f} - {row['slowest']:.2f}"
+        ratio = result["ratio"].get(name, 1.0)
+        lines.append(
+            f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}{row['peak_rss_gib']:10.2f}"
+            f"{row['last_loss']:12.6f}"
+        )
+    for name in OURS:
+        row = result[name]
+        lines.append(
+            f"{name}: {row['gflop']:.0f} GFLOP of matrix products a step, at "
+            f"{row['of_matrix_rate']:.0%} of the matrix rate"
+        )
+    lines.append(f"matrix rate {result['matrix_gflops']:.0f} GFLOP/s (numpy, median)")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    answer(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,60 @@
+"""Held-out success of a policy: played (`play`), counted (`statistics`), kept (`results`), printed.
+
+`from uirl_jax import evaluation` gives everything that other rooms use, `evaluation.evaluate`
+first.
+"""
+
+from uirl_jax.evaluation.play import KEPT_EPISODES, RunTasks, eval_tasks, evaluate
+from uirl_jax.evaluation.results import (
+    CHANCE,
+    EPISODES_FILE,
+    EVAL_DIR,
+    FATES,
+    RUN_STAGES,
+    SUMMARY_FILE,
+    episodes_summary,
+    read_results,
+    rename_stage,
+    stage_name,
+    summary,
+    write_json,
+    write_summary,
+)
+from uirl_jax.evaluation.statistics import (
+    EvalResult,
+    Rate,
+    count,
+    rate,
+    task_label,
+    wilson_interval,
+)
+from uirl_jax.evaluation.tables import format_episodes, format_table, stage_label
+
+__all__ = [
+    "CHANCE",
+    "EPISODES_FILE",
+    "EVAL_DIR",
+    "FATES",
+    "KEPT_EPISODES",
+    "RUN_STAGES",
+    "SUMMARY_FILE",
+    "EvalResult",
+    "Rate",
+    "RunTasks",
+    "count",
+    "episodes_summary",
+    "eval_tasks",
+    "evaluate",
+    "format_episodes",
+    "format_table",
+    "rate",
+    "read_results",
+    "rename_stage",
+    "stage_label",
+    "stage_name",
+    "summary",
+    "task_label",
+    "wilson_interval",
+    "write_json",
+    "write_summary",
+]

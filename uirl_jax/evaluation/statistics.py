@@ -1,0 +1,106 @@
+"""Success among attempts with its uncertainty, counted from trajectories. Pure functions."""
+
+import collections
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+from uirl_jax.types import StopReason, TaskSpec, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Successes among attempts, with the Wilson interval of the share."""
+
+    successes: int
+    attempts: int
+    rate: float  # 0 where there was no attempt
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalResult(Rate):
+    """What one stage of a run (its base model, its policy after training) achieved."""
+
+    stage: str
+    per_task: dict[str, Rate]  # "desktop/click_button", with its variant where it has one
+    env_errors: int  # episodes that the environment broke: no attempts
+    missing: int  # tasks without any attempt, whether by env_error or because the run was stopped
+    stop_reasons: dict[str, int]  # of all episodes, env_error included
+    mean_reward: float  # over the attempts
+    mean_turns: float
+    finished_unix_s: float
+
+
+def wilson_interval(successes: int, attempts: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Bounds of the true success rate; honest also near 0 and 1, where the normal interval is not.
+
+    Args:
+        successes: 0 <= successes <= attempts.
+        confidence: in (0, 1), two-sided.
+    Returns: (low, high) within [0, 1]; (0, 1) for no attempt.
+    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
+        1927.
+    """
+    if not 0 <= successes <= attempts:
+        raise ValueError(f"{successes} successes in {attempts} attempts")
+    if attempts == 0:
+        return 0.0, 1.0
+    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    share = successes / attempts
+    centre = share + z * z / (2 * attempts)
+    spread = z * ((share * (1 - share) + z * z / (4 * attempts)) / attempts) ** 0.5
+    scale = 1 + z * z / attempts
+    # At 0 and 1 the bound is exact; the formula misses it by a rounding error.
+    low = 0.0 if successes == 0 else (centre - spread) / scale
+    high = 1.0 if successes == attempts else (centre + spread) / scale
+    return low, high
+
+
+def rate(successes: int, attempts: int) -> Rate:
+    low, high = wilson_interval(successes, attempts)
+    return Rate(successes, attempts, successes / attempts if attempts else 0.0, low, high)
+
+
+def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajectory]) -> EvalResult:
+    """The numbers of `evaluate`, from trajectories that are there.
+
+    Episodes that the environment broke are no attempts of the policy: they are counted apart,
+    neither as failures nor out of sight.
+    """
+    attempts = [t for t in trajectories if t.stop_reason is not StopReason.ENV_ERROR]
+    surplus = collections.Counter(t.task for t in attempts) - collections.Counter(tasks)
+    if surplus:
+        raise ValueError(
+            f"{stage}: {sum(surplus.values())} episodes too many, {min(surplus, key=str)}"
+        )
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in attempts:
+        by_task.setdefault(task_label(trajectory.task), []).append(trajectory)
+    overall = rate(sum(t.success for t in attempts), len(attempts))
+    return EvalResult(
+        **dataclasses.asdict(overall),
+        stage=stage,
+        per_task={
+            label: rate(sum(t.success for t in group), len(group))
+            for label, group in sorted(by_task.items())
+        },
+        env_errors=len(trajectories) - len(attempts),
+        missing=len(tasks) - len(attempts),
+        stop_reasons=dict(
+            sorted(collections.Counter(str(t.stop_reason) for t in trajectories).items())
+        ),
+        mean_reward=_mean([t.reward for t in attempts]),
+        mean_turns=_mean([len(t.turns) for t in attempts]),
+        finished_unix_s=time.time(),
+    )
+
+
+def task_label(task: TaskSpec) -> str:
+    return f"{task.name} ({task.variant})" if task.variant else task.name
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(statistics.fmean(values)) if values else 0.0

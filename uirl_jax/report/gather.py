@@ -1,0 +1,157 @@
+"""What a run left in its workdir, read for its page: no drawing and no markup here.
+
+Reads metrics.jsonl, cold_start/metrics.jsonl, summary.json, config.json and eval/. Works with
+whatever exists yet, so that a run can be looked at while it goes.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from uirl_jax import evaluation
+from uirl_jax.errors import RecordError, ShardError, UirlError
+from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics
+from uirl_jax.shards.reader import read_shard
+from uirl_jax.types import TaskSpec, Trajectory
+
+VERSIONS_OF = ("uirl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
+
+_SECRET = re.compile(r"(^|_)(token|secret|password|api_key)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """The content of a workdir. Text in it is untrusted: whoever shows it escapes it."""
+
+    root: Path
+    rows: list[dict[str, Any]]  # of metrics.jsonl
+    cold_rows: list[dict[str, Any]]
+    summary: dict[str, Any]  # {} until the run has ended
+    config: dict[str, Any]  # without secrets
+    results: list[evaluation.EvalResult]
+    episodes: dict[str, dict[TaskSpec, Trajectory]]  # by stage; stages without episodes are absent
+    notes: list[str]  # files that are left out because they are broken
+
+    @property
+    def played(self) -> list[evaluation.EvalResult]:
+        """Results of policies. What chance achieves is a row of the table, not a start."""
+        return [result for result in self.results if result.stage != evaluation.CHANCE]
+
+
+def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
+    """Missing files give empty fields; broken ones give a note.
+
+    Raises: UirlError if the workdir is not a directory.
+    """
+    root = Path(workdir)
+    if not root.is_dir():
+        raise UirlError(f"{root}: no such directory; give the workdir of a run")
+    notes: list[str] = []
+    summary = _read_object(root / evaluation.SUMMARY_FILE, notes)
+    config = _read_object(root / "config.json", notes)
+    try:
+        results = list(evaluation.read_results(root).values())
+    except UirlError as error:
+        notes.append(str(error))
+        results = []
+    run = RunFiles(
+        root=root,
+        rows=read_metrics(root),
+        cold_rows=read_metrics(root / COLD_START_DIR),
+        summary=summary,
+        config=without_secrets(config),
+        results=results,
+        episodes={},
+        notes=notes,
+    )
+    stages = [result.stage for result in run.played]
+    return dataclasses.replace(run, episodes=_read_episodes(root, stages, notes))
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        notes.append(f"{path.name} is no JSON ({error}) and is left out")
+        return {}
+    if isinstance(content, dict):
+        return content
+    notes.append(f"{path.name} is no JSON object and is left out")
+    return {}
+
+
+def _read_episodes(
+    root: Path, stages: Sequence[str], notes: list[str]
+) -> dict[str, dict[TaskSpec, Trajectory]]:
+    by_stage = {}
+    for stage in stages:
+        path = root / evaluation.EVAL_DIR / stage / evaluation.EPISODES_FILE
+        if not path.exists():
+            continue
+        try:
+            by_stage[stage] = {trajectory.task: trajectory for trajectory in read_shard(path)[1]}
+        except (ShardError, RecordError) as error:
+            notes.append(f"episodes of stage {stage} are left out: {error}")
+    return by_stage
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """A report is made to be passed on; a bearer token of a verifier is not."""
+    if isinstance(value, dict):
+        return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(inner, key) for inner in value]
+    return "(hidden)" if isinstance(value, str) and value and _SECRET.search(key) else value
+
+
+def machine_facts() -> dict[str, str]:
+    """What a run was made on: versions, processor, memory; no name of a person or host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {
+        "system": f"{platform.system()} {platform.machine()}, {cores} cores",
+        "python": platform.python_version(),
+    }
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        facts["system"] += f", {memory_bytes / 2**30:.0f} GiB"
+    for name in VERSIONS_OF:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def run_facts(run: RunFiles) -> dict[str, str]:
+    """Label -> value: steps, time, memory, seed and the machine. Values are untrusted text."""
+    facts: dict[str, str] = {}
+    if run.rows:
+        facts["steps"] = str(run.rows[-1]["step"])
+    if "train_seconds" in run.summary:
+        facts["training time"] = format_duration(float(run.summary["train_seconds"]))
+    if "peak_rss_gib" in run.summary:
+        facts["peak memory"] = f"{run.summary['peak_rss_gib']:.2f} GiB"
+    if "seed" in run.summary:
+        facts["seed"] = str(run.summary["seed"])
+    machine = run.summary.get("facts") or machine_facts()
+    return facts | {key: str(value) for key, value in machine.items()}
+
+
+def accounting(run: RunFiles) -> dict[str, Any] | None:
+    """Episodes by what became of them: from the summary, or from the last step while the run goes
+    on; None before the first step."""
+    if "episodes" in run.summary:
+        return dict(run.summary["episodes"])
+    names = ("published", *evaluation.FATES)
+    if not run.rows or any(f"records/{name}" not in run.rows[-1] for name in names):
+        return None
+    counts = {name: int(run.rows[-1][f"records/{name}"]) for name in names}
+    return evaluation.episodes_summary(counts, lost=0, env_error=0) | {"lost": None}
