@@ -30,12 +30,13 @@ from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
+from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.bookkeeping import RunDirectory
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
-from uirl_jax.models import loading, sharding
-from uirl_jax.players import BackgroundLoop, Players, forbidden_ids, when_set
+from uirl_jax.models import sharding
+from uirl_jax.players import BackgroundLoop, Players, when_set
 from uirl_jax.run import Run
 from uirl_jax.verifiers import supervisor
 from uirl_jax.workdir import only_learner, open_run
@@ -63,7 +64,7 @@ def learn(
                 run.cfg.algorithm,
                 run.curriculum,
                 temperature=run.cfg.actor.rollout.temperature,
-                forbidden_ids=forbidden_ids(run.make_chat(model), model),
+                forbidden_ids=run.make_chat(model).vocabulary(model.cfg.vocab_size).forbidden_ids,
                 seed=run.cfg.seed,
             ),
             model,

@@ -22,14 +22,14 @@ from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import run_tasks
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import RolloutConfig
-from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import RestartError
-from uirl_jax.models import qwen2_vl_weights
-from uirl_jax.models.loading import PolicyModel
+from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.loading import PolicyModel
+from uirl_jax.models.weights import adapters_from_numpy
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.types import TaskSpec, Trajectory
 
@@ -90,7 +90,7 @@ class Players:
             self.fleet,
             engine or self.engine,
             self.chat,
-            self.model.image_cfg,
+            self.model.inputs,
             dataclasses.replace(
                 self.cfg.rollout,
                 temperature=temperature,
@@ -103,7 +103,7 @@ class Players:
 
     def to_lora(self, adapters: dict[str, np.ndarray]) -> Any:
         """Named adapters of a published policy -> what the engine takes."""
-        return qwen2_vl_weights.adapters_from_numpy(adapters, self.model.lora)
+        return adapters_from_numpy(adapters, self.model.lora)
 
     async def evaluate(
         self,
@@ -173,36 +173,14 @@ class Players:
 
 
 def make_chat(cfg: ChatConfig, model: PolicyModel) -> Chat:
-    image_cfg = model.image_cfg
-    return Chat(model.path, cfg, image_cfg.merge_size, image_cfg.patch_size)
+    return Chat(model.path, cfg, model.family.chat)
 
 
 def make_engine(cfg: PlayConfig, model: PolicyModel, chat: Chat) -> Engine | OpenAIEngine:
     """What samples: this process, or a server elsewhere."""
-    policy = (model.graphdef, model.frozen, model.lora, 0)
-    ids = {
-        "end_token_ids": chat.end_token_ids,
-        "forbidden_ids": forbidden_ids(chat, model),
-    }
     if cfg.engine.kind == "jax":
-        return Engine(
-            *policy, model_cfg=model.cfg, cfg=cfg.engine, image_cfg=model.image_cfg, **ids
-        )
-    return OpenAIEngine(
-        *policy,
-        cfg=cfg.engine,
-        max_context=cfg.max_context_tokens,
-        vocab_size=model.cfg.vocab_size,
-        image_token_id=model.cfg.image_token_id,
-        as_read=chat.as_read,
-        **ids,
-    )
-
-
-def forbidden_ids(chat: Chat, model: PolicyModel) -> tuple[int, ...]:
-    """Ids that are never sampled: markers that would open a turn or an image, and the ids above the
-    tokenizer's, which pad the embedding table and decode to nothing."""
-    return (*chat.forbidden_ids, *range(chat.vocab_size, model.cfg.vocab_size))
+        return Engine(model, chat.vocabulary(model.cfg.vocab_size), cfg.engine)
+    return OpenAIEngine(model, chat, cfg.engine, max_context=cfg.max_context_tokens)
 
 
 class BackgroundLoop:

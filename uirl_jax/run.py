@@ -16,13 +16,13 @@ from uirl_jax import evaluation as evaluate
 from uirl_jax import metrics
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
-from uirl_jax.chat import Chat
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.errors import ConfigError
+from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat
 from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
-from uirl_jax.models import loading
 from uirl_jax.players import Players, make_chat
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.verifiers import supervisor

@@ -11,30 +11,29 @@ looking and trying: training that lasts is `uirl_jax.main`.
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from PIL import Image
 
-from uirl_jax import vision_inputs
 from uirl_jax.actions import parse
-from uirl_jax.chat import Chat, ChatConfig, run_starts
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.errors import ActionError, ImageError
-from uirl_jax.models import loading, peft_adapters, qwen2_vl, qwen2_vl_weights, scoring
+from uirl_jax.families import loading
+from uirl_jax.families.border import PlacedScreen, Screen, TokenRows
+from uirl_jax.families.chat import Chat, ChatConfig, run_starts
+from uirl_jax.families.screens import decode_image, vision_index
+from uirl_jax.models import scoring, weights
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
-from uirl_jax.players import BackgroundLoop, forbidden_ids
+from uirl_jax.players import BackgroundLoop
 from uirl_jax.types import Action
 
 Picture = Image.Image | bytes | str | Path  # bytes of a PNG, JPEG or WEBP file, or its path
 Parameters = Mapping[str, jax.Array | np.ndarray]
 Arrays = dict[str, jax.Array | np.ndarray]
-
-_VISION = "visual/"  # how the names of the vision tower's adapters begin
 
 
 class Prediction(NamedTuple):
@@ -114,20 +113,17 @@ class VLM:
           ImageError: an image that cannot be read.
           ConfigError: an unknown action format.
         """
-        screen = _open(image)
+        screen = self.model.inputs.cut_screen(_open(image))
         chat = self._chat(action_format)
-        patches_pc, grid = vision_inputs.cut_image(screen, self.model.image_cfg)
-        context_ids = chat.context(instruction, [grid], []).ids
+        context_ids = chat.context(instruction, [screen], []).ids
         request = SampleRequest(
             context_ids=context_ids,
-            patches=(patches_pc,),
-            grids=(grid,),
-            image_keys=("screen",),
+            screens=(screen,),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
         )
-        engine = self._engine(chat, len(context_ids), len(patches_pc), max_new_tokens)
+        engine = self._engine(chat, len(context_ids), screen, max_new_tokens)
 
         async def sample() -> np.ndarray:
             async with engine:
@@ -136,10 +132,8 @@ class VLM:
         with BackgroundLoop() as loop:  # a notebook has a loop of its own on this thread
             text = chat.decode(loop.run(sample()))
         try:
-            size_px = chat.image_size(grid)
-            return Prediction(
-                text, parse(text, screen.size, chat.action_format, image_size=size_px), ""
-            )
+            action = parse(text, screen.size_px, chat.action_format, image_size=screen.seen_px)
+            return Prediction(text, action, "")
         except ActionError as error:
             return Prediction(text, None, str(error))
 
@@ -169,10 +163,10 @@ class VLM:
                 "one of each for every row"
             )
         chat = self._chat("")
-        cut = [vision_inputs.cut_image(_open(one), self.model.image_cfg) for one in images]
+        screens = [self.model.inputs.cut_screen(_open(image)) for image in images]
         contexts = [
-            chat.context(prompt, [grid], []).ids
-            for prompt, (_, grid) in zip(prompts, cut, strict=True)
+            chat.context(prompt, [screen], []).ids
+            for prompt, screen in zip(prompts, screens, strict=True)
         ]
         answers = [chat.completion_ids(label) for label in labels]
         lengths = [len(c) + len(a) for c, a in zip(contexts, answers, strict=True)]
@@ -182,39 +176,36 @@ class VLM:
             ids_bt[row, : lengths[row]] = np.concatenate([context, answer])
             mask_bt[row, : lengths[row]] = 1
             answer_bt[row, len(context) : lengths[row]] = 1.0
-        pixels_pf = vision_inputs.pixel_values(
-            np.concatenate([patches_pc for patches_pc, _ in cut]), self.model.image_cfg
-        )
-        arrays = self._arrays(ids_bt, mask_bt, pixels_pf, np.array([grid for _, grid in cut]))
+        most = max(screen.patches for screen in screens)
+        placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
+        packed = self.model.inputs.pack_screens(placed, len(screens), most)
+        rows = self._rows(ids_bt, mask_bt, screens, packed.first_tokens)
         lora = self._with(parameters)
-        logprobs_bt = _logprobs(self.model.graphdef, lora, self.model.frozen, arrays) * answer_bt
+        logprobs_bt = _logprobs(self.model.graphdef, lora, self.model.frozen, rows, packed.arrays)
+        logprobs_bt = logprobs_bt * answer_bt
         return {"loss": -logprobs_bt.sum() / answer_bt.sum(), "logprobs": logprobs_bt}
 
     def logits(
-        self,
-        input_ids: np.ndarray,
-        attention_mask: np.ndarray,
-        pixel_values: np.ndarray | None = None,
-        image_grid_thw: np.ndarray | None = None,
+        self, input_ids: np.ndarray, attention_mask: np.ndarray, **images: np.ndarray
     ) -> np.ndarray:
         """What transformers' model computes of what its processor returns, as numpy arrays.
 
         Args:
           input_ids: int[B,T], image placeholders expanded.
           attention_mask: int[B,T], 0 at padding on either side.
-          pixel_values: float[P,F], the patches of all images, row after row.
-          image_grid_thw: int[N,3], of each image in patches.
+          images: the processor's arrays of images; for Qwen2-VL pixel_values, float[P,F], the
+            patches of all images, row after row, and image_grid_thw, int[N,3], in patches.
 
-        Returns: float32[B,T,V]; what stands at padding means nothing.
+        Returns: float32[B,T,V]; values at padding are undefined.
         Raises: ImageError where the images do not fit each other or the placeholders.
         """
-        arrays = self._arrays(
-            np.asarray(input_ids, np.int32),
-            np.asarray(attention_mask, np.int32),
-            np.zeros((0, 0), np.float32) if pixel_values is None else np.asarray(pixel_values),
-            np.zeros((0, 3), np.int32) if image_grid_thw is None else np.asarray(image_grid_thw),
-        )
-        return np.asarray(_logits(self.model.graphdef, self._lora, self.model.frozen, arrays))
+        ids_bt, mask_bt = np.asarray(input_ids, np.int32), np.asarray(attention_mask, np.int32)
+        given = {name: np.asarray(array) for name, array in images.items() if array is not None}
+        screens, packed = self.model.inputs.from_processor(**given) if given else ([], None)
+        rows = self._rows(ids_bt, mask_bt, screens, packed.first_tokens if packed else [])
+        vision = packed.arrays if packed else None
+        model = self.model
+        return np.asarray(_logits(model.graphdef, self._lora, model.frozen, rows, vision))
 
     # -------------------------------------------------------------------------- what it consists of
 
@@ -224,10 +215,11 @@ class VLM:
 
     def trainable_parameters(self) -> dict[str, np.ndarray]:
         """The adapters by name: {"text/blocks/q_proj/lora_a": float32[L,D,R], ...}."""
+        vision = tuple(f"{part}/" for part in self.model.family.vision_parts)
         return {
             name: array
-            for name, array in qwen2_vl_weights.adapters_to_numpy(self._lora).items()
-            if not (self._freezes_vision and name.startswith(_VISION))
+            for name, array in weights.adapters_to_numpy(self._lora).items()
+            if not (self._freezes_vision and name.startswith(vision))
         }
 
     def set_parameters(self, parameters: Parameters) -> None:
@@ -246,16 +238,16 @@ class VLM:
 
     def save_adapter(self, directory: str | Path) -> None:
         """Writes the adapters alone, in PEFT's format."""
-        model = nnx.merge(self.model.graphdef, self._lora, self.model.frozen)
-        peft_adapters.save_adapter(model, directory, base_model=self.model.path.resolve())
+        base_model = self.model.path.resolve()
+        loading.save_adapter(self.model, directory, lora=self._lora, base_model=base_model)
 
     # ------------------------------------------------------------------------------------ inside
 
     def _with(self, parameters: Parameters | None) -> nnx.State:
         if parameters is None:
             return self._lora
-        flat = {**qwen2_vl_weights.adapters_to_numpy(self._lora), **parameters}
-        return qwen2_vl_weights.adapters_from_numpy(flat, self.model.lora)
+        flat = {**weights.adapters_to_numpy(self._lora), **parameters}
+        return weights.adapters_from_numpy(flat, self.model.lora)
 
     def _chat(self, action_format: str) -> Chat:
         name = action_format or self._chat_cfg.action_format
@@ -263,96 +255,64 @@ class VLM:
             cfg = self._chat_cfg
             if name != cfg.action_format:
                 cfg = ChatConfig(action_format=name)
-            vision = self.model.cfg.vision
-            self._chats[name] = Chat(
-                self.model.path, cfg, vision.spatial_merge_size, vision.patch_size
-            )
+            self._chats[name] = Chat(self.model.path, cfg, self.model.family.chat)
         return self._chats[name]
 
-    def _engine(self, chat: Chat, tokens: int, patches: int, max_new_tokens: int) -> Engine:
-        """One that has room for a context; sizes go by powers of two, so that few are compiled."""
-        context, row_patches = _power_of_two(tokens), _power_of_two(patches)
+    def _engine(self, chat: Chat, tokens: int, screen: Screen, max_new_tokens: int) -> Engine:
+        """An engine with room for a context; sizes are powers of two, so that few are compiled."""
+        context, row_patches = _power_of_two(tokens), _power_of_two(screen.patches)
         key = (chat.action_format.name, context, row_patches, max_new_tokens)
         if key not in self._engines:
+            chunk = 512 if self.model.family.capabilities.chunked_prefill else context
             self._engines[key] = Engine(
-                self.model.graphdef,
-                self.model.frozen,
-                self._lora,
-                self._version,
-                model_cfg=self.model.cfg,
-                end_token_ids=chat.end_token_ids,
-                forbidden_ids=forbidden_ids(chat, self.model),
-                image_cfg=self.model.image_cfg,
-                cfg=EngineConfig(
+                self.model,
+                chat.vocabulary(self.model.cfg.vocab_size),
+                EngineConfig(
                     context_lengths=(context,),
                     max_new_tokens=max_new_tokens,
                     batch_sizes=(1,),
                     prefill_rows=(1,),
-                    prefill_lengths=(min(context, 512),),
+                    prefill_lengths=(min(context, chunk),),
                     image_rows=(1,),
                     image_row_patches=row_patches,
                 ),
             )
+            self._engines[key].set_policy(self._lora, self._version)
         engine = self._engines[key]
         if engine.policy_version != self._version:
             engine.set_policy(self._lora, self._version)
         return engine
 
-    def _arrays(
+    def _rows(
         self,
         ids_bt: np.ndarray,
         mask_bt: np.ndarray,
-        pixels_pf: np.ndarray,
-        grids_n3: np.ndarray,
-    ) -> Arrays:
-        """What `qwen2_vl.hidden` and `encode_images` take; an image is a row of patches."""
+        screens: Sequence[Screen],
+        first_tokens: Sequence[int],
+    ) -> TokenRows:
+        """Rows of one sequence each, whose placeholders stand for the screens in their order."""
         if ids_bt.ndim != 2 or ids_bt.shape != mask_bt.shape:
             raise ValueError(
                 f"input_ids {ids_bt.shape} and attention_mask {mask_bt.shape}: expected [B,T] both"
             )
-        merge_size = self.model.cfg.vision.spatial_merge_size
-        placeholder = self.model.cfg.image_token_id
-        grids = [(int(t), int(h), int(w)) for t, h, w in grids_n3]
-        counts = [t * h * w for t, h, w in grids]
-        if sum(counts) != len(pixels_pf):
-            raise ImageError(
-                f"pixel_values has {len(pixels_pf)} patches, image_grid_thw says {sum(counts)}"
-            )
-        most = max(counts, default=0)
-        positions_3bt = np.zeros((3, *ids_bt.shape), np.int32)
+        inputs = self.model.inputs
+        positions_abt = np.zeros((inputs.position_axes, *ids_bt.shape), np.int32)
         index_bt = np.full_like(ids_bt, -1)
         used = 0
         for row, mask_t in enumerate(mask_bt > 0):
             ids_c = ids_bt[row, mask_t]
-            first, used = used, used + int(run_starts(ids_c, placeholder).sum())
-            of_row = grids[first:used]
-            positions_3bt[:, row, mask_t] = vision_inputs.rope_positions(
-                ids_c, of_row, placeholder, merge_size
-            )
-            index_bt[row, mask_t & (ids_bt[row] == placeholder)] = [
-                image * most // merge_size**2 + token
-                for image, grid in enumerate(of_row, first)
-                for token in range(vision_inputs.num_visual_tokens(grid, merge_size))
+            first, used = used, used + int(run_starts(ids_c, inputs.image_token_id).sum())
+            row_screens = screens[first:used]
+            positions_abt[:, row, mask_t] = inputs.positions(ids_c, row_screens)
+            rows_v = [
+                start + token
+                for start, screen in zip(first_tokens[first:used], row_screens, strict=True)
+                for token in range(screen.tokens)
             ]
-        if used != len(grids):
-            raise ImageError(f"placeholders of {used} images, image_grid_thw has {len(grids)}")
-        arrays = {"ids_bt": ids_bt, "segments_bt": mask_bt, "positions_3bt": positions_3bt}
-        if not grids:
-            return arrays
-        pixels_ipf = np.zeros((len(grids), most, pixels_pf.shape[1]), np.float32)
-        positions_ip2 = np.zeros((len(grids), most, 2), np.int32)
-        segments_ip = np.zeros((len(grids), most), np.int32)
-        images_pf = np.split(pixels_pf, np.cumsum(counts)[:-1])
-        for n, (grid, image_pf) in enumerate(zip(grids, images_pf, strict=True)):
-            pixels_ipf[n, : counts[n]] = image_pf
-            positions_ip2[n, : counts[n]] = vision_inputs.patch_positions(grid, merge_size)
-            segments_ip[n, : counts[n]] = 1
-        return arrays | {
-            "vision_index_bt": index_bt,
-            "pixels_ipf": pixels_ipf,
-            "patch_positions_ip2": positions_ip2,
-            "patch_segments_ip": segments_ip,
-        }
+            index_bt[row, mask_t] = vision_index(ids_c, inputs.image_token_id, rows_v)
+        if used != len(screens):
+            raise ImageError(f"placeholders of {used} images, expected those of {len(screens)}")
+        return TokenRows(ids_bt, positions_abt, mask_bt, index_bt if len(screens) else None)
 
 
 def _open(image: Picture) -> Image.Image:
@@ -364,43 +324,33 @@ def _open(image: Picture) -> Image.Image:
             image = Path(image).read_bytes()
         except OSError as error:
             raise ImageError(f"{image}: {error}") from error
-    return vision_inputs.decode_image(image)
+    return decode_image(image)
 
 
 def _power_of_two(number: int) -> int:
     return max(64, 1 << (number - 1).bit_length())
 
 
-def _hidden(model: qwen2_vl.Qwen2VL, arrays: Arrays) -> jax.Array:
-    visual_md = None
-    if "pixels_ipf" in arrays:
-        visual_md = qwen2_vl.encode_images(
-            model,
-            jnp.asarray(arrays["pixels_ipf"], model.compute_dtype),
-            arrays["patch_positions_ip2"],
-            arrays["patch_segments_ip"],
-        )
-    return qwen2_vl.hidden(
-        model,
-        arrays["ids_bt"],
-        visual_md,
-        arrays.get("vision_index_bt"),
-        arrays["positions_3bt"],
-        arrays["segments_bt"],
-    )
+def _hidden(model: Any, rows: TokenRows, vision: Arrays | None) -> jax.Array:
+    visual_md = None if vision is None else model.encode_images(vision)
+    return model.hidden(rows, visual_md)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(
-    graphdef: nnx.GraphDef, lora: nnx.State, frozen: nnx.State, arrays: Arrays
+    graphdef: nnx.GraphDef,
+    lora: nnx.State,
+    frozen: nnx.State,
+    rows: TokenRows,
+    vision: Arrays | None,
 ) -> jax.Array:
     model = nnx.merge(graphdef, lora, frozen)
-    return qwen2_vl.logits(model, _hidden(model, arrays))
+    return model.logits(_hidden(model, rows, vision))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logprobs(
-    graphdef: nnx.GraphDef, lora: nnx.State, frozen: nnx.State, arrays: Arrays
+    graphdef: nnx.GraphDef, lora: nnx.State, frozen: nnx.State, rows: TokenRows, vision: Arrays
 ) -> jax.Array:
     model = nnx.merge(graphdef, lora, frozen)
-    return scoring.token_logprobs(model, _hidden(model, arrays), arrays["ids_bt"])
+    return scoring.token_logprobs(model, _hidden(model, rows, vision), rows.token_ids_bt)

@@ -80,7 +80,9 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     algorithm_cfg = algorithm.AlgorithmConfig(
         loss=PolicyLossConfig(kl_coefficient=work.KL_COEFFICIENT, importance="none")
     )
-    steps = learner_step.make_steps(graphdef, optimizer, algorithm_cfg.loss)
+    steps = learner_step.make_steps(
+        graphdef, optimizer, learner_step.StepConfig(algorithm_cfg.loss)
+    )
     state = learner_state.init_state(adapters, optimizer)
     prompt_length = int(arrays["prompt_length"])
     screenshot = (directory / "screenshot.png").read_bytes()

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from uirl_jax.actor.rollout import RolloutConfig
-from uirl_jax.chat import ChatConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
+from uirl_jax.families.chat import ChatConfig
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.learner.curriculum import MAX_ENTRIES, CurriculumConfig
 from uirl_jax.learner.loop import LearnerConfig
+from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
-from uirl_jax.models.qwen2_vl import Remat
 from uirl_jax.players import PlayConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks

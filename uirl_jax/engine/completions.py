@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from uirl_jax.families.chat import Message
 from uirl_jax.engine.requests import SampleRequest
+from uirl_jax.families.chat import Message
 
 # As strong as the API allows: a token is e^-100 of what it was. A completion that has one of them
 # all the same is refused.

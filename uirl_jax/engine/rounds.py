@@ -110,9 +110,7 @@ class Rounds:
         check_fits(lora, old, version)
         # Placed as the first adapters are: otherwise everything would be compiled again.
         placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), lora, old)
-        self.next_policy = Policy(
-            with_adapters(self._model, self.policy.weights, placed), version
-        )
+        self.next_policy = Policy(with_adapters(self._model, self.policy.weights, placed), version)
 
     def run(self) -> list[Outcome]:
         """Admits what waits, and makes one call of each kind that has something to do."""

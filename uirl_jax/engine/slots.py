@@ -13,9 +13,8 @@ import numpy as np
 
 from uirl_jax.families.border import Screen
 
-def contents(
-    token_ids_c: np.ndarray, screens: Sequence[Screen], image_token_id: int
-) -> np.ndarray:
+
+def contents(token_ids_c: np.ndarray, screens: Sequence[Screen], image_token_id: int) -> np.ndarray:
     """int64[C]: equal up to a position exactly where the cache is.
 
     Args:

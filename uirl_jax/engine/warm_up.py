@@ -38,6 +38,8 @@ def call_everything(
                 cache = programs.prefill(cache, weights, table_md, *padding, span=span)
         for size in cfg.batch_sizes:
             rows = no_rows(size, cfg.num_slots)
-            cache, _ = programs.decode(cache, weights, rows, np.int32(0), np.bool_(False), span=span)
+            cache, _ = programs.decode(
+                cache, weights, rows, np.int32(0), np.bool_(False), span=span
+            )
     nowhere_n = np.zeros(cfg.num_slots, np.int32)
     return programs.copy(cache, nowhere_n, nowhere_n, np.int32(0)), table_md

@@ -234,7 +234,9 @@ class Chat:
         """A screenshot, or the text that stands for a dropped one, and a text."""
         image_first = self._prompt.layout != "image_last"
         if screen is None:
-            parts = (OMITTED_SCREENSHOT, template) if image_first else (template, OMITTED_SCREENSHOT)
+            parts = (
+                (OMITTED_SCREENSHOT, template) if image_first else (template, OMITTED_SCREENSHOT)
+            )
             return _Turn("user", ("\n".join(filter(None, parts)),))
         slot = ScreenSlot(screen.tokens)
         parts = (slot, template) if image_first else (template, slot)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from uirl_jax import assets
 from uirl_jax.errors import ModelError
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.table import family_of
@@ -73,14 +74,14 @@ def load(
         not fit.
       ConfigError: an unknown LoRA target.
     """
-    path = Path(model_dir)
+    path = assets.find(model_dir)
     family = family_of(path)
     if lora is not None:
         family.weights.projections_of(lora.targets)
     cfg = family.read_config(path)
     arrays = None
     if adapter:  # before the weights: what is wrong with it shows in a second
-        arrays = _read_adapter(Path(adapter), family, cfg, lora)
+        arrays = _read_adapter(assets.find(adapter), family, cfg, lora)
     with _hashing(path) as base_hash:
         model = read_model(
             family,

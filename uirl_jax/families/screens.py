@@ -91,9 +91,7 @@ def decode_planned(screen: Screen) -> Image.Image:
     return image
 
 
-def vision_index(
-    token_ids_t: np.ndarray, image_token_id: int, rows_v: np.ndarray
-) -> np.ndarray:
+def vision_index(token_ids_t: np.ndarray, image_token_id: int, rows_v: np.ndarray) -> np.ndarray:
     """int32[T]: the k-th placeholder stands for row rows_v[k] of the visual table; -1 elsewhere."""
     index_t = np.full(len(token_ids_t), -1, np.int32)
     index_t[token_ids_t == image_token_id] = rows_v

@@ -23,14 +23,14 @@ from typing import Any
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import UirlError
+from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner.algorithm import Group
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.state import TrainState
 from uirl_jax.metrics import MetricsWriter, key_values
-from uirl_jax.models import qwen2_vl_weights
-from uirl_jax.models.loading import PolicyModel
+from uirl_jax.models import weights
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.reader import ShardQueue
 from uirl_jax.shards.writer import write_shard
@@ -165,7 +165,7 @@ class Bookkeeping:
             self._run.workdir,
             version=step,
             step=step,
-            adapters=qwen2_vl_weights.adapters_to_numpy(state.trainable),
+            adapters=weights.adapters_to_numpy(state.trainable),
             base_hash=self._model.base_hash,
             run_id=self._run.run_id,
             extra={

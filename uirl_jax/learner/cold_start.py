@@ -17,14 +17,15 @@ from typing import Literal
 from flax import nnx
 
 from uirl_jax import metrics
-from uirl_jax.chat import Chat
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.loading import PolicyModel, save_model
 from uirl_jax.learner import recorded_demonstrations, supervised
 from uirl_jax.learner.scripted_demonstrations import ScriptedDemonstrations
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.learner.step import StepConfig
-from uirl_jax.models import loading, qwen2_vl_weights
-from uirl_jax.models.loading import PolicyModel
+from uirl_jax.models.directory import copy_tokenizer
 from uirl_jax.models.lora import LoRAParam
+from uirl_jax.models.weights import stored_dtype
 from uirl_jax.rl.rewards import turn_lengths
 from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
@@ -84,7 +85,7 @@ def run_cold_start(
 
     recorded: list[Trajectory] = []
     if cfg.demonstrations:
-        recorded = recorded_demonstrations.load(cfg.demonstrations, chat, model.image_cfg)
+        recorded = recorded_demonstrations.load(cfg.demonstrations, chat, model.inputs)
         print(recorded_demonstrations.describe(recorded), flush=True)
 
     def batches_at(step: int) -> list[TrainBatch]:
@@ -94,13 +95,8 @@ def run_cold_start(
             trajectories = [recorded_demonstrations.pick(recorded, n, seed) for n in numbers]
         else:
             trajectories = scripted.take(first, cfg.episodes_per_step)
-        batches = batching.make_batches(
-            trajectories,
-            image_cfg=model.image_cfg,
-            image_token_id=model.cfg.image_token_id,
-            cfg=batch_cfg,
-        )
-        tokens = [sum(turn_lengths(of)) for of in trajectories]
+        batches = batching.make_batches(trajectories, inputs=model.inputs, cfg=batch_cfg)
+        tokens = [sum(turn_lengths(trajectory)) for trajectory in trajectories]
         return batching.fill(batches, weights_bt=token_weights(tokens, "token_mean"))
 
     trains = "all weights" if cfg.train == "all" else "adapters"
@@ -137,8 +133,7 @@ def run_cold_start(
             batches_at,
             supervised.SupervisedConfig(steps=cfg.steps, optimizer=optimizer, log_every=1),
             StepConfig(
-                vision_trainable="visual" in trainable,
-                image_cfg=model.image_cfg,
+                vision_trainable=any(part in trainable for part in model.family.vision_parts),
                 dropout_seed=seed,
             ),
             checkpoint_dir=workdir / "cold_start" / "checkpoints",
@@ -150,8 +145,8 @@ def run_cold_start(
     temporary = workdir / "cold_start" / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     # In the files' own dtype, whatever a run holds weights in: a base of bfloat16 stays as small.
-    dtype = qwen2_vl_weights.stored_dtype(model.path)
-    qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, trained, frozen), temporary, dtype=dtype)
-    loading.copy_tokenizer(model.path, temporary)
+    dtype = stored_dtype(model.path)
+    save_model(model.family, nnx.merge(graphdef, trained, frozen), temporary, dtype=dtype)
+    copy_tokenizer(model.path, temporary)
     temporary.rename(target)
     return target

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from uirl_jax.errors import TrainingError
+from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
@@ -26,7 +27,6 @@ from uirl_jax.learner.replay import is_replayed
 from uirl_jax.learner.state import TrainState
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.metrics import Progress, key_values
-from uirl_jax.models.loading import PolicyModel
 from uirl_jax.shards import batching
 
 
@@ -101,10 +101,7 @@ def run_learner(
         steps=steps,
         frozen=model.frozen,
         make_batches=functools.partial(
-            batching.make_batches,
-            image_cfg=model.image_cfg,
-            image_token_id=model.cfg.image_token_id,
-            cfg=cfg.learner.batch,
+            batching.make_batches, inputs=model.inputs, cfg=cfg.learner.batch
         ),
         mesh=mesh,
         seed=cfg.seed,
@@ -185,16 +182,16 @@ def _compile(
         critic_cfg = algorithm_cfg.critic
         critic_optimizer = learner_state.make_critic_optimizer(critic_cfg)
         critic = learner_state.init_critic(model.cfg.hidden_size, critic_optimizer)
-    state = learner_state.init_state(model.lora, optimizer, mesh, critic=critic)
+    rules = model.family.weights.sharding_rules
+    state = learner_state.init_state(model.lora, optimizer, mesh, rules, critic=critic)
     step_cfg = learner_step.StepConfig(
         algorithm_cfg.loss,
         critic_cfg,
-        vision_trainable="visual" in model.lora,
+        vision_trainable=model.trains_vision,
         use_reference=algorithm_cfg.use_reference,
         recompute_old=algorithm_cfg.recompute_old,
         temperature=cfg.temperature,
         forbidden_ids=cfg.forbidden_ids,
-        image_cfg=model.image_cfg,
         dropout_seed=cfg.seed,
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -10,17 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from uirl_jax import vision_inputs
-from uirl_jax.chat import Chat
 from uirl_jax.errors import ActionError, ConfigError, ImageError, ShardError
+from uirl_jax.families.border import Inputs
+from uirl_jax.families.chat import Chat
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Trajectory
 from uirl_jax.verifiers.recording import retell
 
 
-def load(
-    folders: Sequence[str], chat: Chat, image_cfg: vision_inputs.ImageConfig
-) -> list[Trajectory]:
+def load(folders: Sequence[str], chat: Chat, inputs: Inputs) -> list[Trajectory]:
     """All demonstrations below the folders, in the order of their files' names.
 
     Raises:
@@ -34,7 +32,7 @@ def load(
             faults.append(f"{folder}: no *.tfrecord there; python -m tools.record_demo writes them")
         for path in paths:
             try:
-                told += [retell(one, chat, image_cfg) for one in read_shard(path)[1]]
+                told += [retell(one, chat, inputs) for one in read_shard(path)[1]]
             except ShardError as error:
                 faults.append(str(error))
             except (ActionError, ImageError) as error:

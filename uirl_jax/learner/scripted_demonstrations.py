@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from uirl_jax import seeds
-from uirl_jax.chat import Chat
 from uirl_jax.errors import ConfigError, RestartError
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import recorded_demonstrations
 from uirl_jax.metrics import Progress
-from uirl_jax.models.loading import PolicyModel
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.writer import write_shard
@@ -115,5 +115,5 @@ class ScriptedDemonstrations:
         ]
         rngs = [np.random.default_rng([self._seed, number]) for number in numbers]
         return self._demonstrator.demonstrate_all(
-            tasks, self._chat, self._model.image_cfg, rngs, quality=self._quality
+            tasks, self._chat, self._model.inputs, rngs, quality=self._quality
         )

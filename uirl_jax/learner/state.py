@@ -155,15 +155,21 @@ def init_state(
     trainable: nnx.State,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh | None = None,
+    rules: sharding.Rules | None = None,
     *,
     critic: Critic | None = None,
 ) -> TrainState:
-    """A fresh state on the mesh; trainable leaves in float32, whatever the frozen tree is in."""
+    """A fresh state on the mesh; trainable leaves in float32, whatever the frozen tree is in.
+
+    Args:
+      rules: the family's sharding rules; needed with a mesh.
+    """
     trainable = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trainable)
     state = TrainState(trainable, optimizer.init(trainable), critic, jnp.zeros((), jnp.int32))
     if mesh is None:
         return state
-    return jax.device_put(state, sharding.state_shardings(mesh, state))
+    assert rules is not None, "a mesh needs the family's sharding rules"
+    return jax.device_put(state, sharding.state_shardings(mesh, state, rules))
 
 
 def abstract(tree: Any) -> Any:

@@ -17,13 +17,13 @@ import numpy as np
 import optax
 from flax import nnx
 
+from uirl_jax.families.border import TokenRows
 from uirl_jax.learner.state import Critic, CriticConfig, TrainState, make_critic_optimizer
-from uirl_jax.models import qwen2_vl, scoring, sharding
+from uirl_jax.models import scoring, sharding
 from uirl_jax.rl import losses
 from uirl_jax.types import TrainBatch
-from uirl_jax.vision_inputs import PUBLISHED_IMAGES, ImageConfig
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Any]  # of a TrainBatch, on the device; `vision` is a dict of arrays
 Sums = dict[str, jax.Array]  # of the loss, and of metrics over the sampled tokens
 Params = tuple[nnx.State, Any]  # trainable, and the critic's parameters or None
 # int32 (step, update, batch): what dropout draws from.
@@ -50,7 +50,6 @@ class StepConfig:
     # differ by what the forbidden tokens would have got.
     temperature: float = 1.0
     forbidden_ids: tuple[int, ...] = ()
-    image_cfg: ImageConfig = PUBLISHED_IMAGES  # of the model's directory
     # With it, and with `At`, the adapters' dropout draws what it zeroes (LoraConfig.dropout). Only
     # passes that gradients are taken of drop anything.
     dropout_seed: int = 0
@@ -177,9 +176,8 @@ def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
         if (array := getattr(batch, field.name)) is not None and field.name not in HOST_FIELDS
     }
     if mesh is None:
-        return {name: jnp.asarray(array) for name, array in arrays.items()}
-    shardings = sharding.batch_shardings(mesh, arrays)
-    return {name: jax.device_put(array, shardings[name]) for name, array in arrays.items()}
+        return jax.tree.map(jnp.asarray, arrays)
+    return jax.device_put(arrays, sharding.batch_shardings(mesh, arrays))
 
 
 def make_steps(
@@ -226,7 +224,7 @@ def make_steps(
     def supervised_gradients(params: Params, frozen: nnx.State, batch: Arrays, at: At) -> Total:
         visual_md = None
         if not cfg.vision_trainable:
-            visual_md = _visual_tokens(nnx.merge(graphdef, params[0], frozen), batch, cfg)
+            visual_md = _visual_tokens(nnx.merge(graphdef, params[0], frozen), batch)
         keys = _dropout_keys(cfg.dropout_seed, at)
 
         def loss_fn(params: Params) -> tuple[jax.Array, Sums]:
@@ -264,26 +262,18 @@ def make_steps(
 
 
 def _visual_tokens(
-    model: nnx.Module,
+    model: Any,
     batch: Arrays,
-    cfg: StepConfig,
     *,
     adapters: bool = True,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """visual_md of the batch's screenshots."""
-    return qwen2_vl.encode_images(
-        model,
-        qwen2_vl.pixel_values(batch["patches_ipc"], cfg.image_cfg),
-        batch["patch_positions_ip2"],
-        batch["patch_segments_ip"],
-        adapters=adapters,
-        dropout_key=dropout_key,
-    )
+    return model.encode_images(batch["vision"], adapters=adapters, dropout_key=dropout_key)
 
 
 def _hidden(
-    model: nnx.Module,
+    model: Any,
     batch: Arrays,
     visual_md: jax.Array,
     *,
@@ -291,17 +281,15 @@ def _hidden(
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """x_btd: the last hidden states."""
-    return qwen2_vl.hidden(
-        model,
+    rows = TokenRows(
         batch["token_ids_bt"],
-        visual_md,
-        batch["vision_index_bt"],
-        batch["positions_3bt"],
+        batch["positions_abt"],
         batch["segment_ids_bt"],
-        prefix_segments_bt=batch.get("prefix_segments_bt"),
-        adapters=adapters,
-        dropout_key=dropout_key,
+        batch["vision_index_bt"],
+        batch.get("prefix_segments_bt"),
+        batch["turn_ids_bt"],
     )
+    return model.hidden(rows, visual_md, adapters=adapters, dropout_key=dropout_key)
 
 
 def _logprobs(
@@ -338,7 +326,7 @@ def _score(model: nnx.Module, critic: Any, batch: Arrays, cfg: StepConfig) -> Sc
     needs_old = cfg.recompute_old or (model.lora is not None and model.lora.dropout > 0)
     visual_md = old_bt = ref_bt = after_bt = None
     if needs_old or critic is not None or not cfg.vision_trainable:
-        visual_md = _visual_tokens(model, batch, cfg)
+        visual_md = _visual_tokens(model, batch)
     if needs_old or critic is not None:
         x_btd = _hidden(model, batch, visual_md, adapters=True)
         old_bt = _logprobs(model, batch, x_btd, cfg)[0] if needs_old else None
@@ -347,7 +335,7 @@ def _score(model: nnx.Module, critic: Any, batch: Arrays, cfg: StepConfig) -> Sc
         # Where adapters of the tower change its visual tokens, the base has its own.
         base_md = visual_md
         if cfg.vision_trainable:
-            base_md = _visual_tokens(model, batch, cfg, adapters=False)
+            base_md = _visual_tokens(model, batch, adapters=False)
         x_btd = _hidden(model, batch, base_md, adapters=False)
         ref_bt, _ = _logprobs(model, batch, x_btd, cfg)
     return Scored(None if cfg.vision_trainable else visual_md, old_bt, ref_bt, after_bt)
@@ -379,7 +367,7 @@ def _new_policy(
     """
     vision_key, text_key = dropout_keys
     if visual_md is None:
-        visual_md = _visual_tokens(model, batch, cfg, dropout_key=vision_key)
+        visual_md = _visual_tokens(model, batch, dropout_key=vision_key)
     x_btd = _hidden(model, batch, visual_md, adapters=True, dropout_key=text_key)
     new_bt, entropies_bt = _logprobs(model, batch, x_btd, cfg, entropies=entropies)
     before_bt = None

@@ -26,7 +26,9 @@ def read_json(path: Path, expected: str = "a model directory in Hugging Face's f
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error}); expected {expected}") from error
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error}); expected {expected}"
+        ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

@@ -36,7 +36,9 @@ class KVCache(NamedTuple):
         return self.k_lcksh.shape[3]
 
 
-def init(layers: int, slots: int, positions: int, heads: int, dim: int, dtype: jnp.dtype) -> KVCache:
+def init(
+    layers: int, slots: int, positions: int, heads: int, dim: int, dtype: jnp.dtype
+) -> KVCache:
     """An empty cache."""
     shape = (layers, slots, heads, positions, dim)
 

@@ -18,6 +18,7 @@ from uirl_jax.errors import ConfigError
 from uirl_jax.models.sharding import constrain
 from uirl_jax.models.weight_table import WeightTable
 
+
 class LoRAParam(nnx.Param):
     """A leaf of the adapters. Filter for it before nnx.Param."""
 

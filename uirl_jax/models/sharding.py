@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
+
+Rules = Mapping[str, tuple[str | None, ...]]  # leaf -> what its last dimensions mean
 
 MESH_AXES = ("data", "fsdp", "model")
 
@@ -30,7 +31,7 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 )
 
 # What a dimension of every family's embedding, head and value head means.
-_SHARED_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
+_SHARED_RULES: Rules = types.MappingProxyType(
     {
         "embedding": ("vocab", "embed"),
         "lm_head/kernel": ("embed", "vocab"),
@@ -45,8 +46,8 @@ def param_rules(
     wide_out: Sequence[str],
     wide_in: Sequence[str],
     whole: Sequence[str] = (),
-    more: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({}),
-) -> Mapping[str, tuple[str | None, ...]]:
+    more: Rules = types.MappingProxyType({}),
+) -> Rules:
     """Leaf -> what its last dimensions mean; a leading layer axis stays whole.
 
     Args:
@@ -159,9 +160,7 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
-def state_shardings(
-    mesh: Mesh, abstract_state: Any, rules: Mapping[str, tuple[str | None, ...]]
-) -> Any:
+def state_shardings(mesh: Mesh, abstract_state: Any, rules: Rules) -> Any:
     """A NamedSharding for every leaf of a tree with a model's leaf names.
 
     Args:

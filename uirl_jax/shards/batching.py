@@ -200,9 +200,7 @@ def _assemble(
     cfg: BatchConfig,
 ) -> TrainBatch:
     """One batch of at most cfg.rows filled rows."""
-    keys = dict.fromkeys(
-        key for row in rows for span in row.spans for key in span.piece.image_keys
-    )
+    keys = dict.fromkeys(key for row in rows for span in row.spans for key in span.piece.image_keys)
     vision, visual_rows = _pack_screens([screens[key] for key in keys], inputs, cfg)
     shape_bt = (cfg.rows, row_length)
     arrays = {
@@ -326,9 +324,7 @@ def gather(
     return out
 
 
-def _read_screens(
-    flat: list[tuple[Sequence, Trajectory]], inputs: Inputs
-) -> dict[str, Screen]:
+def _read_screens(flat: list[tuple[Sequence, Trajectory]], inputs: Inputs) -> dict[str, Screen]:
     """Every distinct screenshot by its key."""
     found = {key: trajectory for sequence, trajectory in flat for key in sequence.image_keys}
     # 22 ms for a 1280x800 screen, nearly all of it without the interpreter's lock.

@@ -26,7 +26,7 @@ from tools.bench.faults.actor import (
     task_of,
 )
 from uirl_jax import policy_sync
-from uirl_jax.actor.host import ActorConfig, run_actor
+from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.actor.rollout import derive_seed
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import StopReason, Trajectory
@@ -173,14 +173,10 @@ async def play_mixed(world: World, episodes: int, workdir: Path) -> dict[str, An
         metrics = await run_actor(
             player,
             ActorConfig(GROUP, groups_per_step=groups, env_retries=8, poll_s=0.05, report_s=0.2),
-            workdir=workdir,
-            base_hash=BASE_HASH,
-            layout=world.layout,
-            to_lora=lambda adapters: None,
-            task_for_group=lambda index, tallies: task_of(index),
-            run_seed=RUN_SEED,
-            stop=stop,
-            on_report=on_report,
+            LearnerLink(workdir, BASE_HASH, world.layout, lambda adapters: None),
+            TaskSource(lambda index, tallies: task_of(index), RUN_SEED),
+            stop,
+            on_report,
         )
     seconds = time.monotonic() - started_s
     account = {

@@ -51,10 +51,7 @@ class ImageConfig:
         for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if not preprocessor_config.get(switch, True):
                 raise ModelError(f"preprocessor_config.json: {switch}=false is not supported")
-        if (
-            preprocessor_config.get("resample", _BICUBIC)
-            != _BICUBIC
-        ):
+        if preprocessor_config.get("resample", _BICUBIC) != _BICUBIC:
             raise ModelError(
                 f"preprocessor_config.json: resample={preprocessor_config['resample']}, "
                 "expected 3 (bicubic)"

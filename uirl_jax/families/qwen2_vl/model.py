@@ -54,7 +54,12 @@ class VisionBlock(nnx.Module):
     ) -> None:
         dim = cfg.embed_dim
         linear = functools.partial(
-            adapted_linear, lora=lora, table=WEIGHTS, use_bias=True, rngs=rngs, param_dtype=param_dtype
+            adapted_linear,
+            lora=lora,
+            table=WEIGHTS,
+            use_bias=True,
+            rngs=rngs,
+            param_dtype=param_dtype,
         )
         self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
         self.qkv = linear("qkv", dim, 3 * dim)
@@ -117,7 +122,12 @@ class VisionTower(nnx.Module):
         )
         merged = cfg.embed_dim * cfg.spatial_merge_size**2
         linear = functools.partial(
-            adapted_linear, lora=lora, table=WEIGHTS, use_bias=True, rngs=rngs, param_dtype=param_dtype
+            adapted_linear,
+            lora=lora,
+            table=WEIGHTS,
+            use_bias=True,
+            rngs=rngs,
+            param_dtype=param_dtype,
         )
         self.merger_fc1 = linear("merger_fc1", merged, merged)
         self.merger_fc2 = linear("merger_fc2", merged, cfg.hidden_size, axes=("wide", None))
@@ -376,7 +386,6 @@ class Qwen2VL(nnx.Module):
         return layers.vocabulary_logits(self.text.embedding, self.text.lm_head, x_btd)
 
 
-
 def _vision_blocks(
     model: Qwen2VL,
     pixels_ipf: jax.Array,
@@ -459,9 +468,7 @@ def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> _Rotary:
 
 def block_outputs(model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
     """The residual stream after every text block, [L,B,T,D], for comparison."""
-    _, x_lbtd = _text_blocks(
-        model, rows, visual_md, adapters=True, dropout_key=None, collect=True
-    )
+    _, x_lbtd = _text_blocks(model, rows, visual_md, adapters=True, dropout_key=None, collect=True)
     return x_lbtd
 
 
