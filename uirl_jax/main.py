@@ -341,7 +341,7 @@ def command() -> None:
     sys.modules["__main__"].__doc__ = __doc__
     for flag in flags.FLAGS.get_key_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-    app.run(main, flags_parser=config.parse_flags)
+    app.run(main, flags_parser=reading.parse_flags)
 
 
 if __name__ == "__main__":

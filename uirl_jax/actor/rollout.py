@@ -26,6 +26,9 @@ from uirl_jax.errors import (
     ImageError,
     VerifierError,
 )
+from uirl_jax.families.border import Inputs, Screen
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.screens import plan_screen
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers.client import Session, VerifierClient
@@ -156,8 +159,8 @@ async def _play(
 ) -> StopReason:
     """Takes turns until something ends the episode; `episode` always holds what happened so far."""
     screen_size = (session.width_px, session.height_px)
-    # Every observation, in order. No pixel is decoded here: the engine decodes what it has not seen,
-    # and a screen that cannot be decoded ends the episode there.
+    # Every observation, in order. No pixel is decoded here: the engine decodes what it has not
+    # seen, and a screen that cannot be decoded ends the episode there.
     screens: list[Screen] = []
 
     with _stopwatch(waits_s, "environment"):

@@ -43,7 +43,7 @@ def common(a_c: np.ndarray, b_c: np.ndarray) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """One slot: cache positions 0 ... computed - 1 hold contents_c[:computed]; the rest is pending."""
+    """Cache positions 0 ... computed - 1 hold contents_c[:computed]; the rest is pending."""
 
     number: int
     owner: str = ""  # the episode that it belongs to; empty: free

@@ -1,7 +1,7 @@
 """The keys and values of a text tower's layers, in slots, as floats or as int8.
 
-A family's `extend` writes and reads a layer at a time; the engine owns the buffers and decides which
-request has which slot.
+A family's `extend` writes and reads a layer at a time; the engine owns the buffers and decides
+which request has which slot.
 
 int8 is a choice for memory: one scale for every token and head, so that a token never changes what
 was stored before it. |x - q * scale| is at most scale / 2, half of a 127th of the head's largest
@@ -91,7 +91,7 @@ def write(
 def read(
     cache: KVCache, layer: jax.Array, slot_b: jax.Array | None, span: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v [B,K,S,H] of a layer, the first `span` positions of the slots; None: of all, in order."""
+    """k and v [B,K,S,H] of a layer, the first `span` positions of the slots (None: all)."""
 
     def looked_at(buffer: jax.Array) -> jax.Array:
         of_layer_cksh = buffer[layer, :, :, :span]  # first, or a gather looks through all layers

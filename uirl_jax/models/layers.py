@@ -93,7 +93,7 @@ def rotate(x_btnh: jax.Array, cos_bth: jax.Array, sin_bth: jax.Array) -> jax.Arr
 
 
 def vocabulary_logits(embedding: nnx.Param, head: Any, x_btd: jax.Array) -> jax.Array:
-    """float32[B,T,V] of the head (`lora.Linear`), or of the tied embedding [V,D] where it is None."""
+    """float32[B,T,V] of the head (`lora.Linear`), or of the tied embedding [V,D] if it is None."""
     if head is not None:
         kernel_dv = constrain(head.kernel[...].astype(x_btd.dtype), None, "vocab")
         logits_btv = jnp.einsum("btd,dv->btv", x_btd, kernel_dv, preferred_element_type=jnp.float32)

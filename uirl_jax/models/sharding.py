@@ -186,7 +186,8 @@ def state_shardings(mesh: Mesh, abstract_state: Any, rules: Rules) -> Any:
     shardings = jax.tree.map_with_path(rule, abstract_state)
     if unknown:
         raise ModelError(
-            f"no sharding rule for {', '.join(sorted(unknown))}: add it to the family's sharding_rules"
+            f"no sharding rule for {', '.join(sorted(unknown))}: add it to the family's "
+            "sharding_rules"
         )
     return shardings
 

@@ -6,7 +6,6 @@ it. No file and no array is touched here.
 
 import dataclasses
 import math
-import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -64,11 +63,11 @@ class WeightTable:
     single: Mapping[str, str]
     lora_groups: Mapping[str, tuple[str, ...]]
     sharding_rules: Mapping[str, tuple[str | None, ...]]
-    shapes: Mapping[str, Callable[[Any], Shape]] = types.MappingProxyType({})
+    shapes: Mapping[str, Callable[[Any], Shape]] = dataclasses.field(default_factory=dict)
     published_name: Callable[[str], str | None] = _same
     current_name: Callable[[str], str] = _same
     redundant: Callable[[Any], Collection[str]] = lambda cfg: ()
-    peft_targets: Mapping[str, str] = types.MappingProxyType({})
+    peft_targets: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -84,7 +83,8 @@ class WeightTable:
         if unknown:
             known = (*self.lora_groups, *self.projections)
             raise ConfigError(
-                f"lora.targets={tuple(targets)}: {unknown[0]!r} is unknown, expected some of {known}"
+                f"lora.targets={tuple(targets)}: {unknown[0]!r} is unknown, expected some of "
+                f"{known}"
             )
         return frozenset(name for t in targets for name in self.lora_groups.get(t, (t,)))
 

@@ -286,8 +286,8 @@ def fill(batches: Seq[TrainBatch], **per_token: Seq[float | np.ndarray]) -> list
             expected = sampled[number] if number < len(sampled) else 0
             if np.ndim(value) and np.shape(value) != (expected,):
                 raise ConfigError(
-                    f"trajectory {number}: {name} has shape {np.shape(value)}, expected one float or "
-                    f"[{expected}], one per sampled token"
+                    f"trajectory {number}: {name} has shape {np.shape(value)}, expected one float "
+                    f"or [{expected}], one per sampled token"
                 )
     return [
         dataclasses.replace(

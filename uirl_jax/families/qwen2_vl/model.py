@@ -2,7 +2,7 @@
 
 A module holds names and parameters; its methods are pure, so that `jax.jit` stays at the edge. The
 blocks of a tower are stacked and run by one `lax.scan` under `jax.checkpoint`. Patches and
-positions come from `inputs`, names of tensors from `names`; nothing here samples or computes a loss.
+positions come from `inputs`, names of tensors from `names`. Sampling and losses are elsewhere.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
@@ -382,7 +382,7 @@ class Qwen2VL(nnx.Module):
         return self.text.final_norm(x_btd), cache
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]. For whole rows use scoring.token_logprobs, which never holds all of it."""
+        """float32[B,T,V]. Score whole rows with scoring.token_logprobs, which chunks them."""
         return layers.vocabulary_logits(self.text.embedding, self.text.lm_head, x_btd)
 
 
