@@ -144,8 +144,9 @@ def cold_start_on(recorded, model, workdir, **options) -> Chat:
 def test_cold_start_is_given_what_was_recorded(tmp_path, recorded, monkeypatch):
     given = []
 
-    def note(graphdef, trainable, frozen, batches_at, cfg, **options):
+    def note(split, batches_at, cfg, step_cfg, **options):
         given.extend(batches_at(step) for step in range(cfg.steps))
+        _, trainable, _ = split
         return trainable
 
     monkeypatch.setattr(cold_start.supervised, "train", note)
