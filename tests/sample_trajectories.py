@@ -9,8 +9,7 @@ from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import ShardWriter
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
-LAYOUT = TokenLayout(vocab_size=100, image_token_id=9, merge_size=2)
-GRID_THW = (1, 4, 2)  # two visual tokens
+LAYOUT = TokenLayout(vocab_size=100, image_token_id=9)
 
 
 def make_trajectory(
@@ -54,7 +53,7 @@ def make_trajectory(
         instruction="Click the “red” button",
         turns=tuple(turns),
         images=images,
-        image_grids=dict.fromkeys(images, GRID_THW),
+        image_tokens=dict.fromkeys(images, 2),
         stop_reason=StopReason.COMPLETED,
         reward=reward,
         success=True,

@@ -395,8 +395,7 @@ def test_episodes_play_in_containers_and_a_cancelled_one_leaves_none(kind):
             fleet = Fleet(lambda: ["containers"], lambda url: client_of(cfg), max_rest_s=0.3)
             await stack.enter_async_context(fleet)
             engine = world.ScriptedEngine(lambda number: "click(160,40)")
-            image_cfg = world.IMAGE_CFG
-            player = Player(fleet, engine, world.chat(), image_cfg, ROLLOUT, concurrency=3)
+            player = Player(fleet, engine, world.chat(), world.inputs(), ROLLOUT, concurrency=3)
             attempts = await asyncio.gather(*(player.play(TASK, n, "g") for n in range(3)))
             ends = sorted(attempt.trajectory.stop_reason for attempt in attempts)
             assert ends == [StopReason.ENV_ERROR, StopReason.MAX_TURNS, StopReason.MAX_TURNS]

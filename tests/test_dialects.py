@@ -290,7 +290,7 @@ def play(container, task, say):
                 client=client,
                 engine=world.ScriptedEngine(say),
                 chat=world.chat(),
-                image_cfg=world.IMAGE_CFG,
+                inputs=world.inputs(),
                 cfg=world.RolloutConfig(max_new_tokens=64, max_context_tokens=100_000),
                 seed=0,
                 group_id="g",

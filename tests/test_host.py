@@ -73,7 +73,7 @@ async def acting(workdir, urls, engine, *, cfg=CFG, task_for_group=task_of, conc
                     workdir,
                     BASE,
                     world.layout(),
-                    lambda adapters: world.policy()[1] if engine is real else None,
+                    lambda adapters: world.policy().lora if engine is real else None,
                 ),
                 TaskSource(task_for_group, run_seed=7),
                 stop,

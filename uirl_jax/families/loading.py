@@ -28,7 +28,7 @@ from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PolicyModel:
     """One model, split once: everything that computes shares `frozen`; training starts at `lora`.
 
