@@ -10,12 +10,11 @@ PACKAGE = ROOT / "uirl_jax"
 LAYERS = (
     {"errors"},
     {"types", "seeds", "platform_flags", "untrusted_json"},
-    {"untrusted_http"},
+    {"untrusted_http", "store"},
     {"rl", "models", "chat", "actions", "vision_inputs", "config", "metrics", "curriculum"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluate"},
     {"report", "charts", "run_config"},
-    {"workdir"},
     {"run"},
     {"main", "vlm"},
 )
@@ -30,9 +29,12 @@ WITHOUT_JAX = (
     "errors",
     "verifiers",
     "untrusted",
+    "store",
     "shards/record",
     "shards/writer",
     "shards/reader",
+    "shards/queue",
+    "shards/journal",
 )
 
 
