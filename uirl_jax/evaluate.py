@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ConfigError, UirlError
-from uirl_jax.metrics import write_atomically
 from uirl_jax.seeds import eval_seed
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
+from uirl_jax.store import open_store
+from uirl_jax.store.files import write_atomically
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 EVAL_DIR = "eval"
@@ -235,13 +236,14 @@ def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None
 
     Interrupted at any point, the same call completes it. Does nothing where there is no such stage.
     """
-    result, root = read_results(workdir).get(stage), Path(workdir) / EVAL_DIR
+    result, store = read_results(workdir).get(stage), open_store(workdir)
     if result is None:
         return
-    if (root / stage).is_dir() and not (root / name).exists():
-        (root / stage).rename(root / name)
-    write_json(root / f"{name}.json", dataclasses.asdict(dataclasses.replace(result, stage=name)))
-    (root / f"{stage}.json").unlink()
+    for episodes in store.names(f"{EVAL_DIR}/{stage}"):
+        store.move(episodes, f"{EVAL_DIR}/{name}/{episodes.rpartition('/')[2]}")
+    renamed = dataclasses.asdict(dataclasses.replace(result, stage=name))
+    write_json(Path(workdir) / EVAL_DIR / f"{name}.json", renamed)
+    store.delete(f"{EVAL_DIR}/{stage}.json")
 
 
 def format_table(results: Sequence[EvalResult]) -> str:

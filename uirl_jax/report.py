@@ -28,8 +28,9 @@ from PIL import Image, UnidentifiedImageError
 
 from uirl_jax import charts, evaluate
 from uirl_jax.errors import RecordError, ShardError, UirlError
-from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics, write_atomically
+from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics
 from uirl_jax.shards.reader import read_shard
+from uirl_jax.store.files import write_atomically
 from uirl_jax.types import Action, StopReason, Trajectory, Turn
 
 REPORT_FILE = "report.html"

@@ -8,7 +8,6 @@ steps; publishes nothing.
 """
 
 import dataclasses
-import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from uirl_jax.models.lora import LoRAParam
 from uirl_jax.rl.rewards import turn_lengths
 from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
+from uirl_jax.store.files import new_directory
 from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
 from uirl_jax.verifiers.demonstrations import Demonstrator
 
@@ -146,11 +146,10 @@ def run_cold_start(
             stop=stop,
         )
     progress.close()
-    temporary = workdir / "cold_start" / ".model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
     # In the files' own dtype, whatever a run holds weights in: a base of bfloat16 stays as small.
     dtype = qwen2_vl_weights.stored_dtype(model.path)
-    qwen2_vl_weights.save_pretrained(nnx.merge(graphdef, trained, frozen), temporary, dtype=dtype)
-    loading.copy_tokenizer(model.path, temporary)
-    temporary.rename(target)
+    whole = nnx.merge(graphdef, trained, frozen)
+    with new_directory(target) as directory:
+        qwen2_vl_weights.save_pretrained(whole, directory, dtype=dtype)
+        loading.copy_tokenizer(model.path, directory)
     return target

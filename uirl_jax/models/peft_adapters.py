@@ -29,7 +29,8 @@ from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 from uirl_jax.models.qwen2_vl_names import Leaf, current_name, leaves_of
 from uirl_jax.models.qwen2_vl_weights import adapters_to_numpy
-from uirl_jax.models.weight_files import DTYPE_NAMES, listed, replacing
+from uirl_jax.models.weight_files import DTYPE_NAMES, listed
+from uirl_jax.store.files import replacing
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
