@@ -26,6 +26,7 @@ from uirl_jax.metrics import key_values
 from uirl_jax.policy_sync import Manifest
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import ShardWriter
+from uirl_jax.store import open_store
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 
@@ -157,14 +158,15 @@ class _Actor:
         run_seed: int,
         on_report: Report | None,
     ) -> None:
-        self._player, self._cfg, self._workdir, self._base_hash = player, cfg, workdir, base_hash
+        self._player, self._cfg, self._base_hash = player, cfg, base_hash
+        self._store = open_store(workdir)
         self._to_lora, self._task_for_group, self._run_seed = to_lora, task_for_group, run_seed
         self._on_report = on_report
         self._journal = Journal(workdir, player.actor_id, player.run_id)
         self._writer = ShardWriter(
-            workdir, player.actor_id, player.run_id, base_hash, layout=layout
+            self._store, player.actor_id, player.run_id, base_hash, layout=layout
         )
-        self._shards = PublishedShards(workdir, player.run_id)
+        self._shards = PublishedShards(self._store, player.run_id)
         self._manifest: Manifest | None = None  # the newest one that was taken
         # Its policy and those before it, as (lora, version); the engine samples with the first.
         self._policies: collections.deque[tuple[Any, int]] = collections.deque(
@@ -192,7 +194,7 @@ class _Actor:
         self._on_disk = frozenset(group.index for group in on_disk)
         manifest: Manifest | None = None
         try:
-            manifest = await asyncio.to_thread(policy_sync.read_manifest, self._workdir)
+            manifest = await asyncio.to_thread(policy_sync.read_manifest, self._store)
             if manifest is None:
                 self._complain("no_policy", "none is published yet, waiting for the learner")
                 return
@@ -335,7 +337,7 @@ class _Actor:
         """One group becomes one shard. A full disk is waited for; a record that is none is lost."""
         self._journal.add("publishing", index, len(trajectories))
         try:
-            path = await asyncio.to_thread(self._writer.publish, trajectories)
+            name = await asyncio.to_thread(self._writer.publish, trajectories)
         except ShardError as error:
             self._publish_again_s = time.monotonic() + 20 * self._cfg.poll_s
             self._complain("shard_not_published", str(error))
@@ -348,7 +350,7 @@ class _Actor:
             self._journal.add("published", index, len(trajectories))
             self._in_memory.pop(index)
             oldest, newest = zip(*(t.policy_versions for t in trajectories), strict=True)
-            self._shards.note(path, ShardGroup(index, min(oldest), max(newest)))
+            self._shards.note(name, ShardGroup(index, min(oldest), max(newest)))
             assert self._ledger is not None  # a group was admitted
             pending = self._ledger.pending | {index}
             self._ledger = dataclasses.replace(self._ledger, pending=pending)
@@ -362,7 +364,7 @@ class _Actor:
 
     def _load(self, manifest: Manifest) -> Any:
         return self._to_lora(
-            policy_sync.load(self._workdir, manifest, self._base_hash, run_id=self._player.run_id)
+            policy_sync.load(self._store, manifest, self._base_hash, run_id=self._player.run_id)
         )
 
     # -------------------------------------------------------------- telling

@@ -32,9 +32,10 @@ from uirl_jax.metrics import MetricsWriter, Progress, key_values
 from uirl_jax.models import qwen2_vl_weights
 from uirl_jax.models.loading import PolicyModel
 from uirl_jax.shards import batching
-from uirl_jax.shards.reader import ShardQueue
+from uirl_jax.shards.queue import QUARANTINE, ShardQueue
 from uirl_jax.shards.record import TokenLayout
-from uirl_jax.shards.writer import write_shard
+from uirl_jax.shards.writer import put_shard
+from uirl_jax.store import Store, open_store
 from uirl_jax.types import TrainBatch, Trajectory
 
 
@@ -123,6 +124,7 @@ def run_learner(
         dropout_seed=seed,
         state_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
     )
+    store = open_store(workdir)
     checkpointer = Checkpointer(workdir / "checkpoints", keep=cfg.keep_checkpoints)
     metrics_writer = MetricsWriter(workdir)
     with checkpointer, metrics_writer:
@@ -135,11 +137,11 @@ def run_learner(
                 print(key_values("checkpoint_skipped", reason=line), flush=True)
         step = int(state.step)
         metrics_writer.truncate_from(step + 1)
-        queue = ShardQueue(workdir, run_id, model.base_hash, meta["shards"])
+        queue = ShardQueue(store, run_id, model.base_hash, meta["shards"])
         trained = _Ranges(meta["groups"])
         extra = int(meta["extra"])  # groups on top of groups_per_step, over all steps
         tallies = curriculum.tallies(meta["tallies"])
-        replay = Replay(workdir, model.base_hash, _layout(model), meta["replay"])
+        replay = Replay(store, model.base_hash, _layout(model), meta["replay"])
         earlier_s, started_s = float(meta["train_seconds"]), time.monotonic()
 
         def train_seconds() -> float:
@@ -167,7 +169,7 @@ def run_learner(
 
         def publish() -> None:
             policy_sync.publish(
-                workdir,
+                store,
                 version=step,
                 step=step,
                 adapters=qwen2_vl_weights.adapters_to_numpy(state.trainable),
@@ -233,7 +235,7 @@ def run_learner(
                 )
                 check_finite(step + 1, metrics)
             except TrainingError as error:
-                aside = _set_aside(workdir / "quarantine" / f"step-{step + 1}", groups, model)
+                aside = _set_aside(store, f"{QUARANTINE}/step-{step + 1}", groups, model)
                 raise TrainingError(f"{error}; its records are in {aside}") from None
 
             step += 1
@@ -341,21 +343,20 @@ def _wait_for_groups(
     return None
 
 
-def _set_aside(directory: Path, groups: Sequence[Group], model: PolicyModel) -> str:
+def _set_aside(store: Store, prefix: str, groups: Sequence[Group], model: PolicyModel) -> str:
     """Shards of a step's records, one a group, for whoever looks for what went wrong.
 
     Returns: where they are, or why they are not: what went wrong itself is told in every case.
     """
     layout = _layout(model)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         for group in groups:
-            path = directory / f"group-{group[0].group_id}.tfrecord"
+            name = f"{prefix}/group-{group[0].group_id}.tfrecord"
             fresh = [record for record in group if not is_replayed(record, group)]
-            write_shard(path, fresh, base_hash=model.base_hash, layout=layout)
-    except (OSError, UirlError) as error:
+            put_shard(store, name, fresh, base_hash=model.base_hash, layout=layout)
+    except UirlError as error:
         return f"nowhere whole ({error})"
-    return str(directory)
+    return store.location(prefix)
 
 
 def _layout(model: PolicyModel) -> TokenLayout:
