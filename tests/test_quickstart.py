@@ -9,8 +9,7 @@ import pytest
 
 from configs import quickstart
 from uirl_jax import config, evaluate, main, run_config
-from uirl_jax.run import Run
-from uirl_jax.workdir import open_run
+from uirl_jax.run import Run, open_run
 
 STEPS = 60
 

@@ -30,10 +30,11 @@ from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.models import loading, sharding
-from uirl_jax.run import BackgroundLoop, Players, Run, forbidden_ids, when_set
+from uirl_jax.run import BackgroundLoop, Players, Run, forbidden_ids, open_run, when_set
 from uirl_jax.run_config import MeshConfig, RunConfig
+from uirl_jax.store import open_store
+from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers import supervisor
-from uirl_jax.workdir import only_learner, open_run
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
 ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
@@ -307,7 +308,8 @@ def main(argv: list[str]) -> int:
                 f"{_ACTORS.value - 1}"
             )
         learns = _ROLE.value in ("all", "learner")
-        with only_learner(workdir) if learns else contextlib.nullcontext():
+        lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
+        with lease:
             run = Run(cfg, workdir, open_run(workdir, cfg, learns=learns))
             if _ROLE.value != "verifier":  # the server ends gracefully by itself
                 for signum in (signal.SIGTERM, signal.SIGINT):

@@ -1,6 +1,6 @@
 """A run as its roles see it: config and workdir, and the players of its episodes.
 
-`main` puts them together; `workdir` says which run a directory holds.
+`main` puts them together. `open_run` says which run a workdir holds.
 """
 
 import asyncio
@@ -10,14 +10,15 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Coroutine
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from uirl_jax import evaluate, metrics, policy_sync
+from uirl_jax import config, evaluate, metrics, policy_sync
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, run_actor, run_tasks
 from uirl_jax.actor.player import Player
@@ -31,13 +32,15 @@ from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.models import loading, qwen2_vl_weights
 from uirl_jax.run_config import RunConfig
 from uirl_jax.shards.record import TokenLayout
+from uirl_jax.store import Store, open_store
+from uirl_jax.store.lease import only_actor
 from uirl_jax.types import Trajectory
 from uirl_jax.verifiers import supervisor
 from uirl_jax.verifiers.client import VerifierClient
 from uirl_jax.verifiers.containers import ContainerClient
-from uirl_jax.workdir import only_actor
 
 T = TypeVar("T")
+CONFIG_FILE = "config.json"
 
 
 class BackgroundLoop:
@@ -63,6 +66,64 @@ class BackgroundLoop:
         return self.start(coroutine).result()
 
 
+def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
+    """The run's id; config.json is written by whichever role comes first.
+
+    More `learner.steps` than a run was begun with carry it on, at the learning rate of a run of
+    that length; what it was measured to solve at its end before is kept as that version's.
+
+    Args:
+      learns: whether this role holds the learner's lease; no other carries a run on.
+    Raises:
+      ConfigError: the workdir holds a run with another config; every difference is named.
+    """
+    resolved = json.loads(config.resolved_config_json(cfg))
+    store = open_store(workdir)
+    content = {"run_id": uuid.uuid4().hex, "config": resolved}
+    store.put_new(CONFIG_FILE, _to_json(content))  # of two roles that start together one writes it
+    try:
+        found = json.loads(store.read(CONFIG_FILE))
+        run_id, known = found["run_id"], found["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
+        ) from None
+    differences = sorted(_differences(known, resolved, "config"))
+    goes_on = _goes_on(known, resolved, differences)
+    if goes_on and learns:
+        evaluate.rename_stage(workdir, "after", f"version_{known['learner']['steps']}")
+        store.delete(evaluate.SUMMARY_FILE)
+        store.put(CONFIG_FILE, _to_json({"run_id": run_id, "config": resolved}))
+    elif differences:
+        way_out = "Use another --workdir, or remove this one"
+        if goes_on:
+            way_out = "Only --role=all and --role=learner carry a run on"
+        raise ConfigError(
+            f"{workdir} holds a run with another config: {'; '.join(differences)}. {way_out}"
+        )
+    return run_id
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _goes_on(known: Any, wanted: Any, differences: Sequence[str]) -> bool:
+    """Whether more steps are all that is wanted."""
+    if len(differences) != 1 or not differences[0].startswith("config.learner.steps is "):
+        return False
+    before = known["learner"].get("steps")
+    return isinstance(before, int) and before < wanted["learner"]["steps"]
+
+
+def _differences(known: Any, wanted: Any, path: str) -> Iterator[str]:
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        for key in known.keys() | wanted.keys():
+            yield from _differences(known.get(key), wanted.get(key), f"{path}.{key}")
+    elif known != wanted:
+        yield f"{path} is {known!r} there and {wanted!r} here"
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What every role has: the config, the workdir, and the model's words."""
@@ -75,6 +136,10 @@ class Run:
     @property
     def port_file(self) -> Path:
         return self.own_port_file or self.workdir / "verifier.port"
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.workdir)
 
     def load_model(self, mesh: jax.sharding.Mesh | None, path: Path) -> loading.PolicyModel:
         cfg = self.cfg.model
@@ -191,7 +256,8 @@ class Players:
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
 
-        with only_actor(run.workdir, actor_id):
+        loop = asyncio.get_running_loop()
+        with only_actor(run.store, actor_id, lambda: loop.call_soon_threadsafe(stop.set)):
             return await run_actor(
                 self.player(actor_id, temperature=cfg.actor.rollout.temperature),
                 ActorConfig(
@@ -259,11 +325,11 @@ class Players:
 
     def take_policy(self) -> int:
         """The newest published policy into the engine; its version, or -1 where there is none."""
-        manifest = policy_sync.read_manifest(self.run.workdir)
+        manifest = policy_sync.read_manifest(self.run.store)
         if manifest is None:
             return -1
         adapters = policy_sync.load(
-            self.run.workdir, manifest, self.model.base_hash, run_id=self.run.run_id
+            self.run.store, manifest, self.model.base_hash, run_id=self.run.run_id
         )
         self.engine.set_policy(self.to_lora(adapters), manifest.version)
         return manifest.version
