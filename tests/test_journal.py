@@ -5,7 +5,8 @@ import pytest
 from uirl_jax.errors import ShardError
 from uirl_jax.shards import journal
 from uirl_jax.shards.journal import Journal, Line
-from uirl_jax.store import LocalStore, open_store
+from uirl_jax.store import open_store
+from uirl_jax.store.local import LocalStore
 
 
 def lines(first: int, count: int) -> list[Line]:

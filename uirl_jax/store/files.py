@@ -8,7 +8,6 @@ directly.
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 import uuid
@@ -113,13 +112,15 @@ def _open_temporary(path: Path) -> BinaryIO:
 
 def in_directory(directory: Path, act: Callable[[], T]) -> T:
     """What `act` returns, in a directory that is made if it is missing. Raises OSError."""
-    for attempt in itertools.count(1):
+    attempts = 0
+    while True:
         try:
             _make_directory(directory)
             return act()
         except (FileNotFoundError, FileExistsError):
             # Another process may have removed the directory, still empty, in between.
-            if attempt == _ATTEMPTS:
+            attempts += 1
+            if attempts == _ATTEMPTS:
                 raise
 
 
