@@ -201,8 +201,8 @@ async def watch(
     seen: Manifest | None = None
     while True:
         manifest = await asyncio.to_thread(read_manifest, store)
-        is_new = manifest is not None and manifest != seen
-        if is_new and (seen is not None or manifest.version > after_version):
+        wanted = seen is not None or (manifest is not None and manifest.version > after_version)
+        if manifest is not None and manifest != seen and wanted:
             yield manifest
         seen = manifest
         await asyncio.sleep(poll_s)
@@ -223,15 +223,15 @@ def _to_manifest(where: str, fields: Any) -> Manifest:
         for name, highest in (("version", 2**62), ("step", 2**62), ("crc32c", 2**32 - 1)):
             if not 0 <= fields[name] <= highest:
                 faults.append(f"{name} is out of range")
-        published_unix_s = fields["published_unix_s"]
-        if not (abs(published_unix_s) < 1e15 and math.isfinite(published_unix_s)):
+        seconds = fields["published_unix_s"]
+        if not (abs(seconds) < 1e15 and math.isfinite(seconds)):
             faults.append("published_unix_s is out of range")
     if faults:
         raise PolicyError(
             f"{where}: is no manifest: {'; '.join(faults[:8])}; the learner writes it anew"
         )
     _check_relative(where, fields["path"])
-    return Manifest(**{**fields, "published_unix_s": float(published_unix_s)})
+    return Manifest(**{**fields, "published_unix_s": float(fields["published_unix_s"])})
 
 
 def _check_relative(where: str, path: str) -> None:
