@@ -140,7 +140,9 @@ class ScriptedEngine:
     async def sample(self, request: SampleRequest) -> SampleResult:
         text = self._say(len(self.requests))
         self.requests.append(request)
-        decode_planned(request.screens[-1])  # as every engine: ImageError where it cannot be decoded
+        decode_planned(
+            request.screens[-1]
+        )  # as every engine: ImageError where it cannot be decoded
         ids = chat().completion_ids(text) if self._stopped else chat().encode(text)
         logprobs = np.full(len(ids), -0.5, np.float32)
         versions = np.full(len(ids), self._version, np.int32)

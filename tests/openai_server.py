@@ -19,9 +19,9 @@ import numpy as np
 from aiohttp import web
 from PIL import Image
 from transformers import AutoTokenizer
+from uirl_jax.chat import Chat, ChatConfig
 
 from uirl_jax import vision_inputs
-from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.models import loading, peft_adapters, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig

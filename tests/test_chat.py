@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
+from uirl_jax.chat import OMITTED_SCREENSHOT, Chat, ChatConfig, without_repeats
 
 from tools import tokenizer_training
 from uirl_jax import actions
 from uirl_jax.actions import FORMATS, find_format
-from uirl_jax.chat import OMITTED_SCREENSHOT, Chat, ChatConfig, without_repeats
 from uirl_jax.errors import ConfigError, ContextError, ModelError
 
 MERGE_SIZE = 2

@@ -10,12 +10,12 @@ PACKAGE = ROOT / "uirl_jax"
 LAYERS = (
     {"errors"},
     {"types", "seeds", "platform_flags", "untrusted_json", "assets"},
-    {"untrusted_http"},
-    {"rl", "models", "chat", "actions", "vision_inputs", "metrics"},
+    {"untrusted_http", "store"},
+    {"rl", "models", "actions", "metrics"},
+    {"families"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"actor", "learner", "evaluation", "players"},
     {"report", "config"},
-    {"workdir"},
     {"run"},
     {"main", "vlm"},
 )
@@ -31,9 +31,12 @@ WITHOUT_JAX = (
     "errors",
     "verifiers",
     "untrusted",
+    "store",
     "shards/record",
     "shards/writer",
     "shards/reader",
+    "shards/queue",
+    "shards/journal",
 )
 
 

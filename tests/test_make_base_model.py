@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from uirl_jax.chat import Chat
 
 from tools import make_base_model
 from uirl_jax import actions
-from uirl_jax.chat import Chat
 from uirl_jax.models import loading
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import desktop, drawing

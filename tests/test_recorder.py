@@ -10,11 +10,11 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from uirl_jax.chat import Chat
 
 from tests import actor_world as world
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration, End
-from uirl_jax.chat import Chat
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.shards import reader
 from uirl_jax.shards.writer import write_shard

@@ -5,10 +5,10 @@ import threading
 
 import numpy as np
 import pytest
+from uirl_jax.chat import Chat, ChatConfig
 
 from tests import tiny_model
 from uirl_jax import seeds
-from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.errors import ConfigError, RestartError, ShardError
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.models import loading

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from uirl_jax.vision_inputs import ImageConfig
 
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ImageError, ModelError
 from uirl_jax.models import qwen2_vl
-from uirl_jax.vision_inputs import ImageConfig
 
 MERGE = 2
 V = 90  # image token

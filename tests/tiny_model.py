@@ -5,10 +5,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
+from uirl_jax.vision_inputs import ImageConfig
 
 from tools import tokenizer_training
 from uirl_jax.models import qwen2_vl, qwen2_vl_weights
-from uirl_jax.vision_inputs import ImageConfig
 
 CONFIG = Path(__file__).with_name("tiny_config.py")
 

@@ -27,6 +27,7 @@ from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import loading, peft_adapters, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoRAParam
+from uirl_jax.store import open_store
 
 
 def read_run(workdir: Path) -> RunConfig:
@@ -49,13 +50,14 @@ def base_of(workdir: Path, cfg: RunConfig) -> Path:
 
 def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np.ndarray]]:
     """What it is, and the arrays by leaf. Raises: PolicyError."""
-    manifest = policy_sync.read_manifest(workdir)
+    store = open_store(workdir)
+    manifest = policy_sync.read_manifest(store)
     if manifest is None:
         raise PolicyError(
             f"{workdir}: no policy is published yet; the learner does so at its start"
         )
     base_hash = qwen2_vl_weights.base_hash(base_dir)
-    adapters = policy_sync.load(workdir, manifest, base_hash)
+    adapters = policy_sync.load(store, manifest, base_hash)
     return f"policy version {manifest.version}", adapters
 
 

@@ -24,11 +24,12 @@ import tempfile
 from pathlib import Path
 
 from absl import app, flags
+from uirl_jax.chat import Chat
+from uirl_jax.vision_inputs import ImageConfig
 
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
 from uirl_jax import assets, seeds
-from uirl_jax.chat import Chat
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
@@ -39,7 +40,6 @@ from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.verifiers import own_tasks, supervisor
 from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.vision_inputs import ImageConfig
 
 DEFAULT_MAX_TURNS = 30  # of a task that the config does not have
 

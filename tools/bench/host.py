@@ -30,18 +30,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 from PIL import Image
-
-from tools.bench import loopback
-from tools.bench.processes import answer_of
-from uirl_jax import assets
-from uirl_jax.actor.fleet import Fleet
-from uirl_jax.actor.player import Player
-from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.chat import Chat, ChatConfig
-from uirl_jax.engine.pixels import PixelReader
-from uirl_jax.engine.requests import SampleRequest, SampleResult
-from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop
 from uirl_jax.vision_inputs import (
     PUBLISHED_IMAGES,
     ImageConfig,
@@ -49,6 +38,17 @@ from uirl_jax.vision_inputs import (
     decode_image,
     image_grid,
 )
+
+from tools.bench import loopback
+from tools.bench.processes import answer_of
+from uirl_jax import assets
+from uirl_jax.actor.fleet import Fleet
+from uirl_jax.actor.player import Player
+from uirl_jax.actor.rollout import RolloutConfig
+from uirl_jax.engine.pixels import PixelReader
+from uirl_jax.engine.requests import SampleRequest, SampleResult
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers import desktop
 
 ACT_S = 1.2
 WARM_S = 4 * ACT_S  # until every episode has taken a turn or two

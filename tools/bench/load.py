@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
     """A directory as transformers writes it, with random bfloat16; returns the weights' bytes."""
     from flax import nnx
-
-    from uirl_jax.models import qwen2_vl, weight_files
     from uirl_jax.models.qwen2_vl_names import current_name, leaves_of
     from uirl_jax.vision_inputs import ImageConfig
+
+    from uirl_jax.models import qwen2_vl, weight_files
 
     abstract = nnx.eval_shape(lambda: qwen2_vl.Qwen2VL(cfg, rngs=nnx.Rngs(0)))
     tensors = [

@@ -19,11 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from uirl_jax.chat import Chat
 
 from tools.bench.algorithms import ALGORITHMS
 from uirl_jax import platform_flags
-from uirl_jax.config import reading, schema
-from uirl_jax.chat import Chat
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.learner import algorithm

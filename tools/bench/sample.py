@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def our_engine(directory: Path, **sizes: Any) -> Any:
-    from uirl_jax.engine.engine import Engine, EngineConfig
     from uirl_jax.vision_inputs import PUBLISHED_IMAGES
+
+    from uirl_jax.engine.engine import Engine, EngineConfig
 
     graphdef, lora, frozen, cfg = work.load_model(directory)
     return Engine(

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 from uirl_jax import assets
 from uirl_jax.config.schema import ModelConfig, RunConfig
@@ -32,7 +33,6 @@ from uirl_jax.models import qwen2_vl, sharding
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
-from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 PUBLISHED = Path(__file__).parents[2] / "uirl_jax" / "assets" / "published"
 TRAINING = ("score", "gradients")

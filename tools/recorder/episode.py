@@ -11,10 +11,10 @@ import uuid
 from typing import Any
 
 import numpy as np
+from uirl_jax.chat import Chat
 
 from uirl_jax import vision_inputs
 from uirl_jax.actor.rollout import MAX_REWARD, TERMINATE, UNSENT
-from uirl_jax.chat import Chat
 from uirl_jax.errors import ActionError, ImageError, RequestRefusedError, VerifierError
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers.client import Session, VerifierClient

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
+from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.vision_inputs import ImageConfig
 
 from uirl_jax import actions, assets
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import run_tasks
 from uirl_jax.actor.player import Attempt, Player
 from uirl_jax.actor.rollout import RolloutConfig, derive_seed
-from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers import desktop
 from uirl_jax.verifiers.client import ClientLimits, VerifierClient
-from uirl_jax.vision_inputs import ImageConfig
 
 MODEL_DIR = assets.DIRECTORY / "tiny-ui-base"  # its tokenizer is used
 LIMITS = ClientLimits(
