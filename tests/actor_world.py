@@ -30,8 +30,8 @@ from uirl_jax.families.screens import decode_planned
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers.client import ClientLimits, VerifierClient
-from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.server.server import serve
 
 CLICKS = ("click(60,40)", "click(160,40)", "click(60,120)", "click(160,120)")
 IMAGE_CFG = ImageConfig(min_pixels=56 * 56, max_pixels=28 * 28 * 12)  # 224x168 is 12 visual tokens

@@ -9,8 +9,8 @@ PACKAGE = ROOT / "uirl_jax"
 # A room may import the rooms of lower layers, and its own layer only where ALLOWED says so.
 LAYERS = (
     {"errors"},
-    {"types", "seeds", "platform_flags", "untrusted_json", "assets"},
-    {"untrusted_http", "store"},
+    {"types", "seeds", "platform_flags", "untrusted", "assets"},
+    {"store"},
     {"rl", "models", "actions", "metrics"},
     {"families"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},

@@ -27,7 +27,7 @@ from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
-from uirl_jax.verifiers import supervisor
+from uirl_jax.verifiers.server import supervisor
 
 ROOT = Path(__file__).parents[1]
 SHIPPED_MODEL = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"

@@ -13,7 +13,7 @@ from tools import make_base_model
 from uirl_jax import actions
 from uirl_jax.models import loading
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop, drawing
+from uirl_jax.verifiers.tasks import desktop, drawing
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"

@@ -10,6 +10,7 @@ from uirl_jax.chat import Chat, ChatConfig
 
 from tests import actor_world as world
 from tests import tiny_model
+from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner import cold_start, recorded_demonstrations
 from uirl_jax.learner.state import OptimizerConfig
@@ -20,7 +21,6 @@ from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.store import open_store
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers.demonstrations import demonstrate
 
 SHIPPED = Path(__file__).parents[1] / "uirl_jax" / "assets" / "tiny-ui-base"
 TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=5)

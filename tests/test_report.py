@@ -32,7 +32,7 @@ from uirl_jax.metrics import COLD_START_DIR, MetricsWriter
 from uirl_jax.report import charts, draw, gather
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 LAYOUT = TokenLayout(vocab_size=100, image_token_id=7, merge_size=2)
 KINDS = (

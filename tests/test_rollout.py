@@ -18,7 +18,7 @@ from uirl_jax.engine.engine import Engine, SampleRequest
 from uirl_jax.errors import VerifierError
 from uirl_jax.shards import record
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 BUTTON = TaskSpec("desktop/click_button", seed=3, max_turns=1)
 TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=8)

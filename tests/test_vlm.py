@@ -16,7 +16,7 @@ import uirl_jax
 from uirl_jax.errors import ConfigError, ImageError, ModelError
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 MODEL = Path(uirl_jax.__file__).parent / "assets" / "tiny-ui-base"
 PLAIN = ChatConfig(system_prompt="", prompt_template="{instruction}")  # as it was taught

@@ -38,8 +38,9 @@ from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
-from uirl_jax.verifiers import own_tasks, supervisor
-from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.server import supervisor
 
 DEFAULT_MAX_TURNS = 30  # of a task that the config does not have
 

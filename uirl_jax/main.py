@@ -39,7 +39,7 @@ from uirl_jax.players import BackgroundLoop, Players, when_set
 from uirl_jax.run import Run, open_run
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
-from uirl_jax.verifiers import supervisor
+from uirl_jax.verifiers.server import supervisor
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
 ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
@@ -259,7 +259,7 @@ def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
 
 def run_verifier_role(run: Run) -> int:
     """The bundled server, in this process, until it is ended."""
-    from uirl_jax.verifiers import server
+    from uirl_jax.verifiers.server import server
 
     cfg = run.cfg.verifier
     task_dirs = [f"--task-dir={folder}" for folder in cfg.task_dirs]

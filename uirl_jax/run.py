@@ -30,9 +30,9 @@ from uirl_jax.players import Players, make_chat
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
-from uirl_jax.verifiers import supervisor
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.containers import ContainerClient
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.containers.containers import ContainerClient
+from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
 

@@ -48,7 +48,7 @@ from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 ACT_S = 1.2
 WARM_S = 4 * ACT_S  # until every episode has taken a turn or two

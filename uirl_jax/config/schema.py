@@ -22,7 +22,7 @@ from uirl_jax.models.quantization import Quantize
 from uirl_jax.players import PlayConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
-from uirl_jax.verifiers.containers import ContainerConfig
+from uirl_jax.verifiers.containers.runtime import ContainerConfig
 from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 
 

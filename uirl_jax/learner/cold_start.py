@@ -16,6 +16,7 @@ from typing import Literal
 from flax import nnx
 
 from uirl_jax import metrics
+from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.loading import PolicyModel, save_model
 from uirl_jax.learner import recorded_demonstrations, supervised
@@ -30,7 +31,6 @@ from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
 from uirl_jax.store.files import new_directory
 from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
-from uirl_jax.verifiers.demonstrations import Demonstrator
 
 MODEL_DIR = Path("cold_start") / "model"  # in the workdir
 

@@ -25,8 +25,8 @@ from uirl_jax.actor.rollout import RolloutConfig, derive_seed
 from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
-from uirl_jax.verifiers import desktop
-from uirl_jax.verifiers.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.tasks import desktop
 
 MODEL_DIR = assets.DIRECTORY / "tiny-ui-base"  # its tokenizer is used
 LIMITS = ClientLimits(

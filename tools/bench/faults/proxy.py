@@ -26,8 +26,8 @@ from aiohttp import web
 
 from tools.bench.faults import inputs
 from uirl_jax.verifiers import dialects
-from uirl_jax.verifiers.server import serve
-from uirl_jax.verifiers.sessions import ServerLimits
+from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.server.sessions import ServerLimits
 
 SERVERS = 4
 CALLS = ("session", "screenshot", "act", "progress", "delete")

@@ -29,10 +29,10 @@ from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
-from uirl_jax.verifiers.field_calls import SingleSession
-from uirl_jax.verifiers.open_session import ServerLimits, refusal
-from uirl_jax.verifiers.session_types import SessionTypes
-from uirl_jax.verifiers.sessions import Sessions
+from uirl_jax.verifiers.server.field_calls import SingleSession
+from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
+from uirl_jax.verifiers.server.sessions import Sessions
+from uirl_jax.verifiers.tasks.session_types import SessionTypes
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +294,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
