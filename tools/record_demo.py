@@ -30,7 +30,7 @@ from tools.recorder.episode import Agent, Demonstration
 from uirl_jax import config, seeds
 from uirl_jax.chat import Chat
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
-from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.models import hub, qwen2_vl_weights
 from uirl_jax.run_config import RunConfig
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
@@ -101,7 +101,7 @@ def read_plan() -> Plan:
             "verifier.containers: the recorder starts none; start one and give its --url"
         )
     task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
-    model_dir = Path(cfg.model.path)
+    model_dir = hub.model_directory(cfg.model.path, weights=False)
     model_cfg = qwen2_vl_weights.read_config(model_dir)
     image_cfg = ImageConfig.load(model_dir)
     chat = Chat(model_dir, cfg.chat, image_cfg.merge_size, image_cfg.patch_size)

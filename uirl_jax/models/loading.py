@@ -1,7 +1,8 @@
 """A model directory in Hugging Face's format -> what learner and engine share: one split model.
 
-The only place that knows which family a directory holds. Nothing is downloaded and no code of the
-directory is run; a directory is input like any other, and every fault of it is a ModelError.
+The only place that knows which family a directory holds. Nothing is downloaded but what `hub` is
+asked for, and no code of the directory is run; a directory is input like any other, and every fault
+of it is a ModelError.
 """
 
 import concurrent.futures
@@ -19,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.errors import ModelError
-from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models import hub, peft_adapters, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam, targets_of
 from uirl_jax.models.quantization import Quantize
 from uirl_jax.vision_inputs import ImageConfig
@@ -64,6 +65,7 @@ def load(
     """Reads a directory onto the mesh, with fresh adapters from `seed` or those of `adapter`.
 
     Args:
+      model_dir: also a name on the Hugging Face hub (see `hub`).
       param_dtype: of what is frozen; also of activations.
       quantize: int8 holds the frozen projections in 8 bits (see `quantization`).
       adapter: a directory in PEFT's format. It must be what `lora` says in all but dropout, which
@@ -72,7 +74,7 @@ def load(
     Raises:
       ModelError: no model there, an architecture that is not supported, or weights that do not fit.
     """
-    path = Path(model_dir)
+    path = hub.model_directory(model_dir, weights=False)  # what is refused costs no download
     family = _family(path)
     if family not in SUPPORTED:
         raise ModelError(
@@ -82,6 +84,7 @@ def load(
     if adapter:  # before the weights: what is wrong with it shows in a second
         cfg = qwen2_vl_weights.read_config(path)
         arrays = _read_adapter(Path(adapter), cfg, lora)
+    path = hub.model_directory(model_dir)
     with _hashing(path) as base_hash:
         model = qwen2_vl_weights.load_pretrained(
             path,
