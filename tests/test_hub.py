@@ -27,6 +27,7 @@ from uirl_jax.models import hub as model_hub
 from uirl_jax.models import loading
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.run_config import RunConfig
+from uirl_jax.vision_inputs import ImageConfig
 
 TINY = Path(uirl_jax.__file__).parent / "assets" / "tiny-ui-base"
 NAME = "lab/tiny-ui"
@@ -102,10 +103,14 @@ def test_hub_name_that_went_through_pathlib_means_the_same(hub):
 
 
 def test_loaded_weights_equal_those_of_the_directory(hub):
+    images = {"min_pixels": 3136, "max_pixels": 12_845_056}  # its own file, and no default, says so
+    files = FILES | {"preprocessor_config.json": json.dumps(images).encode()}
+    hub.repos[NAME] = Repo(files, ("v1",))
     ours = loading.load(TINY, lora=LoraConfig(), seed=0)
     fetched = uirl_jax.VLM.from_pretrained(f"hf://{NAME}@v1").model
     assert fetched.base_hash == ours.base_hash
-    assert (fetched.cfg, fetched.image_cfg) == (ours.cfg, ours.image_cfg)
+    assert fetched.cfg == ours.cfg
+    assert fetched.image_cfg == ImageConfig(**images) != ours.image_cfg
     jax.tree.map(np.testing.assert_array_equal, fetched.frozen, ours.frozen)
     assert hub.files_sent() == WANTED
 
