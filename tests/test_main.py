@@ -371,6 +371,7 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.learner.step=5"], "did you mean config.learner.steps?"),
         (["--config.learner.steps=many"], "config.learner.steps"),
         (["--config.model.path=/nowhere"], "/nowhere: no model in Hugging Face's format"),
+        (["--config.model.path=runs/nowhere"], "runs/nowhere: not a directory, and the Hugging"),
         (["--config.tasks.0.name=x"], "config.tasks"),
         (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "engine.max_new_tokens is 8"),

@@ -19,13 +19,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from uirl_jax import assets, policy_sync
+from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
 from uirl_jax.learner import state as learner_state
-from uirl_jax.models import loading, peft_adapters, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models import hub, loading, peft_adapters, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.store import open_store
 
@@ -45,7 +45,9 @@ def read_run(workdir: Path) -> RunConfig:
 
 def base_of(workdir: Path, cfg: RunConfig) -> Path:
     """The model that the adapters belong to: the config's, or what the run's cold start wrote."""
-    return workdir / "cold_start" / "model" if cfg.cold_start.steps else assets.find(cfg.model.path)
+    if cfg.cold_start.steps:
+        return workdir / "cold_start" / "model"
+    return hub.model_directory(cfg.model.path)
 
 
 def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np.ndarray]]:

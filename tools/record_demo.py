@@ -29,11 +29,11 @@ from uirl_jax.vision_inputs import ImageConfig
 
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
-from uirl_jax import assets, seeds
+from uirl_jax import seeds
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
-from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.models import hub
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
@@ -104,7 +104,7 @@ def read_plan() -> Plan:
             "verifier.containers: the recorder starts none; start one and give its --url"
         )
     task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
-    model_dir = assets.find(cfg.model.path)
+    model_dir = hub.model_directory(cfg.model.path, weights=False)
     model_cfg = qwen2_vl_weights.read_config(model_dir)
     image_cfg = ImageConfig.load(model_dir)
     chat = Chat(model_dir, cfg.chat, image_cfg.merge_size, image_cfg.patch_size)

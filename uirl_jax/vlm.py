@@ -73,9 +73,11 @@ class VLM:
         chat: ChatConfig | None = None,
         seed: int = 0,
     ) -> Self:
-        """Reads a directory in Hugging Face's format; nothing is downloaded.
+        """Reads a model directory in Hugging Face's format; downloads it only for `hf://`.
 
         Args:
+          path: a directory, hf://owner/name[@revision] or the owner/name of a cached model
+            (see `models.hub`).
           lora: of the adapters, which change nothing until they are trained; None: LoraConfig().
           adapter: a directory in PEFT's format that they come from; it must be what `lora` says.
           quantize: int8 holds the frozen projections in 8 bits.
