@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 
 from aiohttp import web
 
-from uirl_jax import actions, untrusted_json
+from uirl_jax import actions
+from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
 
