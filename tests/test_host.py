@@ -59,7 +59,7 @@ async def acting(workdir, urls, engine, *, cfg=CFG, task_for_group=task_of, conc
             fleet,
             engine,
             world.chat(),
-            world.IMAGE_CFG,
+            world.inputs(),
             world.ROLLOUT,
             concurrency=concurrency,
             run_id=RUN,
@@ -494,7 +494,7 @@ def evaluated(tasks, fault, **options):
             Fleet(lambda: [url], world.client, max_rest_s=0.3) as fleet,
         ):
             player = Player(
-                fleet, any_click(), world.chat(), world.IMAGE_CFG, world.ROLLOUT, concurrency=3
+                fleet, any_click(), world.chat(), world.inputs(), world.ROLLOUT, concurrency=3
             )
             trajectories = await run_tasks(player, tasks, **options)
             return trajectories, proxy, await world.open_sessions(target)
