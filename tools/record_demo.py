@@ -28,18 +28,17 @@ from absl import app, flags
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
 from uirl_jax import assets, seeds
-from uirl_jax.chat import Chat
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
-from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.table import family_of
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.verifiers import own_tasks, supervisor
 from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.vision_inputs import ImageConfig
 
 DEFAULT_MAX_TURNS = 30  # of a task that the config does not have
 
@@ -104,9 +103,9 @@ def read_plan() -> Plan:
         )
     task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
     model_dir = assets.find(cfg.model.path)
-    model_cfg = qwen2_vl_weights.read_config(model_dir)
-    image_cfg = ImageConfig.load(model_dir)
-    chat = Chat(model_dir, cfg.chat, image_cfg.merge_size, image_cfg.patch_size)
+    family = family_of(model_dir)
+    model_cfg = family.read_config(model_dir)
+    chat = Chat(model_dir, cfg.chat, family.chat)
     out = Path(_OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ def read_plan() -> Plan:
         (_URL.value,) if _URL.value is not None else cfg.verifier.urls,
         Agent(
             chat,
-            image_cfg,
+            family.make_inputs(model_cfg),
             cfg.max_context_tokens,
             cfg.actor.rollout.max_new_tokens,
             cfg.actor.rollout.success_reward,
