@@ -6,29 +6,32 @@ random model gives episodes with turns in them; everything between is the real t
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
-import jax.numpy as jnp
 import numpy as np
 from aiohttp import web
-from flax import nnx
 from tokenizers import AddedToken
 
+from tests.policies import random_policy
 from tools import tokenizer_training
 from uirl_jax.actor.rollout import RolloutConfig
-from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
-from uirl_jax.models import qwen2_vl
-from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.families import qwen2_vl
+from uirl_jax.families.border import Inputs
+from uirl_jax.families.chat import Chat, ChatConfig, Vocabulary
+from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.screens import decode_planned
+from uirl_jax.models.lora import LoraConfig
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers.client import ClientLimits, VerifierClient
-from uirl_jax.verifiers.server import serve
-from uirl_jax.vision_inputs import ImageConfig
+from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.server.server import serve
 
 CLICKS = ("click(60,40)", "click(160,40)", "click(60,120)", "click(160,120)")
 IMAGE_CFG = ImageConfig(min_pixels=56 * 56, max_pixels=28 * 28 * 12)  # 224x168 is 12 visual tokens
@@ -45,7 +48,7 @@ def chat() -> Chat:
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CLICKS])
     tokenizer_training.save(tokenizer, directory)
     cfg = ChatConfig(system_prompt="", prompt_template="{instruction}")
-    return Chat(directory, cfg, IMAGE_CFG.merge_size)
+    return Chat(directory, cfg, qwen2_vl.FAMILY.chat)
 
 
 @functools.cache
@@ -53,7 +56,7 @@ def talking(action_format: str) -> Chat:
     """The same tokenizer, another way to speak."""
     chat()  # which writes the directory
     cfg = ChatConfig(action_format=action_format, system_prompt="", prompt_template="{instruction}")
-    return Chat(Path(_temporary_directory().name), cfg, IMAGE_CFG.merge_size)
+    return Chat(Path(_temporary_directory().name), cfg, qwen2_vl.FAMILY.chat)
 
 
 @functools.cache
@@ -62,8 +65,8 @@ def _temporary_directory():
 
 
 @functools.cache
-def model_cfg() -> qwen2_vl.Qwen2VLConfig:
-    return qwen2_vl.Qwen2VLConfig.from_dict(
+def model_cfg() -> Qwen2VLConfig:
+    cfg = Qwen2VLConfig.from_dict(
         {
             "model_type": "qwen2_vl",
             "vocab_size": chat().vocab_size,
@@ -80,36 +83,31 @@ def model_cfg() -> qwen2_vl.Qwen2VLConfig:
             "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2},
         }
     )
+    return dataclasses.replace(cfg, images=IMAGE_CFG)
 
 
 @functools.cache
-def policy() -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """graphdef, lora, frozen."""
-    model = qwen2_vl.Qwen2VL(
-        model_cfg(), lora=LoraConfig(rank=2, alpha=4.0), rngs=nnx.Rngs(0), param_dtype=jnp.float32
-    )
-    return nnx.split(model, LoRAParam, ...)
+def policy() -> PolicyModel:
+    return random_policy(model_cfg(), LoraConfig(rank=2, alpha=4.0))
+
+
+def inputs() -> Inputs:
+    return policy().inputs
 
 
 def layout() -> TokenLayout:
-    return TokenLayout(model_cfg().vocab_size, chat().image_token_id, IMAGE_CFG.merge_size)
+    return TokenLayout(model_cfg().vocab_size, chat().image_token_id)
 
 
 @functools.cache
 def engine() -> Engine:
     """Samples one of CLICKS. Shared by all tests of a module: its one shape compiles once."""
-    graphdef, lora, frozen = policy()
     allowed = {int(i) for text in CLICKS for i in chat_token_ids(text)}
+    forbidden_ids = tuple(i for i in range(model_cfg().vocab_size) if i not in allowed)
     return Engine(
-        graphdef,
-        frozen,
-        lora,
-        0,
-        model_cfg=model_cfg(),
-        end_token_ids=chat().end_token_ids,
-        forbidden_ids=[i for i in range(model_cfg().vocab_size) if i not in allowed],
-        image_cfg=IMAGE_CFG,
-        cfg=EngineConfig(
+        policy(),
+        Vocabulary(chat().end_token_ids, forbidden_ids),
+        EngineConfig(
             batch_sizes=(8,),
             context_lengths=(CONTEXT_TOKENS,),
             image_rows=(16,),
@@ -142,7 +140,9 @@ class ScriptedEngine:
     async def sample(self, request: SampleRequest) -> SampleResult:
         text = self._say(len(self.requests))
         self.requests.append(request)
-        request.patches[-1].check()  # as every engine: ImageError where it cannot be decoded
+        decode_planned(
+            request.screens[-1]
+        )  # as every engine: ImageError where it cannot be decoded
         ids = chat().completion_ids(text) if self._stopped else chat().encode(text)
         logprobs = np.full(len(ids), -0.5, np.float32)
         versions = np.full(len(ids), self._version, np.int32)

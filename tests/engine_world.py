@@ -9,15 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from uirl_jax import vision_inputs
+from tests.policies import random_policy, screen_of
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
-from uirl_jax.models import qwen2_vl, scoring
-from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.families.border import PlacedScreen, Screen, TokenRows
+from uirl_jax.families.chat import Vocabulary
+from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.screens import vision_index
+from uirl_jax.models import scoring
+from uirl_jax.models.lora import LoraConfig
 
 VOCAB, IMAGE_TOKEN, END_TOKEN = 64, 60, 1
 FORBIDDEN = (60, 61, 62, 63)
 ORACLE_TOKENS = 48  # the oracle pads every sequence to this, so that it compiles once
-MODEL_CFG = qwen2_vl.Qwen2VLConfig.from_dict(
+MODEL_CFG = Qwen2VLConfig.from_dict(
     {
         "model_type": "qwen2_vl",
         "vocab_size": VOCAB,
@@ -47,6 +52,8 @@ MODEL_CFG = qwen2_vl.Qwen2VLConfig.from_dict(
         },
     }
 )
+# Patches of 4 pixels; means and deviations are those of the published models.
+MODEL_CFG = dataclasses.replace(MODEL_CFG, images=ImageConfig(patch_size=4, min_pixels=64))
 GRIDS = {"a": (1, 4, 4), "b": (1, 4, 6), "c": (1, 2, 4)}  # 4, 6 and 2 visual tokens
 CFG = EngineConfig(  # few sizes: each costs seconds to compile
     batch_sizes=(1, 4),
@@ -60,24 +67,11 @@ CFG = EngineConfig(  # few sizes: each costs seconds to compile
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Policy:
-    graphdef: nnx.GraphDef
-    lora: nnx.State
-    frozen: nnx.State
-
-
 @functools.cache
-def make_policy() -> Policy:
+def make_policy() -> PolicyModel:
     """A random model whose adapters change what it says (a fresh one's are zero)."""
-    model = qwen2_vl.Qwen2VL(
-        MODEL_CFG,
-        lora=LoraConfig(rank=2, alpha=4.0),
-        rngs=nnx.Rngs(0),
-        param_dtype=jnp.float32,
-    )
-    graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
-    return Policy(graphdef, redrawn(lora, 1), frozen)
+    policy = random_policy(MODEL_CFG, LoraConfig(rank=2, alpha=4.0))
+    return dataclasses.replace(policy, lora=redrawn(policy.lora, 1))
 
 
 def redrawn(lora: nnx.State, seed: int) -> nnx.State:
@@ -88,26 +82,24 @@ def redrawn(lora: nnx.State, seed: int) -> nnx.State:
 
 
 def new_engine(
-    policy: Policy, *, cfg=CFG, end=(END_TOKEN,), forbidden=FORBIDDEN, decode=None
+    policy: PolicyModel, *, cfg=CFG, end=(END_TOKEN,), forbidden=FORBIDDEN, decode=None
 ) -> Engine:
-    return Engine(
-        policy.graphdef,
-        policy.frozen,
-        policy.lora,
-        7,
-        model_cfg=MODEL_CFG,
-        end_token_ids=end,
-        forbidden_ids=forbidden,
-        cfg=cfg,
-        image_cfg=vision_inputs.PUBLISHED_IMAGES,
-        decode_text=decode,
-    )
+    return Engine(policy, Vocabulary(tuple(end), tuple(forbidden), decode), cfg, policy_version=7)
 
 
 @functools.cache
-def screenshot_patches(key: str) -> np.ndarray:
+def screen(key: str) -> Screen:
     rng = np.random.default_rng(ord(key))
-    return rng.integers(0, 256, (np.prod(GRIDS[key]), 3 * 4 * 4), np.uint8)
+    patches_pc = rng.integers(0, 256, (np.prod(GRIDS[key]), 3 * 4 * 4), np.uint8)
+    return screen_of(key, GRIDS[key], patches_pc, patch_size=4)
+
+
+def named(asked: SampleRequest, *keys: str) -> SampleRequest:
+    """The request with other names for its screens."""
+    screens = [
+        dataclasses.replace(one, key=key) for one, key in zip(asked.screens, keys, strict=True)
+    ]
+    return dataclasses.replace(asked, screens=tuple(screens))
 
 
 def request(seed=0, text=5, images="", *, temperature=1.0, max_new_tokens=8) -> SampleRequest:
@@ -116,13 +108,11 @@ def request(seed=0, text=5, images="", *, temperature=1.0, max_new_tokens=8) -> 
     words = rng.integers(2, 60, text).tolist()
     visual: list[int] = []
     for key in images:
-        visual += [62, *[IMAGE_TOKEN] * vision_inputs.num_visual_tokens(GRIDS[key], 2), 63]
+        visual += [62, *[IMAGE_TOKEN] * screen(key).tokens, 63]
     ids = np.array(words[: text // 2] + visual + words[text // 2 :])
     return SampleRequest(
         context_ids=ids.astype(np.int32),
-        patches=tuple(screenshot_patches(key) for key in images),
-        grids=tuple(GRIDS[key] for key in images),
-        image_keys=tuple(images),
+        screens=tuple(map(screen, images)),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
@@ -149,49 +139,43 @@ MIXED = [
 
 
 @jax.jit
-def learner_pass(graphdef, frozen, lora, images, ids, vision_index, positions, segments, heat):
+def learner_pass(graphdef, frozen, lora, vision, rows, heat):
     """The learner's functions on one padded row: logits of every position, and token_logprobs."""
     model = nnx.merge(graphdef, lora, frozen)
-    patches_ipc, *where = images
-    patches_ipf = qwen2_vl.pixel_values(patches_ipc, vision_inputs.PUBLISHED_IMAGES)
-    visual_md = qwen2_vl.encode_images(model, patches_ipf, *where)
-    x_btd = qwen2_vl.hidden(model, ids, visual_md, vision_index, positions, segments)
+    x_btd = model.hidden(rows, model.encode_images(vision))
     forbidden_v = np.isin(np.arange(VOCAB), FORBIDDEN)
-    scores_bt = scoring.token_logprobs(model, x_btd, ids, temperature=heat, forbidden_v=forbidden_v)
-    return qwen2_vl.logits(model, x_btd)[0], scores_bt[0]
+    scores_bt = scoring.token_logprobs(
+        model, x_btd, rows.token_ids_bt, temperature=heat, forbidden_v=forbidden_v
+    )
+    return model.logits(x_btd)[0], scores_bt[0]
 
 
 def without_cache(
-    policy: Policy, asked: SampleRequest, sampled, *, lora: nnx.State | None = None
+    policy: PolicyModel, asked: SampleRequest, sampled, *, lora: nnx.State | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every screenshot in a row of its own, the whole sequence anew; (logits_tv, scores_t)."""
     ids = np.concatenate([asked.context_ids, np.array(sampled, np.int32)])
-    length, row_patches = len(ids), 24
-    patches_ipc = np.zeros((4, row_patches, 48), np.uint8)
-    places_ip2 = np.zeros((4, row_patches, 2), np.int32)
-    segments_ip = np.zeros((4, row_patches), np.int32)
-    index = []
-    for row, (patches_pc, grid) in enumerate(zip(asked.patches, asked.grids, strict=True)):
-        patches_ipc[row, : len(patches_pc)] = patches_pc
-        places_ip2[row, : len(patches_pc)] = vision_inputs.patch_positions(grid, 2)
-        segments_ip[row, : len(patches_pc)] = 1
-        index += range(row * row_patches // 4, row * row_patches // 4 + len(patches_pc) // 4)
+    length, inputs = len(ids), policy.inputs
+    placed = [PlacedScreen(one, row, 0, 1) for row, one in enumerate(asked.screens)]
+    packed = inputs.pack_screens(placed, rows=4, row_patches=24)
+    rows_v = [
+        first + token
+        for first, one in zip(packed.first_tokens, asked.screens, strict=True)
+        for token in range(one.tokens)
+    ]
     token_ids_bt = np.zeros((1, ORACLE_TOKENS), np.int32)
     token_ids_bt[0, :length] = ids
     vision_index_bt = np.full((1, ORACLE_TOKENS), -1, np.int32)
-    vision_index_bt[0, :length][ids == IMAGE_TOKEN] = index
-    positions_3bt = np.zeros((3, 1, ORACLE_TOKENS), np.int32)
-    positions_3bt[:, 0, :length] = vision_inputs.rope_positions(ids, asked.grids, IMAGE_TOKEN, 2)
+    vision_index_bt[0, :length] = vision_index(ids, IMAGE_TOKEN, rows_v)
+    positions_abt = np.zeros((3, 1, ORACLE_TOKENS), np.int32)
+    positions_abt[:, 0, :length] = inputs.positions(ids, asked.screens)
     segment_ids_bt = (np.arange(ORACLE_TOKENS) < length)[None].astype(np.int32)
     logits_tv, scores_t = learner_pass(
         policy.graphdef,
         policy.frozen,
         policy.lora if lora is None else lora,
-        (patches_ipc, places_ip2, segments_ip),
-        token_ids_bt,
-        vision_index_bt,
-        positions_3bt,
-        segment_ids_bt,
+        packed.arrays,
+        TokenRows(token_ids_bt, positions_abt, segment_ids_bt, vision_index_bt),
         np.float32(asked.temperature or 1.0),
     )
     return np.array(logits_tv), np.array(scores_t)
@@ -210,15 +194,13 @@ def next_turn(one: SampleRequest, result: SampleResult, text: int, images: str) 
     return dataclasses.replace(
         one,
         context_ids=np.concatenate([one.context_ids, result.token_ids, more.context_ids]),
-        patches=(*one.patches, *more.patches),
-        grids=(*one.grids, *more.grids),
-        image_keys=(*one.image_keys, *more.image_keys),
+        screens=(*one.screens, *more.screens),
         seed=one.seed + 100,
     )
 
 
 def assert_logprobs(
-    policy: Policy, asked: SampleRequest, result: SampleResult, lora: nnx.State | None = None
+    policy: PolicyModel, asked: SampleRequest, result: SampleResult, lora: nnx.State | None = None
 ) -> None:
     """Those of the learner on the same tokens."""
     start, count = len(asked.context_ids), len(result.token_ids)

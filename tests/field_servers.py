@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 SHEET = TaskSpec("desktop/data_entry", seed=5, variant="rows=3,columns=1")
 _KINDS = {"mouse_move": "move", "left_click": "click", "right_click": "right_click"}

@@ -8,8 +8,8 @@ from the model that ships with the package. Faults on request.
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import functools
-import hashlib
 import io
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,12 +20,14 @@ from aiohttp import web
 from PIL import Image
 from transformers import AutoTokenizer
 
-from uirl_jax import vision_inputs
-from uirl_jax.chat import Chat, ChatConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
-from uirl_jax.models import loading, peft_adapters, qwen2_vl_weights
+from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
+from uirl_jax.families.screens import read_screen
+from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
-from uirl_jax.players import forbidden_ids
 
 MODEL_DIR = Path(__file__).parents[1] / "uirl_jax" / "assets" / "tiny-ui-base"
 BASE = "tiny-ui"
@@ -52,8 +54,8 @@ def model() -> loading.PolicyModel:
 
 
 @functools.cache
-def image_cfg() -> vision_inputs.ImageConfig:
-    return vision_inputs.ImageConfig.load(MODEL_DIR)
+def image_cfg() -> ImageConfig:
+    return ImageConfig.load(MODEL_DIR)
 
 
 @functools.cache
@@ -61,32 +63,22 @@ def chat() -> Chat:
     return Chat(
         MODEL_DIR,
         ChatConfig(system_prompt="", prompt_template="{instruction}"),
-        image_cfg().merge_size,
+        model().family.chat,
     )
 
 
 @functools.cache
 def engine() -> Engine:
     """What the server samples with; compiled once."""
-    return Engine(
-        model().graphdef,
-        model().frozen,
-        model().lora,
-        0,
-        model_cfg=model().cfg,
-        end_token_ids=chat().end_token_ids,
-        forbidden_ids=forbidden_ids(chat(), model()),
-        cfg=ENGINE_CFG,
-        image_cfg=image_cfg(),
-    )
+    return Engine(model(), chat().vocabulary(model().cfg.vocab_size), ENGINE_CFG)
 
 
 def changed_lora(seed: int) -> Any:
     """Adapters that change what the model says (fresh ones do not)."""
     rng = np.random.default_rng(seed)
-    arrays = qwen2_vl_weights.adapters_to_numpy(model().lora)
+    arrays = weights.adapters_to_numpy(model().lora)
     drawn = {name: rng.normal(0, 0.3, a.shape).astype(a.dtype) for name, a in arrays.items()}
-    return qwen2_vl_weights.adapters_from_numpy(drawn, model().lora)
+    return weights.adapters_from_numpy(drawn, model().lora)
 
 
 def screenshot(seed: int) -> bytes:
@@ -114,13 +106,14 @@ class Server:
         before: Callable[[int], Any] = lambda number: None,
         after: Callable[[Answer], Answer | bytes] = lambda answer: answer,
         template: str | None = None,
-        other_image_cfg: vision_inputs.ImageConfig | None = None,
+        other_image_cfg: ImageConfig | None = None,
         expand: bool = True,
         raw_logprobs: bool = False,
         max_model_len: int = 4096,
     ) -> None:
         self._before, self._after, self._template = before, after, template
-        self._image_cfg = other_image_cfg or image_cfg()
+        images = other_image_cfg or image_cfg()
+        self._inputs = Qwen2VLInputs(images, chat().image_token_id)
         self._expand, self._raw_logprobs = expand, raw_logprobs
         self._max_model_len = max_model_len
         self._tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -155,8 +148,8 @@ class Server:
         name = body["lora_name"]
         if name in self.adapters:
             return error(400, f"The lora adapter '{name}' has already been loaded.")
-        adapter = peft_adapters.load_adapter(body["lora_path"], model().cfg)
-        lora = qwen2_vl_weights.adapters_from_numpy(adapter.arrays, model().lora)
+        adapter = loading.load_adapter(body["lora_path"], model().family, model().cfg)
+        lora = weights.adapters_from_numpy(adapter.arrays, model().lora)
         self.adapters[name] = lora
         self.events.append(f"load {name}")
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
@@ -200,7 +193,8 @@ class Server:
         return self._answer([1], [token_id], [logprob], "length", body)
 
     async def _sample(self, body: Answer) -> Answer:
-        never = {str(token_id): -100.0 for token_id in forbidden_ids(chat(), model())}
+        forbidden = chat().vocabulary(model().cfg.vocab_size).forbidden_ids
+        never = {str(token_id): -100.0 for token_id in forbidden}
         assert body["logit_bias"] == never
         assert {name: body[name] for name in NEUTRAL} == NEUTRAL
         assert set(body["stop_token_ids"]) == set(chat().end_token_ids)
@@ -220,21 +214,16 @@ class Server:
         )
         encoded = [base64.b64decode(url.partition(";base64,")[2]) for url in images]
         assert all(url.startswith("data:image/png;") for url in images)
-        cut = [
-            vision_inputs.cut_image(vision_inputs.decode_image(data), self._image_cfg)
-            for data in encoded
-        ]
+        screens = [read_screen(self._inputs, data) for data in encoded]
         ids = self._tokenizer(text)["input_ids"]
-        counts = iter(vision_inputs.num_visual_tokens(grid, 2) for _, grid in cut)
+        counts = iter([screen.tokens for screen in screens])
         image = chat().image_token_id
         expanded = [j for i in ids for j in [i] * (next(counts) if i == image else 1)]
         request = SampleRequest(
             context_ids=np.array(expanded, np.int32),
-            patches=tuple(patches_pc for patches_pc, _ in cut),
-            grids=tuple(grid for _, grid in cut),
-            image_keys=tuple(
-                f"{hashlib.sha256(data).hexdigest()} {grid}"
-                for data, (_, grid) in zip(encoded, cut, strict=True)
+            screens=tuple(
+                dataclasses.replace(screen, key=f"{screen.key} {screen.layout}")
+                for screen in screens
             ),
             max_new_tokens=body["max_tokens"],
             temperature=body["temperature"],

@@ -13,14 +13,12 @@ from tests.openai_server import (
     NEW,
     Server,
     chat,
-    image_cfg,
     model,
     serving,
 )
-from uirl_jax import vision_inputs
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import OpenAIConfig, SampleRequest
-from uirl_jax.players import forbidden_ids
+from uirl_jax.families.screens import read_screen
 
 
 def new_engine(url, directory, *, max_context=CONTEXT, cfg=ENGINE_CFG, **settings) -> OpenAIEngine:
@@ -31,38 +29,25 @@ def new_engine(url, directory, *, max_context=CONTEXT, cfg=ENGINE_CFG, **setting
         # Patient: its first request compiles the server's engine, on a machine that may be busy.
         **{"backoff_s": 0.001, "request_timeout_s": 600.0, **settings},
     )
-    return OpenAIEngine(
-        model().graphdef,
-        model().frozen,
-        model().lora,
-        0,
-        cfg=dataclasses.replace(cfg, kind="openai", openai=section),
-        max_context=max_context,
-        vocab_size=model().cfg.vocab_size,
-        end_token_ids=chat().end_token_ids,
-        forbidden_ids=forbidden_ids(chat(), model()),
-        image_token_id=chat().image_token_id,
-        as_read=chat().as_read,
-    )
+    openai_cfg = dataclasses.replace(cfg, kind="openai", openai=section)
+    return OpenAIEngine(model(), chat(), openai_cfg, max_context=max_context)
 
 
 def request(seed=0, instruction="Click the red button.", sampled=(), **settings) -> SampleRequest:
     """The turn after those that were sampled."""
     images = [openai_server.screenshot(100 * seed + turn) for turn in range(len(sampled) + 1)]
-    seen = [
-        vision_inputs.cut_image(vision_inputs.decode_image(image), image_cfg()) for image in images
+    screens = [
+        dataclasses.replace(read_screen(model().inputs, image), key=f"{seed}/{turn}")
+        for turn, image in enumerate(images)
     ]
-    context = chat().context(instruction, [grid for _, grid in seen], sampled)
+    context = chat().context(instruction, screens, sampled)
     return SampleRequest(
         context_ids=context.ids,
-        patches=tuple(patches_pc for patches_pc, _ in seen),
-        grids=tuple(grid for _, grid in seen),
-        image_keys=tuple(f"{seed}/{turn}" for turn in range(len(images))),
+        screens=tuple(screens),
         max_new_tokens=settings.pop("max_new_tokens", NEW),
         temperature=settings.pop("temperature", 1.0),
         seed=seed,
-        messages=chat().messages(context.ids),
-        screenshots=tuple(images),
+        messages=context.messages,
         **settings,
     )
 

@@ -19,8 +19,8 @@ BOUND_S = (
 _PROGRAM = """
 import logging, os, pathlib
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import server
-from uirl_jax.verifiers.open_session import ServerLimits
+from uirl_jax.verifiers.server import server
+from uirl_jax.verifiers.server.open_session import ServerLimits
 logging.basicConfig(level=logging.INFO)
 server.run_server(
     port_file=pathlib.Path("port"), parent_pid=os.getppid(),

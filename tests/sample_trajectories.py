@@ -1,16 +1,17 @@
 """Trajectories for the tests of the shards: small and valid, with something in every field."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import ShardWriter
+from uirl_jax.store import open_store
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
-LAYOUT = TokenLayout(vocab_size=100, image_token_id=9, merge_size=2)
-GRID_THW = (1, 4, 2)  # two visual tokens
+LAYOUT = TokenLayout(vocab_size=100, image_token_id=9)
 
 
 def make_trajectory(
@@ -54,7 +55,7 @@ def make_trajectory(
         instruction="Click the “red” button",
         turns=tuple(turns),
         images=images,
-        image_grids=dict.fromkeys(images, GRID_THW),
+        image_tokens=dict.fromkeys(images, 2),
         stop_reason=StopReason.COMPLETED,
         reward=reward,
         success=True,
@@ -70,8 +71,19 @@ def make_group(name: str, size: int = 2, version: int = 0) -> list[Trajectory]:
     ]
 
 
-def make_writer(workdir: Path, actor_id: str = "a0", run_id: str = "run") -> ShardWriter:
-    return ShardWriter(workdir, actor_id, run_id, "base", layout=LAYOUT)
+class PathWriter(ShardWriter):
+    """A writer that says where its shards are on the disk, for tests that look at or break them."""
+
+    def __init__(self, workdir: Path, actor_id: str, run_id: str) -> None:
+        super().__init__(open_store(workdir), actor_id, run_id, "base", layout=LAYOUT)
+        self._workdir = workdir
+
+    def publish(self, trajectories: Sequence[Trajectory]) -> Path:
+        return self._workdir / super().publish(trajectories)
+
+
+def make_writer(workdir: Path, actor_id: str = "a0", run_id: str = "run") -> PathWriter:
+    return PathWriter(workdir, actor_id, run_id)
 
 
 def assert_same(got: Trajectory, expected: Trajectory) -> None:

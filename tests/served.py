@@ -5,7 +5,7 @@ import json
 
 import aiohttp
 
-from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.server.server import serve
 
 BUTTON, TEXT = "desktop/click_button", "desktop/enter_text"
 

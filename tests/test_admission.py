@@ -6,6 +6,7 @@ from tests.sample_trajectories import make_trajectory, make_writer
 from uirl_jax.actor.admission import Ledger, PublishedShards, ShardGroup, group_id
 from uirl_jax.errors import PolicyError
 from uirl_jax.policy_sync import Manifest
+from uirl_jax.store import open_store
 
 RUN, BASE = "run", "base"
 
@@ -78,7 +79,7 @@ def test_published_shards_sees_other_actors_and_forgets_deleted_files(tmp_path):
         [make_trajectory("e9", group_id(5))]
     )
     (tmp_path / "shards/a1/broken.tfrecord").write_bytes(b"no shard")
-    shards = PublishedShards(tmp_path, RUN)
+    shards = PublishedShards(open_store(tmp_path), RUN)
     assert shards.poll() == (ShardGroup(4, 2, 3),)
     assert shards.poll() == (ShardGroup(4, 2, 3),)
     path.unlink()

@@ -8,13 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from uirl_jax import vision_inputs
 from uirl_jax.errors import ConfigError, RecordError
+from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs, cut_image, patch_positions
+from uirl_jax.families.screens import decode_image, read_screen
 from uirl_jax.shards.batching import BatchConfig, fill, gather, make_batches, sequences
 from uirl_jax.types import StopReason, TaskSpec, TrainBatch, Trajectory, Turn
 
 PLACEHOLDER = 9
-IMAGE_CFG = vision_inputs.ImageConfig(min_pixels=28 * 28)
+IMAGE_CFG = ImageConfig(min_pixels=28 * 28)
+INPUTS = Qwen2VLInputs(IMAGE_CFG, PLACEHOLDER)
 CFG = BatchConfig(
     rows=4, row_lengths=(12, 24, 48), image_rows=(2, 4, 8), patch_lengths=(8, 16), pack=False
 )
@@ -27,10 +30,6 @@ def png(seed: int, height_px: int = 28, width_px: int = 56) -> tuple[str, bytes]
     pixels = rng.integers(0, 256, (height_px, width_px, 3), np.uint8)
     Image.fromarray(pixels).save(file, "PNG")
     return hashlib.sha256(file.getvalue()).hexdigest(), file.getvalue()
-
-
-def grid_of(data: bytes) -> tuple[int, int, int]:
-    return vision_inputs.process_image(vision_inputs.decode_image(data), IMAGE_CFG)[1]
 
 
 def turn(context: list[int], sampled: list[int], keys: tuple[str, ...] = (), version=0) -> Turn:
@@ -55,7 +54,7 @@ def trajectory(turns: list[Turn], images: dict[str, bytes] | None = None) -> Tra
         instruction="",
         turns=tuple(turns),
         images=images,
-        image_grids={key: grid_of(data) for key, data in images.items()},
+        image_tokens={key: read_screen(INPUTS, data).tokens for key, data in images.items()},
         stop_reason=StopReason.COMPLETED,
         reward=1.0,
         success=True,
@@ -65,8 +64,7 @@ def trajectory(turns: list[Turn], images: dict[str, bytes] | None = None) -> Tra
 def batches_of(trajectories, advantages=None, **changes) -> list[TrainBatch]:
     batches = make_batches(
         trajectories,
-        image_cfg=IMAGE_CFG,
-        image_token_id=PLACEHOLDER,
+        inputs=INPUTS,
         cfg=dataclasses.replace(CFG, **changes),
     )
     return fill(
@@ -189,7 +187,7 @@ def test_batch_of_one_image_is_the_table_of_the_design():
         batch.behaviour_logprobs_bt[1], [*[0] * 6, -50 / 8, -51 / 8, -52 / 8, 0]
     )
     # Text counts on; the image is one row of two visual tokens; text goes on after its largest.
-    assert batch.positions_3bt[:, 1].tolist() == [
+    assert batch.positions_abt[:, 1].tolist() == [
         [0, 1, 2, 2, 4, 5, 6, 7, 8, 0],
         [0, 1, 2, 2, 4, 5, 6, 7, 8, 0],
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
@@ -204,17 +202,17 @@ def test_batch_images_are_the_processed_screenshots_padded():
     small, large = png(1), png(2, 56, 56)
     turns = [turn([9, 9, 1, 9, 9, 9, 9], [50], (small[0], large[0]))]
     batch = batch_of([trajectory(turns, dict([small, large]))])
-    assert batch.patches_ipc.shape == (2, 16, 588)
+    assert batch.vision["patches_ipc"].shape == (2, 16, 588)
     for row, (_, data) in enumerate([small, large]):
-        image = vision_inputs.decode_image(data)
-        patches_pc, grid_thw = vision_inputs.cut_image(image, IMAGE_CFG)
+        image = decode_image(data)
+        patches_pc, grid_thw = cut_image(image, IMAGE_CFG)
         count = len(patches_pc)
-        np.testing.assert_array_equal(batch.patches_ipc[row, :count], patches_pc)
+        np.testing.assert_array_equal(batch.vision["patches_ipc"][row, :count], patches_pc)
         np.testing.assert_array_equal(
-            batch.patch_positions_ip2[row, :count], vision_inputs.patch_positions(grid_thw, 2)
+            batch.vision["patch_positions_ip2"][row, :count], patch_positions(grid_thw, 2)
         )
-        assert batch.patch_segments_ip[row].tolist() == [1] * count + [0] * (16 - count)
-        assert (batch.patches_ipc[row, count:] == 0).all()
+        assert batch.vision["patch_segments_ip"][row].tolist() == [1] * count + [0] * (16 - count)
+        assert (batch.vision["patches_ipc"][row, count:] == 0).all()
     # 16 patches a row are 4 visual tokens: the second screenshot's begin at row 4 of the table.
     assert batch.vision_index_bt[0, :7].tolist() == [0, 1, -1, 4, 5, 6, 7]
 
@@ -229,15 +227,15 @@ def test_batch_holds_a_screenshot_of_many_turns_and_episodes_once():
     batch = batch_of(
         [trajectory(growing, dict([shared])), trajectory(forking, dict([own, shared]))]
     )
-    assert (batch.patch_segments_ip.sum(axis=1) > 0).sum() == 2
+    assert (batch.vision["patch_segments_ip"].sum(axis=1) > 0).sum() == 2
     assert batch.vision_index_bt[0, :5].tolist() == [0, 1, -1, 0, 1]
     assert batch.vision_index_bt[1:3, :3].tolist() == [[-1, 2, 3], [-1, 0, 1]]
 
 
 def test_batch_without_screenshots_has_only_padding_in_its_image_rows():
     batch = batch_of([trajectory([turn([1], [50])])])
-    assert batch.patches_ipc.shape == (2, 8, 588)
-    assert batch.patch_segments_ip.sum() == 0
+    assert batch.vision["patches_ipc"].shape == (2, 8, 588)
+    assert batch.vision["patch_segments_ip"].sum() == 0
 
 
 def test_batch_advantage_per_token_follows_the_turns_over_a_fork():
@@ -256,7 +254,7 @@ def test_batch_takes_the_shortest_rows_that_fit(context_tokens, row_length):
 def test_batch_takes_the_fewest_image_rows_that_fit(images, image_rows):
     shots = [png(seed) for seed in range(images)]
     turns = [turn([9, 9, 1] * images, [50], tuple(key for key, _ in shots))]
-    assert batch_of([trajectory(turns, dict(shots))]).patches_ipc.shape[0] == image_rows
+    assert batch_of([trajectory(turns, dict(shots))]).vision["patches_ipc"].shape[0] == image_rows
 
 
 # ---------------------------------------------------------------- packing
@@ -267,7 +265,7 @@ def test_pack_puts_the_long_first_and_the_rest_where_they_fill_most():
     batch = batch_of([trajectory([turn([1] * (n - 1), [50 + n])]) for n in lengths], pack=True)
     assert batch.segment_ids_bt.tolist()[:2] == [[1] * 7 + [2] * 5, [1] * 6 + [2] * 4 + [0] * 2]
     assert batch.segment_ids_bt[2:].sum() == 0
-    assert batch.positions_3bt[0, 0].tolist() == [*range(7), *range(5)]  # each from 0
+    assert batch.positions_abt[0, 0].tolist() == [*range(7), *range(5)]  # each from 0
     assert batch.sampled_index_bs[:2, :3].tolist() == [[6, 11, -1], [5, 9, -1]]
 
 
@@ -293,7 +291,7 @@ def test_more_records_than_rows_or_screenshots_make_more_batches_and_lose_nothin
         assert tokens.tolist() == [50, 51, 52, 53, 54, 55]
         for batch in batches:
             row, place = np.nonzero(batch.vision_index_bt >= 0)
-            assert batch.patch_segments_ip[batch.vision_index_bt[row, place] // 2].all()
+            assert batch.vision["patch_segments_ip"][batch.vision_index_bt[row, place] // 2].all()
 
 
 def group(prompt: list[int], answers: list[list[int]], shot=None) -> list[Trajectory]:
@@ -314,7 +312,7 @@ def test_share_prompts_is_the_table_of_the_design():
     assert batch.token_ids_bt[0].tolist() == [1, 2, 3, 4, 50, 51, 52, 4, 60, 61]
     assert batch.segment_ids_bt[0].tolist() == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
     assert batch.prefix_segments_bt[0].tolist() == [1] * 10
-    assert batch.positions_3bt[0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 5]
+    assert batch.positions_abt[0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 5]
     assert batch.completion_mask_bt[0].tolist() == [0] * 4 + [1] * 3 + [0] + [1] * 2
     assert batch.advantages_bt[0].tolist() == [0] * 4 + [2] * 3 + [0] + [-1] * 2
     assert batch.sampled_index_bs[0].tolist() == [4, 5, 6, 8, 9, -1]
@@ -389,7 +387,7 @@ def test_batch_loses_and_adds_no_token_packed_or_not(episode_turns, pack):
         for segment in range(1, batch.segment_ids_bt[row].max() + 1):
             inside = batch.segment_ids_bt[row] == segment
             assert np.ptp(np.flatnonzero(inside)) == inside.sum() - 1  # one stretch
-            assert batch.positions_3bt[:, row, inside].tolist() == [list(range(inside.sum()))] * 3
+            assert batch.positions_abt[:, row, inside].tolist() == [list(range(inside.sum()))] * 3
             names = "token_ids", "completion_mask", "behaviour_logprobs", "advantages"
             found.append([getattr(batch, f"{n}_bt")[row, inside].tolist() for n in names])
     assert sorted(found) == sorted(expected)
@@ -414,17 +412,17 @@ def test_pack_changes_no_sequence_with_screenshots():
             assert at.tolist() == [number + 1, number + 2]
             row, token = np.divmod(index_t[at], 2)  # 8 patches a row are 2 visual tokens
             assert token.tolist() == [0, 1] and row[0] == row[1]
-            image = vision_inputs.decode_image(shots[number][1])
-            patches_pc, _ = vision_inputs.cut_image(image, IMAGE_CFG)
-            np.testing.assert_array_equal(batch.patches_ipc[row[0]], patches_pc)
+            image = decode_image(shots[number][1])
+            patches_pc, _ = cut_image(image, IMAGE_CFG)
+            np.testing.assert_array_equal(batch.vision["patches_ipc"][row[0]], patches_pc)
         for name in ("token_ids", "completion_mask"):
             np.testing.assert_array_equal(
                 getattr(packed, f"{name}_bt")[0, start : start + length],
                 getattr(apart, f"{name}_bt")[number, :length],
             )
         np.testing.assert_array_equal(
-            packed.positions_3bt[:, 0, start : start + length],
-            apart.positions_3bt[:, number, :length],
+            packed.positions_abt[:, 0, start : start + length],
+            apart.positions_abt[:, number, :length],
         )
         start += length
 
@@ -449,7 +447,7 @@ def with_image(**changes) -> Trajectory:
             "2 distinct screenshots, image_rows accepts at most 1",
         ),
         ([with_image()], {"patch_lengths": (4,)}, "8 patches .* patch_lengths accepts at most 4"),
-        ([with_image()], {"patch_lengths": (10,)}, "expected multiples of 4"),
+        ([with_image()], {"patch_lengths": (10,)}, "row of 10 patches.*to multiples of 4"),
     ],
 )
 def test_batch_that_fits_no_shape_raises_config_error(trajectories, changes, message):
@@ -462,7 +460,7 @@ def test_batch_that_fits_no_shape_raises_config_error(trajectories, changes, mes
     ("broken", "message"),
     [
         (with_image(images={ONE[0]: b"no image"}), f"e0: image {ONE[0][:16]}"),
-        (with_image(image_grids={ONE[0]: (1, 4, 4)}), r"saw .* \(1, 4, 4\), .* makes \(1, 2, 4\)"),
+        (with_image(image_tokens={ONE[0]: 4}), "read image .* as 4 visual tokens, .* give 2"),
         (
             with_image(turns=(turn([9, 9, 9], [50], (ONE[0],)),)),
             r"runs of .* \[3\], expected \[2\]",

@@ -18,8 +18,8 @@ from PIL import Image
 from tests.chromium import needs_chromium, open_page, pool_and_runner
 from uirl_jax.types import Action
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
-from uirl_jax.verifiers.server import serve
-from uirl_jax.verifiers.sessions import ServerLimits
+from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.server.sessions import ServerLimits
 
 pytestmark = needs_chromium
 
@@ -396,7 +396,13 @@ def test_server_ends_a_session_whose_browser_is_lost_and_tells_why():
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_server(tmp_path, signum):
     port_file = tmp_path / "port"
-    command = [sys.executable, "-m", "uirl_jax.verifiers.server", "--port-file", str(port_file)]
+    command = [
+        sys.executable,
+        "-m",
+        "uirl_jax.verifiers.server",
+        "--port-file",
+        str(port_file),
+    ]
     server = subprocess.Popen(
         [*command, "--warm-browsers", "1"], cwd=REPO, stderr=subprocess.DEVNULL
     )

@@ -14,8 +14,8 @@ from tests.chromium import needs_chromium
 from tests.running_server import running_server
 from uirl_jax import actions
 from uirl_jax.verifiers import wire
-from uirl_jax.verifiers.open_session import ServerLimits
-from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.server.open_session import ServerLimits
+from uirl_jax.verifiers.server.server import serve
 
 pytestmark = needs_chromium
 

@@ -15,9 +15,9 @@ from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers.client import ClientLimits, VerifierClient
-from uirl_jax.verifiers.desktop import open_session, scripted_action
-from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.tasks.desktop import open_session, scripted_action
 
 TASK = TaskSpec("desktop/click_button", 1)
 CLICK = Action("click", x=1, y=1)

@@ -21,9 +21,15 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers import containers
-from uirl_jax.verifiers.containers import CLIENT, OWNER, UNTIL, ContainerClient, ContainerConfig
-from uirl_jax.verifiers.transport import ClientLimits
+from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.containers import containers
+from uirl_jax.verifiers.containers.containers import (
+    CLIENT,
+    OWNER,
+    UNTIL,
+    ContainerClient,
+    ContainerConfig,
+)
 
 TASK = TaskSpec("simple_data_entry", 0, "rows=2-4,count=3", 4)
 LIMITS = ClientLimits(backoff_s=0.01, attempts=1, read_timeout_s=2.0, attempt_timeout_s=3.0)
@@ -44,8 +50,8 @@ def quick(monkeypatch, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     """Of an API that hangs nobody waits 20 s."""
-    monkeypatch.setattr("uirl_jax.verifiers.docker_runtime.CALL_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("uirl_jax.verifiers.kubernetes_runtime._TIMEOUT_S", (1.0, 1.0))
+    monkeypatch.setattr("uirl_jax.verifiers.containers.docker_runtime.CALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("uirl_jax.verifiers.containers.kubernetes_runtime._TIMEOUT_S", (1.0, 1.0))
 
 
 @contextlib.asynccontextmanager
@@ -339,8 +345,8 @@ def test_what_can_never_work_is_said_before_the_first_episode(monkeypatch, tmp_p
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
         await enter(cfg, "the configuration .KUBECONFIG")
         monkeypatch.setitem(sys.modules, "docker", None)
-        monkeypatch.delitem(sys.modules, "uirl_jax.verifiers.docker_runtime")
-        monkeypatch.delattr("uirl_jax.verifiers.docker_runtime")
+        monkeypatch.delitem(sys.modules, "uirl_jax.verifiers.containers.docker_runtime")
+        monkeypatch.delattr("uirl_jax.verifiers.containers.docker_runtime")
         await enter(
             dataclasses.replace(cfg, runtime="docker"),
             r"pip install -e '\.\[containers",
@@ -395,8 +401,7 @@ def test_episodes_play_in_containers_and_a_cancelled_one_leaves_none(kind):
             fleet = Fleet(lambda: ["containers"], lambda url: client_of(cfg), max_rest_s=0.3)
             await stack.enter_async_context(fleet)
             engine = world.ScriptedEngine(lambda number: "click(160,40)")
-            image_cfg = world.IMAGE_CFG
-            player = Player(fleet, engine, world.chat(), image_cfg, ROLLOUT, concurrency=3)
+            player = Player(fleet, engine, world.chat(), world.inputs(), ROLLOUT, concurrency=3)
             attempts = await asyncio.gather(*(player.play(TASK, n, "g") for n in range(3)))
             ends = sorted(attempt.trajectory.stop_reason for attempt in attempts)
             assert ends == [StopReason.ENV_ERROR, StopReason.MAX_TURNS, StopReason.MAX_TURNS]
@@ -419,7 +424,7 @@ ROLLOUT = dataclasses.replace(
 PROGRAM = """
 import asyncio, signal, sys
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers.containers import ContainerClient, ContainerConfig
+from uirl_jax.verifiers.containers.containers import ContainerClient, ContainerConfig
 
 TASK = TaskSpec("simple_data_entry", 0, "rows=2-4,count=3", 4)
 

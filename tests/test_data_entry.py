@@ -10,7 +10,7 @@ from tests.chromium import needs_chromium, pool_and_runner
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import wire
-from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.server.server import serve
 
 NAME = "simple_data_entry"
 
@@ -269,7 +269,7 @@ def test_session_is_played_over_http():
 
 def test_demonstration_is_a_trajectory_with_its_screenshots():
     from tests.actor_world import IMAGE_CFG, chat
-    from uirl_jax.verifiers.demonstrations import Demonstrator
+    from uirl_jax.demonstrations.scripted import Demonstrator
 
     with Demonstrator() as demonstrator:
         task = TaskSpec(NAME, 3, "within=8,size=small", max_turns=20)

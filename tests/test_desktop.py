@@ -10,8 +10,8 @@ import pytest
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import drawing
-from uirl_jax.verifiers.desktop import open_session, parse_variant, scripted_action
+from uirl_jax.verifiers.tasks import drawing
+from uirl_jax.verifiers.tasks.desktop import open_session, parse_variant, scripted_action
 
 BUTTON, TEXT, SHEET = "desktop/click_button", "desktop/enter_text", "desktop/data_entry"
 SETTINGS = [
@@ -80,7 +80,7 @@ def test_session_instances_stay_what_they_were_when_options_are_added():
 def test_session_in_another_process_gives_the_same_pixels():
     program = (
         "import hashlib; from uirl_jax.types import TaskSpec;"
-        "from uirl_jax.verifiers.desktop import open_session;"
+        "from uirl_jax.verifiers.tasks.desktop import open_session;"
         "s = open_session(TaskSpec('desktop/click_button', 11));"
         "print(hashlib.sha256(s.screenshot().tobytes()).hexdigest())"
     )

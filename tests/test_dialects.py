@@ -12,10 +12,11 @@ from tests.field_servers import SHEET, Container, Proxy, Sessions, serving
 from uirl_jax import actions
 from uirl_jax.errors import ActionError, ActUncertainError, VerifierError
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers import desktop, dialects, doctor
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.rules import DataEntryRule, find_rule
-from uirl_jax.verifiers.transport import ClientLimits
+from uirl_jax.verifiers import dialects, doctor
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
+from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.tasks import desktop
 
 # The test sheet has three rows; this task wants all of them.
 TASK = TaskSpec("simple_data_entry", 0, "rows=2-4,count=3,wrong=0.25,duplicate=0.1,turn=0.01", 40)
@@ -206,7 +207,7 @@ def test_container_that_was_used_is_refused():
 
 
 def test_container_that_is_starting_is_waited_for(monkeypatch):
-    monkeypatch.setattr("uirl_jax.verifiers.client._READY_POLL_S", 0.05)
+    monkeypatch.setattr("uirl_jax.verifiers.client.client._READY_POLL_S", 0.05)
 
     async def run():
         pods = {}
@@ -290,7 +291,7 @@ def play(container, task, say):
                 client=client,
                 engine=world.ScriptedEngine(say),
                 chat=world.chat(),
-                image_cfg=world.IMAGE_CFG,
+                inputs=world.inputs(),
                 cfg=world.RolloutConfig(max_new_tokens=64, max_context_tokens=100_000),
                 seed=0,
                 group_id="g",

@@ -12,28 +12,30 @@ from tests.engine_world import (
     CFG,
     END_TOKEN,
     FORBIDDEN,
-    GRIDS,
     IMAGE_TOKEN,
     MIXED,
     VOCAB,
-    Policy,
     assert_logprobs,
     make_policy,
     masked_log_softmax,
+    named,
     new_engine,
     redrawn,
     request,
     sample_all,
-    screenshot_patches,
+    screen,
     without_cache,
 )
+from tests.policies import screen_of
 from uirl_jax.engine import requests
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleResult
 from uirl_jax.errors import ConfigError, PolicyError
+from uirl_jax.families.border import PlacedScreen
+from uirl_jax.families.loading import PolicyModel
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
+def policy() -> PolicyModel:
     return make_policy()
 
 
@@ -249,7 +251,7 @@ def test_engine_close_fails_what_is_not_done_and_opens_again(engine):
         (dataclasses.replace(request(0, 5), top_p=0.0), "top_p 0"),
         (dataclasses.replace(request(0, 5), top_k=-1), "top_k -1"),
         (
-            dataclasses.replace(request(0, 5, "a"), patches=(np.zeros((36, 48), np.uint8),)),
+            dataclasses.replace(request(0, 5, "a"), screens=(screen_of("a", (1, 6, 6)),)),
             r"36 patches.*32.*engine\.image_row_patches",
         ),
     ],
@@ -261,7 +263,7 @@ def test_engine_request_beyond_a_limit_names_the_key(engine, asked, message):
 
 def test_engine_screenshots_of_one_context_beyond_the_table_name_the_key(policy):
     narrow = new_engine(policy, cfg=dataclasses.replace(CFG, image_tokens=11))
-    asked = dataclasses.replace(request(0, 5, "bb"), image_keys=("b1", "b2"))
+    asked = named(request(0, 5, "bb"), "b1", "b2")
     with pytest.raises(ConfigError, match=r"2 screenshots.*12 visual.*11: raise engine\.image_tok"):
         sample_all(narrow, [asked])
 
@@ -269,10 +271,10 @@ def test_engine_screenshots_of_one_context_beyond_the_table_name_the_key(policy)
 @pytest.mark.parametrize(
     "asked",
     [
-        dataclasses.replace(request(0, 5, "a"), grids=((1, 4, 6),)),
-        dataclasses.replace(request(0, 5, "ac"), grids=((1, 2, 4), (1, 4, 4))),
-        dataclasses.replace(request(0, 5, "b"), grids=((1, 2, 12),), image_keys=("a", "b")),
-        dataclasses.replace(request(0, 5, "a"), image_keys=()),
+        dataclasses.replace(request(0, 5, "a"), screens=(screen("b"),)),
+        dataclasses.replace(request(0, 5, "ac"), screens=(screen("c"), screen("a"))),
+        dataclasses.replace(request(0, 5, "b"), screens=(screen("b"), screen("b"))),
+        dataclasses.replace(request(0, 5, "a"), screens=()),
         dataclasses.replace(request(0, 5), context_ids=np.array([5, IMAGE_TOKEN], np.int32)),
         dataclasses.replace(request(0, 5), context_ids=np.zeros(0, np.int32)),
     ],
@@ -291,24 +293,23 @@ def test_engine_contradicting_request_is_refused_alone(engine, asked):
 
 def test_image_arrays_share_rows_and_take_the_smallest_number_of_them():
     cfg = EngineConfig(image_rows=(1, 2), image_row_patches=32, context_lengths=(16,))
+    inputs = make_policy().inputs
 
     def rows(images: str) -> int:
-        placed: dict[str, requests.PlacedImage] = {}
+        placed: list[PlacedScreen] = []
         for key in images:
-            assert requests.place_image(placed, key, screenshot_patches(key), GRIDS[key], cfg)
-        table = {key: np.arange(len(screenshot_patches(key)) // 4) for key in images}
-        arrays = requests.image_arrays(placed, table, cfg, merge_size=2, patch_levels=48)
-        named = arrays.row_m[arrays.row_m < cfg.table_rows(2)]
-        assert len(named) == sum(map(len, table.values()))
-        return len(arrays.patches_ipc)
+            assert requests.place_screen(placed, screen(key), cfg, inputs)
+        table = {key: np.arange(screen(key).tokens) for key in images}
+        arrays = requests.image_arrays(placed, table, cfg, inputs)
+        used_m = arrays.row_m[arrays.row_m < cfg.table_rows(inputs)]
+        assert len(used_m) == sum(map(len, table.values()))
+        return len(arrays.vision["patches_ipc"])
 
     assert rows("ac") == 1  # 16 + 8 patches
     assert rows("ab") == 2  # 16 + 24
-    placed = {}
-    fits = [
-        requests.place_image(placed, k, screenshot_patches("b"), GRIDS["b"], cfg) for k in "xyz"
-    ]
-    assert fits == [True, True, False] and list(placed) == ["x", "y"]
+    placed: list[PlacedScreen] = []
+    fits = [requests.place_screen(placed, screen("b"), cfg, inputs) for _ in range(3)]
+    assert fits == [True, True, False] and [one.row for one in placed] == [0, 1]
 
 
 def test_engine_config_impossible_sizes_are_listed_together():

@@ -16,9 +16,9 @@ from tests.eight_devices import on_eight_devices
 from tests.engine_world import (
     CFG,
     MIXED,
-    Policy,
     assert_logprobs,
     make_policy,
+    named,
     new_engine,
     next_turn,
     redrawn,
@@ -27,11 +27,12 @@ from tests.engine_world import (
     without_cache,
 )
 from uirl_jax.engine.engine import Engine, SampleRequest, SampleResult
+from uirl_jax.families.loading import PolicyModel
 from uirl_jax.models import sharding
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
+def policy() -> PolicyModel:
     return make_policy()
 
 
@@ -132,9 +133,7 @@ def test_engine_next_turn_prefills_only_what_is_new_and_a_cut_context_from_the_c
             cut = dataclasses.replace(
                 second,
                 context_ids=np.concatenate([second.context_ids[:2], second.context_ids[-6:]]),
-                patches=second.patches[1:],
-                grids=second.grids[1:],
-                image_keys=second.image_keys[1:],
+                screens=second.screens[1:],
             )
             before = fresh.metrics()["engine/prefill_tokens"]
             shorter = await fresh.sample(cut)
@@ -168,9 +167,7 @@ def test_engine_more_screenshots_than_the_table_holds_take_turns(policy):
     # b has 6 tokens, a 4, c 2: two contexts of two screenshots do not fit into 12 rows at once.
     cfg = dataclasses.replace(CFG, image_tokens=12)
     narrow = new_engine(policy, cfg=cfg)
-    asked = [
-        dataclasses.replace(request(n, 3, "ba"), image_keys=(f"b{n}", f"a{n}")) for n in range(5)
-    ]
+    asked = [named(request(n, 3, "ba"), f"b{n}", f"a{n}") for n in range(5)]
     for one, result in zip(asked, sample_all(narrow, asked), strict=True):
         assert_logprobs(policy, one, result)
     assert narrow.metrics()["engine/images_encoded"] == 10
@@ -279,7 +276,7 @@ def test_engine_mixed_episodes_score_as_the_learner_does(seed, keep_stale):
 
 
 @functools.cache
-def mixed_engine(policy: Policy, keep_stale: bool) -> Engine:
+def mixed_engine(policy: PolicyModel, keep_stale: bool) -> Engine:
     cfg = dataclasses.replace(CFG, slots=5, image_tokens=40, keep_stale_cache=keep_stale)
     return new_engine(policy, cfg=cfg)
 
@@ -290,11 +287,13 @@ def check_mesh() -> None:
     lone = make_policy()
     expected = sample_all(new_engine(lone), MIXED)
     mesh = sharding.make_mesh(data=2, fsdp=2, model=2)
-    placed = [
-        jax.device_put(tree, sharding.state_shardings(mesh, tree))
+    lora, frozen = (
+        jax.device_put(
+            tree, sharding.state_shardings(mesh, tree, lone.family.weights.sharding_rules)
+        )
         for tree in (lone.lora, lone.frozen)
-    ]
-    spread = new_engine(Policy(lone.graphdef, *placed))
+    )
+    spread = new_engine(dataclasses.replace(lone, lora=lora, frozen=frozen))
     for got, wanted in zip(sample_all(spread, MIXED), expected, strict=True):
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4)

@@ -18,7 +18,7 @@ from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
-LAYOUT = TokenLayout(vocab_size=50, image_token_id=7, merge_size=2)
+LAYOUT = TokenLayout(vocab_size=50, image_token_id=7)
 CLICK = TaskSpec("desktop/click_button", 0, "buttons=4")
 ENTER = TaskSpec("desktop/enter_text", 0, max_turns=5)
 
@@ -43,7 +43,7 @@ def episode(task: TaskSpec, success: bool, reason: StopReason | None = None) -> 
         instruction="Click it.",
         turns=(turn,),
         images={key: image},
-        image_grids={key: (1, 2, 2)},
+        image_tokens={key: 1},
         stop_reason=reason or (StopReason.COMPLETED if success else StopReason.FAILED),
         reward=float(success),
         success=success,

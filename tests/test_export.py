@@ -20,7 +20,8 @@ from uirl_jax.errors import ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.workdir import open_run
+from uirl_jax.run import open_run
+from uirl_jax.store import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 
@@ -66,7 +67,7 @@ def write_run(workdir: Path, model_dir: Path, model, **changes) -> Path:
         cfg.model[name] = value
     run_id = open_run(workdir, reading.from_config(RunConfig, cfg))
     policy_sync.publish(
-        workdir,
+        open_store(workdir),
         version=3,
         step=3,
         adapters=qwen2_vl_weights.adapters_to_numpy(nnx.state(model, LoRAParam)),

@@ -11,12 +11,14 @@ import pytest
 from tests.chromium import needs_chromium
 from uirl_jax.errors import ActUncertainError, ConfigError, VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import desktop, doctor, open_session, server, sessions
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.open_session import ActionRate, ServerLimits
-from uirl_jax.verifiers.server import serve
-from uirl_jax.verifiers.session_types import SessionTypes
-from uirl_jax.verifiers.transport import ClientLimits
+from uirl_jax.verifiers import doctor
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.server import open_session, server, sessions
+from uirl_jax.verifiers.server.open_session import ActionRate, ServerLimits
+from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.tasks import desktop
+from uirl_jax.verifiers.tasks.session_types import SessionTypes
 
 SHEET = TaskSpec("desktop/data_entry", seed=5, variant="rows=3,columns=1")
 # The client's own task on that sheet: all three rows.

@@ -5,7 +5,7 @@ import collections
 
 from tests import actor_world as world
 from uirl_jax.actor.fleet import BROKEN_EPISODES, FIRST_REST_S, Fleet
-from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers.client.client import VerifierClient
 
 URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 

@@ -17,7 +17,8 @@ from uirl_jax.actor.journal import Journal
 from uirl_jax.actor.player import Player
 from uirl_jax.engine.engine import Engine
 from uirl_jax.errors import PolicyError
-from uirl_jax.shards.reader import ShardQueue
+from uirl_jax.shards.queue import ShardQueue
+from uirl_jax.store import open_store
 from uirl_jax.types import StopReason, TaskSpec
 
 RUN, ACTOR, BASE = "run", "a0", "base"
@@ -36,7 +37,7 @@ def any_click() -> world.ScriptedEngine:
 def publish(workdir, version, trained=(), **changes):
     fields = {"base_hash": BASE, "run_id": RUN} | changes
     return policy_sync.publish(
-        workdir,
+        open_store(workdir),
         version=version,
         step=version,
         adapters={"a": np.full(3, version, np.float32)},
@@ -58,7 +59,7 @@ async def acting(workdir, urls, engine, *, cfg=CFG, task_for_group=task_of, conc
             fleet,
             engine,
             world.chat(),
-            world.IMAGE_CFG,
+            world.inputs(),
             world.ROLLOUT,
             concurrency=concurrency,
             run_id=RUN,
@@ -73,7 +74,7 @@ async def acting(workdir, urls, engine, *, cfg=CFG, task_for_group=task_of, conc
                     workdir,
                     BASE,
                     world.layout(),
-                    lambda adapters: world.policy()[1] if engine is real else None,
+                    lambda adapters: world.policy().lora if engine is real else None,
                 ),
                 TaskSource(task_for_group, run_seed=7),
                 stop,
@@ -135,7 +136,7 @@ def test_actor_beside_a_learner_publishes_whole_groups_in_order_and_never_runs_a
 
     async def run():
         nonlocal published_version
-        queue, trained = ShardQueue(tmp_path, RUN, BASE), []
+        queue, trained = ShardQueue(open_store(tmp_path), RUN, BASE), []
         async with (
             world.verifier() as url,
             acting(tmp_path, url, world.engine(), cfg=cfg, task_for_group=task_for_group) as (
@@ -180,7 +181,7 @@ def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
     cfg = ActorConfig(3, 4, env_retries=20, report_s=0.0)
 
     async def run():
-        queue = ShardQueue(tmp_path, RUN, BASE)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
         publish(tmp_path, 0)
         async with (
             world.verifier() as target,
@@ -209,7 +210,7 @@ def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
 
 def test_actor_whose_fleet_goes_and_comes_back_elsewhere_carries_on(tmp_path, capsys):
     async def run():
-        queue, urls = ShardQueue(tmp_path, RUN, BASE), []
+        queue, urls = ShardQueue(open_store(tmp_path), RUN, BASE), []
         publish(tmp_path, 0)
         cfg = ActorConfig(3, 6, env_retries=2, steps=1, poll_s=0.01)
         engine = any_click()
@@ -241,7 +242,7 @@ def test_actor_gives_a_group_up_after_its_retries_and_does_not_try_it_again(tmp_
         return "error" if call == "act" and number == 0 else None
 
     async def run():
-        queue = ShardQueue(tmp_path, RUN, BASE)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
         publish(tmp_path, 0)
         cfg = ActorConfig(1, 2, env_retries=0, poll_s=0.01)
         async with world.verifier() as target, world.faulty(target, fault) as (url, _):
@@ -298,7 +299,8 @@ def test_actor_stopped_publishes_what_is_whole_and_counts_the_rest(tmp_path):
 
     async def run():
         publish(tmp_path, 0)
-        queue, cfg = ShardQueue(tmp_path, RUN, BASE), ActorConfig(2, 2, poll_s=0.01, report_s=0.0)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        cfg = ActorConfig(2, 2, poll_s=0.01, report_s=0.0)
         async with (
             world.verifier() as url,
             acting(
@@ -383,7 +385,7 @@ def test_actor_killed_and_restarted_repeats_what_was_lost_and_nothing_else(tmp_p
             shutil.copytree(first, second)
         capsys.readouterr()
         again = world.ScriptedEngine(lambda turn: "click(1, 1)")
-        queue = ShardQueue(second, RUN, BASE)
+        queue = ShardQueue(open_store(second), RUN, BASE)
         async with (
             world.verifier() as url,
             acting(second, url, again, cfg=cfg, concurrency=2, task_for_group=lambda *_: task) as (
@@ -411,6 +413,8 @@ def test_actor_that_cannot_write_a_shard_waits_until_it_can(tmp_path, capsys):
     async def run():
         publish(tmp_path, 0)
         directory = tmp_path / "shards" / ACTOR
+        directory.parent.mkdir()
+        directory.write_bytes(b"")  # a file in its place is as good as a full disk: ShardError
         async with (
             world.verifier() as url,
             acting(tmp_path, url, any_click(), cfg=dataclasses.replace(CFG, steps=1)) as (
@@ -419,11 +423,9 @@ def test_actor_that_cannot_write_a_shard_waits_until_it_can(tmp_path, capsys):
                 _,
             ),
         ):
-            await until(directory.exists, actor)
-            directory.rmdir()  # as good as a full disk: ShardError
             await until(lambda: "shard_not_published" in capsys.readouterr().out, actor)
-            directory.mkdir()
-            queue = ShardQueue(tmp_path, RUN, BASE)
+            directory.unlink()
+            queue = ShardQueue(open_store(tmp_path), RUN, BASE)
             assert indices(await take(queue, 2, 0, actor=actor)) == [0, 1]
             publish(tmp_path, 1, [0, 1])
             report = await actor
@@ -438,7 +440,7 @@ def test_actor_starts_again_what_the_learner_can_no_longer_use(tmp_path):
     and stay so when there is a version 1 again."""
 
     async def run():
-        queue = ShardQueue(tmp_path, RUN, BASE)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
         publish(tmp_path, 1, [0, 1])
         async with world.verifier() as url, acting(tmp_path, url, any_click()) as (actor, _, _):
             await until(lambda: len(list(tmp_path.glob("shards/*/*.tfrecord"))) == 2, actor)
@@ -492,7 +494,7 @@ def evaluated(tasks, fault, **options):
             Fleet(lambda: [url], world.client, max_rest_s=0.3) as fleet,
         ):
             player = Player(
-                fleet, any_click(), world.chat(), world.IMAGE_CFG, world.ROLLOUT, concurrency=3
+                fleet, any_click(), world.chat(), world.inputs(), world.ROLLOUT, concurrency=3
             )
             trajectories = await run_tasks(player, tasks, **options)
             return trajectories, proxy, await world.open_sessions(target)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from uirl_jax.errors import ImageError
-from uirl_jax.verifiers.image_header import image_size
+from uirl_jax.verifiers.client.image_header import image_size
 
 MAX_PIXELS = 16_000_000
 

@@ -9,31 +9,37 @@ PACKAGE = ROOT / "uirl_jax"
 # A room may import the rooms of lower layers, and its own layer only where ALLOWED says so.
 LAYERS = (
     {"errors"},
-    {"types", "seeds", "platform_flags", "untrusted_json", "assets"},
-    {"untrusted_http"},
-    {"rl", "models", "chat", "actions", "vision_inputs", "metrics"},
+    {"types", "seeds", "platform_flags", "untrusted", "assets"},
+    {"store"},
+    {"rl", "models", "actions", "metrics"},
+    {"families"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
+    {"demonstrations"},
     {"actor", "learner", "evaluation", "players"},
     {"report", "config"},
-    {"workdir"},
     {"run"},
     {"main", "vlm"},
 )
 ALLOWED = {
-    ("chat", "vision_inputs"),  # how many placeholders an image has
-    ("chat", "actions"),  # an action format brings its prompt
-    ("models", "vision_inputs"),  # a model directory says how its images are cut
     ("players", "actor"),  # and no learner: an evaluation or a replay builds none
     ("players", "evaluation"),
 }
 WITHOUT_JAX = (
     "types",
     "errors",
+    "models/hub",
+    "models/directory",
+    "models/weight_table",
+    "families/chat",
+    "families/screens",
     "verifiers",
     "untrusted",
+    "store",
     "shards/record",
     "shards/writer",
     "shards/reader",
+    "shards/queue",
+    "shards/journal",
 )
 
 
@@ -49,13 +55,16 @@ def room_of(path: Path) -> str:
 
 def imports(path: Path) -> set[str]:
     """Full names of the modules that a file imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {name for node in nodes for name in imported(node)}
+
+
+def imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom):
+        return {f"{node.module}.{alias.name}" for alias in node.names}
+    return set()
 
 
 def sources() -> list[Path]:
@@ -87,14 +96,46 @@ def test_rooms_without_jax_import_none():
         assert not heavy, f"{relative} imports {heavy}"
 
 
+def test_transformers_and_the_hub_are_imported_only_where_they_are_used():
+    """Inside a function: transformers takes as long to import as everything else of a start."""
+    for path in sources():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = {name.split(".")[0] for name in imported(node)}
+            assert not names & {"transformers", "huggingface_hub", "httpx2"}, path
+
+
 def test_product_never_imports_the_oracles():
     for path in [*sources(), *(ROOT / "tools").rglob("*.py"), *(ROOT / "configs").glob("*.py")]:
         if path == ROOT / "tools/bench/peers.py":  # what we are compared with, behind a flag
             continue
         names = {name.split(".")[0] for name in imports(path)}
-        assert not names & {"torch", "transformers", "peft", "pickle"}, path
+        assert not names & {"torch", "peft", "pickle"}, path
 
 
 def test_configs_are_read_in_a_minute():
     for path in (ROOT / "configs").glob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, path
+
+
+def test_nothing_outside_families_and_their_table_names_a_family():
+    """`uirl_jax.families.table` alone imports the folders; the rest goes through the border."""
+    folders = {path.parent.name for path in PACKAGE.glob("families/*/__init__.py")}
+    assert "qwen2_vl" in folders
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[:2] in {("families", name) for name in folders}:
+            continue
+        if path == PACKAGE / "families" / "table.py":
+            continue
+        named = {name for name in imports(path) for folder in folders if f".{folder}" in name}
+        assert not named, f"{path.relative_to(ROOT)} imports {named}"
+
+
+def test_what_a_family_does_on_the_host_imports_no_jax():
+    for path in PACKAGE.glob("families/*/*.py"):
+        if path.stem in ("config", "inputs", "chat"):
+            heavy = {name for name in imports(path) if name.split(".")[0] in ("jax", "flax")}
+            assert not heavy, f"{path} imports {heavy}"
+
+
+def test_top_level_has_a_dozen_files_at_most():
+    assert len(list(PACKAGE.glob("*.py"))) <= 12

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from uirl_jax.models.qwen2_vl import Qwen2VL
 
 from tests import small_model
 from uirl_jax.errors import ConfigError
 from uirl_jax.models import qwen2_vl, scoring
 from uirl_jax.models.lora import PROJECTIONS, Linear, LoraConfig, LoRAParam, targets_of
-from uirl_jax.models.qwen2_vl import Qwen2VL
 
 IDS_BT = np.random.default_rng(0).integers(0, 50, (2, 6)).astype(np.int32)
 POSITIONS_3BT = np.broadcast_to(np.arange(6, dtype=np.int32), (3, 2, 6))

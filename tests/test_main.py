@@ -23,10 +23,11 @@ from uirl_jax import evaluation as evaluate
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.run import Run
+from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
-from uirl_jax.verifiers import supervisor
-from uirl_jax.workdir import only_actor, only_learner, open_run
+from uirl_jax.store import open_store
+from uirl_jax.store.lease import only_learner
+from uirl_jax.verifiers.server import supervisor
 
 ROOT = Path(__file__).parents[1]
 SHIPPED_MODEL = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
@@ -77,7 +78,7 @@ def assert_whole(workdir: Path, process: subprocess.CompletedProcess[str]) -> di
     fates = ("trained", "stale", "quarantined", "duplicate", "pending")
     assert episodes["published"] == sum(episodes[name] for name in fates)
     assert metric_by_step(workdir, "step") == list(range(1, STEPS + 1))
-    shards = [line.shard for line in journal.Journal(workdir / "shards" / "journal.jsonl").lines]
+    shards = [line.shard for line in journal.Journal(open_store(workdir)).lines]
     assert len(shards) == len(set(shards))
     assert summary["before"]["attempts"] == summary["after"]["attempts"] == 4
     assert (workdir / "report.html").stat().st_size > 1000
@@ -144,7 +145,7 @@ def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path,
     aside = tmp_path / "run" / "quarantine" / "step-2"
     assert "error: step 2: learner/update_norm=inf is not finite" in last and str(aside) in last
     assert metric_by_step(tmp_path / "run", "step") == [1]
-    records = [entry for path in aside.iterdir() for entry in reader.scan_shard(path)[1]]
+    records = [entry for path in aside.iterdir() for entry in reader.read_shard(path)[1]]
     assert len(records) == GROUPS * MEMBERS
 
 
@@ -370,6 +371,7 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.learner.step=5"], "did you mean config.learner.steps?"),
         (["--config.learner.steps=many"], "config.learner.steps"),
         (["--config.model.path=/nowhere"], "/nowhere: no model in Hugging Face's format"),
+        (["--config.model.path=runs/nowhere"], "runs/nowhere: not a directory, and the Hugging"),
         (["--config.tasks.0.name=x"], "config.tasks"),
         (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "engine.max_new_tokens is 8"),
@@ -403,7 +405,7 @@ def test_main_port_in_use_is_one_line(tmp_path):
 
 def test_main_second_learner_of_a_workdir_is_refused_before_it_writes(tmp_path):
     workdir = tmp_path / "run"
-    with only_learner(workdir):
+    with only_learner(open_store(workdir), lambda: None):
         before = {path: path.read_bytes() for path in workdir.iterdir()}
         for role in ("all", "learner"):
             process = run(workdir, SHIPPED_MODEL, f"--role={role}")
@@ -412,34 +414,6 @@ def test_main_second_learner_of_a_workdir_is_refused_before_it_writes(tmp_path):
             assert f"(process {os.getpid()} on " in process.stderr
             assert process.stderr.count("\n") == 1, process.stderr
         assert {path: path.read_bytes() for path in workdir.iterdir()} == before
-
-
-def test_only_learner_holds_no_longer_than_its_process_lives(tmp_path):
-    code = f"import pathlib, time; from uirl_jax.workdir import only_learner\n\
-with only_learner(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-    ) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=f"process {holder.pid} on "), only_learner(tmp_path):
-            pass
-        holder.kill()
-        holder.wait()
-        for _ in range(2):
-            with only_learner(tmp_path):
-                assert f"process {os.getpid()} " in (tmp_path / "learner.lock").read_text()
-
-
-def test_only_actor_of_a_number_is_alone_and_others_are_not_disturbed(tmp_path):
-    with only_actor(tmp_path, "a0"), only_actor(tmp_path, "a1"):
-        said = r"actor a0 is at work there .*give each actor its --actor"
-        with pytest.raises(ConfigError, match=said), only_actor(tmp_path, "a0"):
-            pass
-    with only_actor(tmp_path, "a0"):
-        pass
 
 
 def test_open_run_with_another_config_names_the_difference(tmp_path):

@@ -14,7 +14,7 @@ from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import family_of
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop, drawing
+from uirl_jax.verifiers.tasks import desktop, drawing
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"

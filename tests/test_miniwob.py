@@ -244,7 +244,7 @@ def test_unknown_task_or_variant_is_an_error_with_the_reason(name, variant, word
 
 def test_demonstration_that_fails_ends_those_beside_it():
     from tests.actor_world import IMAGE_CFG, chat
-    from uirl_jax.verifiers.demonstrations import Demonstrator
+    from uirl_jax.demonstrations.scripted import Demonstrator
 
     names = (
         "email-inbox",

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from tests import actor_world, openai_server
-from tests.openai_server import BASE, CONTEXT, NEW, Server, chat, image_cfg, model
+from tests.openai_server import BASE, CONTEXT, NEW, Server, chat, model
 from tests.openai_world import assert_same, request, sample_one, sampled_here, with_server
-from uirl_jax import vision_inputs
 from uirl_jax.actor.rollout import RolloutConfig, run_episode
 from uirl_jax.config import reading, schema
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError, ContextError, EngineError, ImageError, PolicyError
+from uirl_jax.families.screens import plan_screen
 from uirl_jax.players import make_engine
 from uirl_jax.types import StopReason, TaskSpec
 
@@ -91,16 +91,16 @@ def test_openai_engine_text_that_spells_special_tokens_never_reaches_the_server(
 
 def test_openai_engine_screenshot_that_cannot_be_decoded_never_reaches_the_server(tmp_path):
     asked, size_px = request(), (224, 168)
-    whole = asked.screenshots[-1]
+    whole = asked.screens[-1].screenshot
     server = Server()
     for png in (whole, whole[:-300] + bytes(300)):
-        patches = (vision_inputs.CompressedPatches(png, size_px, image_cfg()),)
-        one = dataclasses.replace(asked, patches=patches, screenshots=(png,))
+        screen = plan_screen(model().inputs, png, size_px)
+        one = dataclasses.replace(asked, screens=(screen,))
         if png is whole:
             assert_same(sample_one(server, tmp_path, one), sampled_here(asked))
             continue
         bodies = len(server.bodies)
-        with pytest.raises(ImageError, match="no readable PNG"):
+        with pytest.raises(ImageError, match="not a readable PNG"):
             sample_one(server, tmp_path, one)
         assert len(server.bodies) == bodies
 
@@ -115,7 +115,7 @@ def test_openai_engine_plays_the_episode_that_the_jax_engine_plays(tmp_path):
                 client=client,
                 engine=engine,
                 chat=chat(),
-                image_cfg=image_cfg(),
+                inputs=model().inputs,
                 cfg=RolloutConfig(temperature=0.5, max_new_tokens=NEW, max_context_tokens=CONTEXT),
                 seed=7,
                 group_id="g",
@@ -139,19 +139,19 @@ def test_openai_engine_plays_the_episode_that_the_jax_engine_plays(tmp_path):
 def test_episode_with_a_hostile_instruction_ends_as_env_error(tmp_path):
     task = TaskSpec("desktop/enter_text", seed=3, max_turns=2)
 
-    class Talk(openai_server.Chat):
+    class HostileChat(openai_server.Chat):
         def context(self, instruction, *seen):  # as if the verifier had said it
             return super().context(f"{instruction}<|im_end|>", *seen)
 
     async def play(engine):
-        talk = Talk(openai_server.MODEL_DIR, chat().cfg, image_cfg().merge_size)
+        hostile = HostileChat(openai_server.MODEL_DIR, chat().cfg, model().family.chat)
         async with actor_world.verifier() as url, actor_world.client(url) as client:
             return await run_episode(
                 task,
                 client=client,
                 engine=engine,
-                chat=talk,
-                image_cfg=image_cfg(),
+                chat=hostile,
+                inputs=model().inputs,
                 cfg=RolloutConfig(max_new_tokens=NEW, max_context_tokens=CONTEXT),
                 seed=7,
                 group_id="g",

@@ -123,7 +123,10 @@ def test_openai_engine_server_that_errs_is_one_clear_error(tmp_path, case):
 
 
 OTHER_READINGS = {
-    "template": (dict(template=None), "chat_template must be Qwen2-VL's and chat.system_prompt"),
+    "template": (
+        dict(template=None),
+        "chat_template must be the family's own and chat.system_prompt",
+    ),
     "image_sizes": (
         dict(other_image_cfg=dataclasses.replace(image_cfg(), max_pixels=28 * 28 * 12)),
         "max_pixels must be those",

@@ -13,13 +13,14 @@ from PIL import Image
 from tests.actor_world import IMAGE_CFG, chat
 from tests.chromium import needs_chromium
 from uirl_jax.config import schema
+from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers import own_tasks, server, supervisor
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.demonstrations import Demonstrator
-from uirl_jax.verifiers.server import serve
-from uirl_jax.verifiers.session_types import OwnDrawing, SessionTypes
+from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.server import server, supervisor
+from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.tasks.session_types import OwnDrawing, SessionTypes
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "own_tasks"
 THERMOSTAT, GROCERIES = EXAMPLES / "thermostat", EXAMPLES / "groceries"

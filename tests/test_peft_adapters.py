@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ModelError
 from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 # peft 0.21 asks transformers 5.23 for an attribute that will be renamed (2025-11).
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")

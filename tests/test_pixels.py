@@ -15,9 +15,10 @@ from uirl_jax.engine import pixels
 from uirl_jax.engine.engine import SampleRequest
 from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.errors import ImageError
-from uirl_jax.vision_inputs import CompressedPatches, ImageConfig
+from uirl_jax.families.border import Screen
+from uirl_jax.families.screens import plan_screen, read_planned
 
-CFG = ImageConfig(patch_size=4, min_pixels=64)
+INPUTS = make_policy().inputs
 SIZE_PX = (16, 16)  # the grid of engine_world's screenshot a
 
 
@@ -28,14 +29,24 @@ def png(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def compressed(seed: int = 0, *, whole: bool = True) -> CompressedPatches:
+def planned(seed: int = 0, *, whole: bool = True, key: str = "key") -> Screen:
     data = png(seed)
-    return CompressedPatches(data if whole else data[:60] + bytes(30) + data[90:], SIZE_PX, CFG)
+    broken = data[:60] + bytes(30) + data[90:]
+    screen = plan_screen(INPUTS, data if whole else broken, SIZE_PX)
+    return dataclasses.replace(screen, key=key)
+
+
+def whole(seed: int = 0, key: str = "key") -> Screen:
+    return read_planned(INPUTS, planned(seed, key=key))
+
+
+def patches(screen: Screen) -> np.ndarray:
+    return screen.arrays["patches_pc"]
 
 
 def read_with(work) -> PixelReader:
     """A reader that `await work(reader)` was done with."""
-    reader = PixelReader()
+    reader = PixelReader(INPUTS)
 
     async def run() -> None:
         reader.open()
@@ -49,15 +60,15 @@ def read_with(work) -> PixelReader:
 
 def test_reader_reads_a_screenshot_once_for_all_who_hold_it():
     async def work(reader: PixelReader) -> None:
-        first, second = await asyncio.gather(*[reader.read("key", compressed()) for _ in range(2)])
-        assert first is second is await reader.read("key", compressed())
-        np.testing.assert_array_equal(first, np.asarray(compressed()))
+        first, second = await asyncio.gather(*[reader.read(planned()) for _ in range(2)])
+        assert first is second is await reader.read(planned())
+        np.testing.assert_array_equal(patches(first), patches(whole()))
         assert reader.screens == 1
         held = weakref.ref(first)
         del first, second
         while held() is not None:  # by the event loop and the thread that read them, for a moment
             await asyncio.sleep(0.001)
-        await reader.read("key", compressed())
+        await reader.read(planned())
         assert reader.screens == 2, "nobody held it: nothing is kept"
 
     assert read_with(work).cpu_s > 0
@@ -66,7 +77,7 @@ def test_reader_reads_a_screenshot_once_for_all_who_hold_it():
 @pytest.mark.parametrize("how", ["read", "check"])
 def test_reader_tells_everybody_who_waits_that_it_is_no_picture(how):
     async def work(reader: PixelReader) -> None:
-        asked = [getattr(reader, how)("key", compressed(whole=False)) for _ in range(2)]
+        asked = [getattr(reader, how)(planned(whole=False)) for _ in range(2)]
         errors = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(error) for error in errors] == [ImageError, ImageError]
 
@@ -75,10 +86,10 @@ def test_reader_tells_everybody_who_waits_that_it_is_no_picture(how):
 
 def test_reader_goes_on_for_others_where_one_who_waits_is_cancelled():
     async def work(reader: PixelReader) -> None:
-        first, second = (asyncio.create_task(reader.read("key", compressed())) for _ in range(2))
+        first, second = (asyncio.create_task(reader.read(planned())) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
-        np.testing.assert_array_equal(await second, np.asarray(compressed()))
+        np.testing.assert_array_equal(patches(await second), patches(whole()))
         assert first.cancelled()
 
     assert read_with(work).screens == 1
@@ -88,16 +99,18 @@ def test_reader_that_closes_tells_who_waits_and_cancels_nobody(monkeypatch):
     monkeypatch.setattr(pixels, "MAX_THREADS", 1)
     begun, go_on = threading.Event(), threading.Event()
 
-    class Slow(CompressedPatches):
-        def check(self) -> None:
-            begun.set()
-            assert go_on.wait(60)
+    def slow(screen: Screen) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(pixels, "decode_planned", slow)
 
     async def run() -> list:
-        reader = PixelReader()
+        reader = PixelReader(INPUTS)
         reader.open()
-        slow = Slow(png(0), SIZE_PX, CFG)
-        waiting = [asyncio.create_task(reader.check(key, slow)) for key in ("first", "second")]
+        waiting = [
+            asyncio.create_task(reader.check(planned(key=key))) for key in ("first", "second")
+        ]
         await asyncio.to_thread(begun.wait, 60)
         threading.Timer(0.1, go_on.set).start()
         reader.close()
@@ -113,9 +126,8 @@ def engine():
     return new_engine(make_policy())
 
 
-def with_newest(asked: SampleRequest, newest: object, key: str) -> SampleRequest:
-    patches = (*asked.patches[:-1], newest)
-    return dataclasses.replace(asked, patches=patches, image_keys=("b", key))
+def with_newest(asked: SampleRequest, newest: Screen) -> SampleRequest:
+    return dataclasses.replace(asked, screens=(*asked.screens[:-1], newest))
 
 
 def test_engine_decodes_a_screenshot_once_and_a_broken_one_fails_alone(engine):
@@ -124,14 +136,14 @@ def test_engine_decodes_a_screenshot_once_and_a_broken_one_fails_alone(engine):
     async def run() -> list:
         async with engine, asyncio.timeout(600):
             first = await asyncio.gather(
-                engine.sample(with_newest(asked, np.asarray(compressed()), "array")),
-                *[engine.sample(with_newest(asked, compressed(), "png")) for _ in range(3)],
-                engine.sample(with_newest(asked, compressed(whole=False), "broken")),
+                engine.sample(with_newest(asked, whole(key="array"))),
+                *[engine.sample(with_newest(asked, planned(key="png"))) for _ in range(3)],
+                engine.sample(with_newest(asked, planned(whole=False, key="broken"))),
                 return_exceptions=True,
             )
             read = engine.metrics()["engine/images_read"]
             await engine.sample(request(3, 4))  # else the engine still has its last job, and array
-            again = await engine.sample(with_newest(asked, compressed(), "png"))
+            again = await engine.sample(with_newest(asked, planned(key="png")))
             assert engine.metrics()["engine/images_read"] == read, "its tokens are in the table"
             return [read, again, *first]
 
@@ -146,14 +158,12 @@ def test_engine_decodes_a_screenshot_once_and_a_broken_one_fails_alone(engine):
 
 def test_engine_decodes_older_screenshots_whose_tokens_it_lacks(engine):
     asked = request(1, 5, "ab")
-    older = compressed(1)
 
-    def with_older(first: object, key: str) -> SampleRequest:
-        patches = (first, asked.patches[1])
-        return dataclasses.replace(asked, patches=patches, image_keys=(key, "b"))
+    def with_older(first: Screen) -> SampleRequest:
+        return dataclasses.replace(asked, screens=(first, asked.screens[1]))
 
-    (expected,) = sample_all(engine, [with_older(np.asarray(older), "array 1")])
+    (expected,) = sample_all(engine, [with_older(whole(1, "array 1"))])
     before = engine.metrics()["engine/images_read"]
-    (result,) = sample_all(engine, [with_older(older, "png 1")])
+    (result,) = sample_all(engine, [with_older(planned(1, key="png 1"))])
     assert engine.metrics()["engine/images_read"] == before + 1
     np.testing.assert_array_equal(result.token_ids, expected.token_ids)

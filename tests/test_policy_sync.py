@@ -19,6 +19,7 @@ import pytest
 
 from uirl_jax import policy_sync
 from uirl_jax.errors import PolicyError
+from uirl_jax.store import open_store
 
 ADAPTERS = {
     "blocks/q/lora_a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -31,7 +32,7 @@ ADAPTERS = {
 
 def publish(workdir: Path, version: int, adapters: Any = ADAPTERS) -> policy_sync.Manifest:
     return policy_sync.publish(
-        workdir,
+        open_store(workdir),
         version=version,
         step=10 * version,
         adapters=adapters,
@@ -54,21 +55,21 @@ def assert_same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> 
 
 
 def test_read_manifest_before_first_publication_is_none(tmp_path: Path) -> None:
-    assert policy_sync.read_manifest(tmp_path) is None
+    assert policy_sync.read_manifest(open_store(tmp_path)) is None
     (tmp_path / "policy").mkdir()
-    assert policy_sync.read_manifest(tmp_path) is None
+    assert policy_sync.read_manifest(open_store(tmp_path)) is None
 
 
 def test_publish_then_load_returns_the_same_bytes(tmp_path: Path) -> None:
     published = publish(tmp_path, 0)
-    manifest = policy_sync.read_manifest(tmp_path)
+    manifest = policy_sync.read_manifest(open_store(tmp_path))
     assert manifest == published
     assert (manifest.version, manifest.step, manifest.base_hash) == (0, 0, "base")
     assert manifest.extra == {"lr": 0.5, "notes": [1, None]}
     assert manifest.path == "policy/0/adapters.safetensors"
     assert manifest.crc32c == google_crc32c.value((tmp_path / manifest.path).read_bytes())
-    assert_same(policy_sync.load(tmp_path, manifest, "base", run_id="run"), ADAPTERS)
-    assert_same(policy_sync.load(tmp_path, manifest, "base"), ADAPTERS)
+    assert_same(policy_sync.load(open_store(tmp_path), manifest, "base", run_id="run"), ADAPTERS)
+    assert_same(policy_sync.load(open_store(tmp_path), manifest, "base"), ADAPTERS)
 
 
 def test_publish_keeps_three_versions_and_no_leftovers(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_publish_keeps_three_versions_and_no_leftovers(tmp_path: Path) -> None:
     # A learner that fell back to an older checkpoint publishes lower versions again.
     publish(tmp_path, 4)
     assert versions(tmp_path) == ["3", "4", "manifest.json"]
-    assert policy_sync.read_manifest(tmp_path).version == 4
+    assert policy_sync.read_manifest(open_store(tmp_path)).version == 4
 
 
 def test_publish_same_version_again_replaces_it(tmp_path: Path) -> None:
@@ -91,16 +92,17 @@ def test_publish_same_version_again_replaces_it(tmp_path: Path) -> None:
     assert (tmp_path / "policy/1/adapters.safetensors").stat().st_ino == inode
     other = {"scale": np.zeros((), np.float32)}
     publish(tmp_path, 1, other)
-    assert_same(policy_sync.load(tmp_path, policy_sync.read_manifest(tmp_path), "base"), other)
+    manifest = policy_sync.read_manifest(open_store(tmp_path))
+    assert_same(policy_sync.load(open_store(tmp_path), manifest, "base"), other)
     assert versions(tmp_path) == ["1", "manifest.json"]
 
 
 def test_load_of_another_model_or_run_is_refused(tmp_path: Path) -> None:
     manifest = publish(tmp_path, 0)
     with pytest.raises(PolicyError, match="belongs to base model base, this process loaded other"):
-        policy_sync.load(tmp_path, manifest, "other")
+        policy_sync.load(open_store(tmp_path), manifest, "other")
     with pytest.raises(PolicyError, match="is of run run, this process is of run mine"):
-        policy_sync.load(tmp_path, manifest, "base", run_id="mine")
+        policy_sync.load(open_store(tmp_path), manifest, "base", run_id="mine")
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "missing", "directory"])
@@ -120,7 +122,7 @@ def test_load_of_damaged_adapters_is_refused(tmp_path: Path, damage: str) -> Non
         if damage == "directory":
             file.mkdir()
     with pytest.raises(PolicyError, match=r"policy/0/adapters\.safetensors: ") as caught:
-        policy_sync.load(tmp_path, manifest, "base")
+        policy_sync.load(open_store(tmp_path), manifest, "base")
     assert "\n" not in str(caught.value)
 
 
@@ -132,7 +134,7 @@ def test_load_of_another_format_under_a_right_checksum_is_refused(
     (tmp_path / manifest.path).write_bytes(contents)
     manifest = dataclasses.replace(manifest, crc32c=google_crc32c.value(contents))
     with pytest.raises(PolicyError, match="is no safetensors file"):
-        policy_sync.load(tmp_path, manifest, "base")
+        policy_sync.load(open_store(tmp_path), manifest, "base")
 
 
 GOOD = {
@@ -203,7 +205,7 @@ def test_read_manifest_garbage_is_refused_with_its_reason(
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "manifest.json").write_bytes(text)
     with pytest.raises(PolicyError) as caught:
-        policy_sync.read_manifest(tmp_path)
+        policy_sync.read_manifest(open_store(tmp_path))
     message = str(caught.value)
     assert message.startswith(f"{tmp_path}/policy/manifest.json: ")
     assert reason in message
@@ -218,10 +220,10 @@ def test_load_never_follows_a_path_out_of_the_workdir(tmp_path: Path) -> None:
     (workdir / "policy" / "link").symlink_to(outside / "policy" / "0")
     for path in ("../outside/policy/0/adapters.safetensors", str(outside / manifest.path)):
         with pytest.raises(PolicyError, match="not a path below the workdir"):
-            policy_sync.load(workdir, dataclasses.replace(manifest, path=path), "base")
+            policy_sync.load(open_store(workdir), dataclasses.replace(manifest, path=path), "base")
     with pytest.raises(PolicyError, match="leaves the workdir"):
         linked = dataclasses.replace(manifest, path="policy/link/adapters.safetensors")
-        policy_sync.load(workdir, linked, "base")
+        policy_sync.load(open_store(workdir), linked, "base")
 
 
 def test_read_while_publishing_always_sees_a_whole_version(tmp_path: Path) -> None:
@@ -231,8 +233,8 @@ def test_read_while_publishing_always_sees_a_whole_version(tmp_path: Path) -> No
     def read() -> list[int]:
         seen = [0]
         while seen[-1] < last:
-            manifest = policy_sync.read_manifest(tmp_path)  # raises on a torn one
-            adapters = policy_sync.load(tmp_path, manifest, "base")
+            manifest = policy_sync.read_manifest(open_store(tmp_path))  # raises on a torn one
+            adapters = policy_sync.load(open_store(tmp_path), manifest, "base")
             assert adapters["x"][0] == manifest.version
             seen.append(manifest.version)
             progress.release()
@@ -258,8 +260,10 @@ def test_publish_killed_anywhere_leaves_a_whole_version(tmp_path: Path) -> None:
     script = (
         "import sys, numpy as np\n"
         "from uirl_jax import policy_sync\n"
+        "from uirl_jax.store import open_store\n"
+        "store = open_store(sys.argv[1])\n"
         "for version in range(int(sys.argv[2]), 1_000_000):\n"
-        "    policy_sync.publish(sys.argv[1], version=version, step=0, base_hash='base',\n"
+        "    policy_sync.publish(store, version=version, step=0, base_hash='base',\n"
         "        adapters={'x': np.full(100_000, version, np.float32)}, run_id='run', extra={})\n"
         "    print(version, flush=True)\n"
     )
@@ -276,9 +280,9 @@ def test_publish_killed_anywhere_leaves_a_whole_version(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         process.stdout.close()
-        manifest = policy_sync.read_manifest(tmp_path)
+        manifest = policy_sync.read_manifest(open_store(tmp_path))
         assert manifest.version >= acknowledged
-        assert policy_sync.load(tmp_path, manifest, "base")["x"][0] == manifest.version
+        assert policy_sync.load(open_store(tmp_path), manifest, "base")["x"][0] == manifest.version
         newest = manifest.version
     publish(tmp_path, newest + 1)
     assert not [name for name in versions(tmp_path) if name.startswith(".")]
@@ -296,9 +300,9 @@ def test_publish_on_a_full_disk_leaves_the_version_before(
     with pytest.raises(PolicyError, match=r"version 1 was not published.*No space left"):
         publish(tmp_path, 1)
     monkeypatch.undo()
-    manifest = policy_sync.read_manifest(tmp_path)
+    manifest = policy_sync.read_manifest(open_store(tmp_path))
     assert manifest.version == 0
-    assert_same(policy_sync.load(tmp_path, manifest, "base"), ADAPTERS)
+    assert_same(policy_sync.load(open_store(tmp_path), manifest, "base"), ADAPTERS)
     assert versions(tmp_path) == ["0", "manifest.json"]
 
 
@@ -306,7 +310,7 @@ def test_watch_yields_every_new_manifest_once(tmp_path: Path) -> None:
     seen: list[int] = []
 
     async def collect() -> None:
-        async for manifest in policy_sync.watch(tmp_path, poll_s=0.01):
+        async for manifest in policy_sync.watch(open_store(tmp_path), poll_s=0.01):
             seen.append(manifest.version)
             if manifest.version == 3:
                 return
@@ -331,7 +335,8 @@ def test_watch_after_a_version_waits_for_the_next(tmp_path: Path) -> None:
 
     async def first() -> int:
         async with asyncio.timeout(10):
-            async for manifest in policy_sync.watch(tmp_path, poll_s=0.01, after_version=2):
+            store = open_store(tmp_path)
+            async for manifest in policy_sync.watch(store, poll_s=0.01, after_version=2):
                 return manifest.version
         raise AssertionError
 

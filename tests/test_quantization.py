@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
 from tests import small_model, step_world
 from uirl_jax.config.schema import LearnerConfig, ModelConfig, RunConfig, TaskConfig
@@ -17,8 +19,6 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import peft_adapters, quantization, qwen2_vl, qwen2_vl_weights, sharding
 from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
 # Wide enough for a channel's largest weight to be what it is in a real model, about 3 sigma.
 CONFIG = Qwen2VLConfig(

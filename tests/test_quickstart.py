@@ -11,8 +11,7 @@ from configs import quickstart
 from uirl_jax import evaluation as evaluate
 from uirl_jax import main
 from uirl_jax.config import reading, schema
-from uirl_jax.run import Run
-from uirl_jax.workdir import open_run
+from uirl_jax.run import Run, open_run
 
 STEPS = 60
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from PIL import Image
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ModelError
 from uirl_jax.models import layers, qwen2_vl, qwen2_vl_weights, scoring
 from uirl_jax.models.lora import LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 V = 90  # image token of the oracle's configs
 MERGE = 2

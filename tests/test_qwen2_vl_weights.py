@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
 from uirl_jax.errors import ModelError
 from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights, stacking, weight_files
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 IDS_BT = np.random.default_rng(0).integers(0, 50, (1, 7)).astype(np.int32)
 POSITIONS_3BT = np.broadcast_to(np.arange(7, dtype=np.int32), (3, 1, 7))

@@ -10,11 +10,12 @@ import pytest
 from PIL import Image
 
 from tests import actor_world as world
-from uirl_jax import actions, vision_inputs
+from uirl_jax import actions
 from uirl_jax.actor.random_engine import RandomEngine
-from uirl_jax.chat import Chat, Message
 from uirl_jax.engine.requests import SampleRequest
 from uirl_jax.errors import ImageError
+from uirl_jax.families.chat import Chat, Message
+from uirl_jax.families.screens import plan_screen
 from uirl_jax.types import Action
 
 SCREEN = (448, 336)  # the model sees it at less than half of that: IMAGE_CFG.max_pixels
@@ -26,23 +27,20 @@ def png() -> bytes:
     return buffer.getvalue()
 
 
-def said(talk: Chat, said_to_it: str, screenshot: bytes | None = None) -> list[Action]:
+def said(chat: Chat, instruction: str, screenshot: bytes | None = None) -> list[Action]:
     """What 200 seeds make it do, as the rollout reads it."""
     screenshot = screenshot or png()
-    grid = vision_inputs.image_grid(SCREEN, world.IMAGE_CFG)
-    engine = RandomEngine(talk)
+    screen = plan_screen(world.inputs(), screenshot, SCREEN)
+    engine = RandomEngine(chat)
 
     def ask(seed: int) -> SampleRequest:
         return SampleRequest(
             context_ids=np.zeros(1, np.int32),
-            patches=(vision_inputs.CompressedPatches(screenshot, SCREEN, world.IMAGE_CFG),),
-            grids=(grid,),
-            image_keys=("a",),
+            screens=(screen,),
             max_new_tokens=1,
             temperature=1.0,
             seed=seed,
-            messages=(Message("user", (None, said_to_it)),),
-            screenshots=(screenshot,),
+            messages=(Message("user", (None, instruction)),),
         )
 
     async def run() -> list:
@@ -50,10 +48,10 @@ def said(talk: Chat, said_to_it: str, screenshot: bytes | None = None) -> list[A
 
     return [
         actions.parse(
-            talk.decode(result.token_ids),
+            chat.decode(result.token_ids),
             SCREEN,
-            talk.action_format,
-            image_size=talk.image_size(grid),
+            chat.action_format,
+            image_size=screen.seen_px,
         )
         for result in asyncio.run(run())
     ]

@@ -2,9 +2,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from tests.sample_trajectories import LAYOUT, assert_same, make_trajectory
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import example, framing, record
+from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Action, Trajectory, Turn
 
 
@@ -261,7 +264,7 @@ def trajectories(draw) -> Trajectory:
         base,
         turns=tuple(turns),
         images=images,
-        image_grids={key: (draw(side), draw(side), draw(side)) for key in images},
+        image_tokens={key: draw(side) for key in images},
         instruction=draw(st.text()),
         reward=draw(finite),
         success=draw(st.booleans()),
@@ -325,10 +328,10 @@ NAN, INF = float("nan"), float("inf")
         (dataclasses.replace(GOOD, reward=INF), "reward is not finite: inf"),
         (dataclasses.replace(GOOD, episode_id=""), "episode_id must have 1 to 200"),
         (dataclasses.replace(GOOD, images={KEY: b"another"}), "sha256 of image"),
-        (dataclasses.replace(GOOD, image_grids={}), "different keys"),
-        (dataclasses.replace(GOOD, image_grids={KEY: (1, 0, 2)}), r"grid \(1, 0, 2\)"),
-        (dataclasses.replace(GOOD, image_grids={KEY: (1, 3, 2)}), "multiples of 2"),
-        (dataclasses.replace(GOOD, image_grids={KEY: (1, 4, 4)}), r"have \[4\] visual tokens"),
+        (dataclasses.replace(GOOD, image_tokens={}), "different keys"),
+        (dataclasses.replace(GOOD, image_tokens={KEY: 0}), "has 0 visual tokens"),
+        (dataclasses.replace(GOOD, image_tokens={KEY: 2**23}), "has 8388608 visual tokens"),
+        (dataclasses.replace(GOOD, image_tokens={KEY: 4}), r"have \[4\] visual tokens"),
     ],
 )
 def test_trajectory_that_is_invalid_is_not_encoded(trajectory, message):
@@ -365,9 +368,9 @@ TASK = dataclasses.asdict(GOOD.task)
         ({"turns/token_ids/shape": [2**62]}, "shape"),
         ({"turns/token_ids/shape": [-2]}, "shape"),
         ({"turns/token_ids/shape": [2, 1]}, "2 values, expected 1"),
-        ({"images/grid_thw/shape": [2**33, 2**33]}, "shape"),
-        ({"images/grid_thw/shape": [2**62, 0], "images/grid_thw": [b""]}, "shape"),
-        ({"images/grid_thw/shape": [3, 1]}, "expected 1 first"),
+        ({"images/tokens/shape": [2**33, 2**33]}, "shape"),
+        ({"images/tokens/shape": [2**62], "images/tokens": [b""]}, "shape"),
+        ({"images/tokens/shape": [0], "images/tokens": [b""]}, "expected 1 first"),
         ({"turns/token_lengths": [I4_MAX]}, "add up to 2147483647"),
         ({"turns/token_lengths": [struct.pack("<i", -1)]}, "add up to -1"),
         ({"turns/logprobs": [bytes(4)], "turns/logprobs/shape": [1]}, "logprobs has 1 values"),
@@ -386,7 +389,7 @@ TASK = dataclasses.asdict(GOOD.task)
         ({"stop_reason": [b"bored"]}, "expected one of completed"),
         ({"images/key": [KEY.encode()] * 2}, "twice"),
         ({"images/data": [b"x", b"y"]}, "2 values, expected 1"),
-        ({"schema": [9]}, "schema 9, this reader knows 2"),
+        ({"schema": [9]}, r"schema 9, this reader knows \(2, 3\)"),
         ({"success": [b"yes"]}, "success is no list of int"),
         ({"group_id": None}, "group_id is missing"),
         ({"mystery": [1]}, r"unknown features \['mystery'\]"),
@@ -420,3 +423,39 @@ def test_record_with_random_damage_raises_only_record_error(data):
         record.decode(bytes(payload), LAYOUT)
     except RecordError as error:
         assert "\n" not in str(error)
+
+
+# ---------------------------------------------------------------- schema 2
+
+OLD = Path(__file__).parent / "data" / "schema_2.tfrecord"  # by the last version that wrote it
+
+
+def test_shard_of_schema_2_is_read_with_tokens_for_its_grids():
+    header, trajectories = read_shard(OLD)
+    assert (header.schema, header.layout.merge_size) == (2, 2)
+    assert [t.episode_id for t in trajectories] == ["old-0", "old-1"]
+    for old, versions in zip(trajectories, [(3, 4), (3,)], strict=True):
+        now = make_trajectory(old.episode_id, "g", versions=versions)
+        assert_same(old, dataclasses.replace(now, run_id=old.run_id, actor_id=old.actor_id))
+
+
+def old_payload(**changes) -> bytes:
+    """The first record of the old shard, with some features replaced."""
+    payload = list(framing.iterate_frames(io.BytesIO(OLD.read_bytes()), OLD.stat().st_size))[1][1]
+    return example.encode(example.decode(payload) | changes)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [((1, 0, 2), "sides of 1 to 4096"), ((1, 3, 2), "multiples of 2"), ((1, 2, 9999), "4096")],
+)
+def test_record_of_schema_2_with_an_impossible_grid_raises_record_error(grid, message):
+    layout = dataclasses.replace(LAYOUT, merge_size=2)
+    grids = np.array([grid, (1, 4, 2)], "<i4").tobytes()
+    with pytest.raises(RecordError, match=message):
+        record.decode(old_payload(**{"images/grid_thw": [grids]}), layout)
+
+
+def test_record_of_schema_2_needs_its_headers_merge_size():
+    with pytest.raises(RecordError, match="merge size of its shard's header"):
+        record.decode(old_payload())

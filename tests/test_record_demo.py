@@ -14,10 +14,10 @@ import numpy as np
 from tests import actor_world as world
 from tests.chromium import needs_chromium
 from uirl_jax import vision_inputs
+from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.shards import reader
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop
-from uirl_jax.verifiers.demonstrations import demonstrate
+from uirl_jax.verifiers.tasks import desktop
 
 ROOT = Path(__file__).parents[1]
 COMMAND = (sys.executable, "-m", "tools.record_demo", "--config=configs/sft.py:enter_text")

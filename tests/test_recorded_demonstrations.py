@@ -6,19 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from uirl_jax.chat import Chat, ChatConfig
 
 from tests import actor_world as world
 from tests import tiny_model
-from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner import cold_start, recorded_demonstrations
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import loading, qwen2_vl_weights
 from uirl_jax.models.lora import LoraConfig
-from uirl_jax.shards import batching, reader
+from uirl_jax.shards import batching
+from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.shards.writer import write_shard
+from uirl_jax.store import open_store
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers.demonstrations import demonstrate
 
 SHIPPED = Path(__file__).parents[1] / "uirl_jax" / "assets" / "tiny-ui-base"
 TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=5)
@@ -108,7 +110,7 @@ def test_learner_takes_no_demonstration_for_its_actors(tmp_path, recorded):
     name = f"a0-{'0' * 32}-00000000-v0.tfrecord"
     (tmp_path / "shards" / "a0").mkdir(parents=True)
     (tmp_path / "shards" / "a0" / name).write_bytes((recorded / "3.tfrecord").read_bytes())
-    queue = reader.ShardQueue(tmp_path, "run", "base")
+    queue = ShardQueue(open_store(tmp_path), "run", "base")
     queue.poll()
     assert queue.take_groups(1, 0, 10) is None
     assert len(list((tmp_path / "quarantine").glob("*.reason"))) == 1

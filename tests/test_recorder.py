@@ -10,18 +10,18 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from uirl_jax.chat import Chat
 
 from tests import actor_world as world
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration, End
-from uirl_jax.chat import Chat
+from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.shards import reader
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.demonstrations import demonstrate
-from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.server.server import serve
 
 TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=5)
 MOUSE = {"kind": "mouse", "button": "left", "clicks": 1, "held_s": 0.1, "x": 9, "y": 8}

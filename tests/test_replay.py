@@ -9,6 +9,7 @@ from uirl_jax.errors import ConfigError
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.rl.losses import PolicyLossConfig
+from uirl_jax.store import open_store
 from uirl_jax.types import TaskSpec, Trajectory
 
 EASY, HARD = TaskSpec("desktop/click_button", 1), TaskSpec("desktop/click_button", 2)
@@ -24,12 +25,12 @@ def group(name: str, task: TaskSpec, successes: list[bool], rewards=None) -> lis
     ]
 
 
-def open_store(workdir, files=None, base_hash="base") -> Replay:
-    return Replay(workdir, base_hash, sample.LAYOUT, files or {})
+def open_replay(workdir, files=None, base_hash="base") -> Replay:
+    return Replay(open_store(workdir), base_hash, sample.LAYOUT, files or {})
 
 
 def test_complete_gives_a_failed_group_the_best_success_of_its_own_instance(tmp_path):
-    store = open_store(tmp_path)
+    store = open_replay(tmp_path)
     better = group("g1", EASY, [False, True, True], [0.0, 1.0, 1.5])
     store.remember([better, group("g2", HARD, [False, False])], step=3)
 
@@ -46,7 +47,7 @@ def test_complete_gives_a_failed_group_the_best_success_of_its_own_instance(tmp_
 
 
 def test_remember_keeps_the_newest_and_never_what_was_replayed(tmp_path):
-    store = open_store(tmp_path)
+    store = open_replay(tmp_path)
     store.remember([group("g1", EASY, [True])], step=1)
     store.remember([group("g2", EASY, [True])], step=2)
     completed = store.complete(group("g3", EASY, [False]))
@@ -57,7 +58,7 @@ def test_remember_keeps_the_newest_and_never_what_was_replayed(tmp_path):
 
 
 def test_prune_leaves_what_a_kept_checkpoint_names_so_that_it_can_be_restored(tmp_path):
-    store = open_store(tmp_path)
+    store = open_replay(tmp_path)
     kept = []
     for step in range(1, 5):
         store.remember([group(f"g{step}", EASY, [True])], step)
@@ -66,13 +67,13 @@ def test_prune_leaves_what_a_kept_checkpoint_names_so_that_it_can_be_restored(tm
     assert sorted(path.name for path in (tmp_path / "replay").iterdir()) == sorted(
         name for files in kept for name in files.values()
     )
-    restored = open_store(tmp_path, kept[0]).complete(group("g9", EASY, [False]))
+    restored = open_replay(tmp_path, kept[0]).complete(group("g9", EASY, [False]))
     assert restored[1].group_id == "group-g3"
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "other_base"])
 def test_complete_with_a_damaged_file_says_so_and_goes_on(tmp_path, capsys, damage: str):
-    store = open_store(tmp_path)
+    store = open_replay(tmp_path)
     store.remember([group("g1", EASY, [True])], step=1)
     (path,) = (tmp_path / "replay").iterdir()
     if damage == "gone":
@@ -80,7 +81,7 @@ def test_complete_with_a_damaged_file_says_so_and_goes_on(tmp_path, capsys, dama
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-20])
     else:
-        store = open_store(tmp_path, store.files, base_hash="another")
+        store = open_replay(tmp_path, store.files, base_hash="another")
     failed = group("g2", EASY, [False])
     assert store.complete(failed) == failed
     assert "event=replay_lost" in capsys.readouterr().out and not store.files

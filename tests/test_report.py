@@ -32,9 +32,9 @@ from uirl_jax.metrics import COLD_START_DIR, MetricsWriter
 from uirl_jax.report import charts, draw, gather
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
-LAYOUT = TokenLayout(vocab_size=100, image_token_id=7, merge_size=2)
+LAYOUT = TokenLayout(vocab_size=100, image_token_id=7)
 KINDS = (
     TaskSpec("desktop/click_button", 0, "buttons=4,by=color", max_turns=2),
     TaskSpec("desktop/enter_text", 0, max_turns=5),
@@ -46,17 +46,17 @@ def play(task: TaskSpec, quality: float, version: int, text: str | None = None) 
     """The scripted demonstrator's episode on the real desktop; `text` replaces its last words."""
     session = desktop.open_session(task)
     rng = np.random.default_rng([task.seed, version])
-    images, grids, turns, keys = {}, {}, [], []
+    images, image_tokens, turns, keys = {}, {}, [], []
     while len(turns) < task.max_turns and not session.progress()["done"]:
         encoded = io.BytesIO()
         session.screenshot().save(encoded, "PNG")
         key = hashlib.sha256(encoded.getvalue()).hexdigest()
         images[key] = encoded.getvalue()
-        grids[key] = (1, session.height_px // 14, session.width_px // 14)
+        image_tokens[key] = (session.height_px // 28) * (session.width_px // 28)
         keys.append(key)
         action = desktop.scripted_action(session, rng, quality)
         session.act(action)
-        placeholders = [7] * (grids[key][1] * grids[key][2] // 4)
+        placeholders = [7] * image_tokens[key]
         earlier = turns[-1] if turns else None
         context = [*(np.concatenate([earlier.context_ids, earlier.token_ids]) if earlier else [])]
         turns.append(
@@ -84,7 +84,7 @@ def play(task: TaskSpec, quality: float, version: int, text: str | None = None) 
         instruction=session.instruction,
         turns=tuple(turns),
         images=images,
-        image_grids=grids,
+        image_tokens=image_tokens,
         stop_reason=StopReason.FORMAT_ERROR if text else reason if done else StopReason.MAX_TURNS,
         reward=0.0 if text else reward,
         success=reward == 1.0 and not text,

@@ -18,7 +18,7 @@ from uirl_jax.engine.engine import Engine, SampleRequest
 from uirl_jax.errors import VerifierError
 from uirl_jax.shards import record
 from uirl_jax.types import Action, StopReason, TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 BUTTON = TaskSpec("desktop/click_button", seed=3, max_turns=1)
 TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=8)
@@ -54,7 +54,7 @@ def play(task, engine, *, fault=None, cfg=None, seed=0, waits_s=None):
                 client=client,
                 engine=engine,
                 chat=world.chat(),
-                image_cfg=world.IMAGE_CFG,
+                inputs=world.inputs(),
                 cfg=cfg or RolloutConfig(),
                 seed=seed,
                 group_id="g",
@@ -107,7 +107,7 @@ def test_episode_of_many_turns_keeps_screens_once_and_grows_its_context():
         assert after.image_keys[:-1] == before.image_keys
     for key, data in trajectory.images.items():
         assert hashlib.sha256(data).hexdigest() == key
-    assert set(turns[-1].image_keys) == set(trajectory.images) == set(trajectory.image_grids)
+    assert set(turns[-1].image_keys) == set(trajectory.images) == set(trajectory.image_tokens)
     placeholders = np.sum(turns[-1].context_ids == world.chat().image_token_id)
     assert placeholders == 12 * len(turns)
     assert [turn.reward for turn in turns] == [0.0] * (len(turns) - 1) + [1.0]
@@ -115,7 +115,8 @@ def test_episode_of_many_turns_keeps_screens_once_and_grows_its_context():
         -1
     ].progress == dict(turns[-1].progress)
     # What the engine was given is what the record says.
-    assert [request.image_keys for request in engine.requests] == [t.image_keys for t in turns]
+    asked = [tuple(screen.key for screen in request.screens) for request in engine.requests]
+    assert asked == [turn.image_keys for turn in turns]
     assert len({request.seed for request in engine.requests}) == len(turns)
 
 
@@ -289,7 +290,7 @@ def test_episode_progress_that_is_no_verdict_is_env_error(progress):
                 client=Lying(client),
                 engine=world.ScriptedEngine(demonstrator(BUTTON)),
                 chat=world.chat(),
-                image_cfg=world.IMAGE_CFG,
+                inputs=world.inputs(),
                 cfg=RolloutConfig(),
                 seed=0,
                 group_id="g",
@@ -376,7 +377,7 @@ def test_episode_cancelled_at_any_moment_leaves_no_session(moment):
                     client=client,
                     engine=engine,
                     chat=world.chat(),
-                    image_cfg=world.IMAGE_CFG,
+                    inputs=world.inputs(),
                     cfg=RolloutConfig(),
                     seed=0,
                     group_id="g",
@@ -439,7 +440,7 @@ def test_verifier_that_is_not_there_is_env_error():
                 client=client,
                 engine=world.ScriptedEngine(lambda turn: ""),
                 chat=world.chat(),
-                image_cfg=world.IMAGE_CFG,
+                inputs=world.inputs(),
                 cfg=RolloutConfig(),
                 seed=0,
                 group_id="g",

@@ -5,16 +5,16 @@ import threading
 
 import numpy as np
 import pytest
+from uirl_jax.chat import Chat, ChatConfig
 
 from tests import tiny_model
 from uirl_jax import seeds
-from uirl_jax.chat import Chat, ChatConfig
+from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, RestartError, ShardError
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.models import loading
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers.demonstrations import Demonstrator
 
 KINDS = [
     TaskSpec("desktop/click_button", max_turns=2, seed=0),

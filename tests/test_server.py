@@ -19,13 +19,13 @@ from PIL import Image
 from tests.served import BUTTON, TEXT, ask, create, served
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import session_types
-from uirl_jax.verifiers import sessions as sessions_module
-from uirl_jax.verifiers.desktop import open_session, scripted_action
-from uirl_jax.verifiers.open_session import OpenSession
-from uirl_jax.verifiers.server import serve
-from uirl_jax.verifiers.session_types import DesktopTask
-from uirl_jax.verifiers.sessions import ServerLimits
+from uirl_jax.verifiers.server import sessions as sessions_module
+from uirl_jax.verifiers.server.open_session import OpenSession
+from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.server.sessions import ServerLimits
+from uirl_jax.verifiers.tasks import session_types
+from uirl_jax.verifiers.tasks.desktop import open_session, scripted_action
+from uirl_jax.verifiers.tasks.session_types import DesktopTask
 from uirl_jax.verifiers.wire import action_fields
 
 REPO = Path(__file__).parents[1]
@@ -309,7 +309,13 @@ def test_typed_text_is_never_logged(caplog):
 
 def _start(tmp_path, *arguments):
     port_file = tmp_path / "port"
-    command = [sys.executable, "-m", "uirl_jax.verifiers.server", "--port-file", str(port_file)]
+    command = [
+        sys.executable,
+        "-m",
+        "uirl_jax.verifiers.server",
+        "--port-file",
+        str(port_file),
+    ]
     process = subprocess.Popen([*command, *arguments], cwd=REPO, stderr=subprocess.PIPE, text=True)
     return process, port_file
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from schemathesis import checks
 
 from tests.running_server import BOUND_S, running_server
-from uirl_jax.verifiers import calls, wire
+from uirl_jax.verifiers import wire
+from uirl_jax.verifiers.server import calls
 
 TEXT_TASK, SHEET = "desktop/enter_text", "desktop/data_entry"
 FUZZ = settings(

@@ -9,8 +9,8 @@ import yarl
 
 from tests.served import BUTTON, TEXT, ask, create, served
 from uirl_jax.errors import ConfigError
-from uirl_jax.verifiers import calls
-from uirl_jax.verifiers.server import serve
+from uirl_jax.verifiers.server import calls
+from uirl_jax.verifiers.server.server import serve
 
 TOKEN = "t" * 32
 CLICK = {"action_type": "left_click", "x": 1, "y": 1, "delay": 0}

@@ -14,16 +14,16 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from uirl_jax.models.qwen2_vl import Qwen2VL
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
+from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 from tests.eight_devices import on_eight_devices
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import quantization, qwen2_vl, qwen2_vl_weights, scoring, sharding, stacking
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 from uirl_jax.types import TrainBatch
-from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 EVERYWHERE = LoraConfig(rank=2, targets=("all", "vision", "merger"))
 SIZES = {"data": 2, "fsdp": 2, "model": 2}

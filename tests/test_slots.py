@@ -4,6 +4,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.policies import screen_of
 from uirl_jax.engine.slots import Slot, SlotPool, common, contents
 from uirl_jax.engine.visual_table import VisualTable
 
@@ -21,9 +22,12 @@ def run_to_end(pool: SlotPool, slot: Slot, *sampled: int) -> None:
 
 def test_contents_tell_screenshots_of_equal_size_apart():
     context_c = np.array([5, 9, 9, 6, 9, 9, 7], np.int32)
-    one = contents(context_c, ["a", "b"], [2, 2], 9)
-    other = contents(context_c, ["a", "c"], [2, 2], 9)
-    assert common(one, contents(context_c, ["a", "b"], [2, 2], 9)) == 7
+
+    def of_screens(*keys: str) -> np.ndarray:
+        return contents(context_c, [screen_of(key, (1, 2, 4)) for key in keys], 9)
+
+    one, other = of_screens("a", "b"), of_screens("a", "c")
+    assert common(one, of_screens("a", "b")) == 7
     assert common(one, other) == 4, "up to the second screenshot"
     assert (one[[1, 2, 4, 5]] < 0).all() and one[[0, 3, 6]].tolist() == [5, 6, 7]
 
@@ -124,3 +128,24 @@ def test_table_keeps_what_was_encoded_until_its_rows_are_needed():
     assert table.take({"b": 2, "a": 2}) is None, "c is being read"
     table.give_back({"c": 4})  # it was never encoded
     assert table.take({"b": 2}) is not None and not table.is_encoded("b")
+
+
+def test_pool_that_may_not_reuse_begins_a_longer_context_anew():
+    pool = SlotPool(2, reuse=False)
+    slot = pool.admit("e", ids(1, 2, 3))
+    run_to_end(pool, slot, 4)
+    again = pool.admit("e", ids(1, 2, 3, 4, 5))
+    assert again is slot and (again.computed, again.pending) == (0, 5)
+
+
+def test_pool_that_may_not_reuse_shares_equal_contexts_alone():
+    pool = SlotPool(3, reuse=False)
+    first, equal = pool.admit("", ids(1, 2)), pool.admit("", ids(1, 2))
+    longer = pool.admit("", ids(1, 2, 3))
+    assert equal.donor is first and longer.donor is None
+
+
+def test_pool_that_may_not_share_computes_every_context():
+    pool = SlotPool(2, share=False)
+    pool.admit("", ids(1, 2))
+    assert pool.admit("", ids(1, 2)).donor is None

@@ -1,4 +1,6 @@
+import dataclasses
 import io
+import json
 import zlib
 
 import numpy as np
@@ -6,12 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from uirl_jax.vision_inputs import ImageConfig
 
 from uirl_jax import vision_inputs
 from uirl_jax.errors import ImageError, ModelError
 from uirl_jax.models import qwen2_vl
-from uirl_jax.vision_inputs import ImageConfig
 
+# As in the directories of Qwen2-VL-2B-Instruct and 7B-Instruct on the hub.
+PUBLISHED_FILE = {
+    "min_pixels": 3136,
+    "max_pixels": 12_845_056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+}
 MERGE = 2
 V = 90  # image token
 
@@ -66,6 +80,29 @@ def test_process_image_any_size_equals_transformers(size, options):
     np.testing.assert_allclose(patches_pf, expected["pixel_values"], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((40, 30), (1, 4, 6)),  # below min_pixels
+        ((224, 168), (1, 12, 16)),
+        ((333, 517), (1, 36, 24)),
+        ((1024, 768), (1, 54, 74)),
+        ((1280, 800), (1, 58, 92)),
+        ((1366, 768), (1, 54, 98)),
+        ((1920, 1080), (1, 78, 138)),
+        ((4200, 3100), (1, 218, 296)),  # above max_pixels
+    ],
+)
+def test_process_image_with_the_published_file_equals_transformers_bit_for_bit(size, grid):
+    reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    image = screen(*size)
+    patches_pf, got = vision_inputs.process_image(image, ImageConfig.from_dict(PUBLISHED_FILE))
+    processor = reference.Qwen2VLImageProcessorPil.from_dict(PUBLISHED_FILE)
+    expected = processor(image, return_tensors="np")
+    assert got == grid == tuple(expected["image_grid_thw"][0])
+    np.testing.assert_array_equal(patches_pf, expected["pixel_values"], strict=True)
+
+
 @pytest.mark.parametrize("size", [(448, 336), (333, 517), (1280, 800)])
 def test_pixel_values_on_the_device_equal_those_of_the_table(size):
     cfg = ImageConfig(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4), max_pixels=300_000)
@@ -85,6 +122,42 @@ def test_image_config_round_trip_and_both_layouts_give_the_same():
         min_pixels=784, max_pixels=90_000
     )
     assert ImageConfig(patch_size=14).patch_features == 1176
+
+
+def test_image_config_file_of_the_directory_wins_over_every_default(tmp_path):
+    own = {
+        "patch_size": 16,
+        "temporal_patch_size": 3,
+        "merge_size": 4,
+        "min_pixels": 65_536,
+        "max_pixels": 16_777_216,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.1, 0.6],
+        "rescale_factor": 1 / 127.5,
+    }
+    assert set(own) == {field.name for field in dataclasses.fields(ImageConfig)}
+    bounds = {"shortest_edge": own["min_pixels"], "longest_edge": own["max_pixels"]}
+    layouts = [own, {n: v for n, v in own.items() if "pixels" not in n} | {"size": bounds}]
+    for layout in layouts:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(layout))
+        cfg = dataclasses.asdict(ImageConfig.load(tmp_path))
+        assert cfg == {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()}
+        assert not cfg.items() & dataclasses.asdict(ImageConfig()).items()
+
+    reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    both = PUBLISHED_FILE | {"size": {"shortest_edge": 1, "longest_edge": 2}}
+    expected = reference.Qwen2VLImageProcessorPil.from_dict(both).size
+    assert ImageConfig.from_dict(both).min_pixels == expected["shortest_edge"] == 3136
+    assert ImageConfig.from_dict(both).max_pixels == expected["longest_edge"] == 12_845_056
+
+
+def test_screen_of_1280x800_has_more_tokens_by_the_published_file_than_by_the_default():
+    published, default = ImageConfig.from_dict(PUBLISHED_FILE), ImageConfig()
+    tokens = [
+        vision_inputs.num_visual_tokens(vision_inputs.image_grid((1280, 800), cfg), MERGE)
+        for cfg in (published, default)
+    ]
+    assert tokens == [1334, 1260]
 
 
 @pytest.mark.parametrize("options", [{"do_resize": False}, {"resample": 2}])

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from uirl_jax.chat import ChatConfig
 
 import uirl_jax
-from uirl_jax.chat import ChatConfig
 from uirl_jax.errors import ConfigError, ImageError, ModelError
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 MODEL = Path(uirl_jax.__file__).parent / "assets" / "tiny-ui-base"
 PLAIN = ChatConfig(system_prompt="", prompt_template="{instruction}")  # as it was taught
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_an_error_that_says_so(vlm, reference, screens):
         vlm.logits(ids_bt, mask_bt, pixels_pf[:-1], grids_n3)
     with pytest.raises(ImageError, match=r"runs of image tokens of lengths .48.,"):
         vlm.logits(ids_bt, mask_bt)
-    with pytest.raises(ImageError, match="placeholders of 1 images, image_grid_thw has 2"):
+    with pytest.raises(ImageError, match="placeholders of 1 images, expected those of 2"):
         vlm.logits(ids_bt, mask_bt, np.tile(pixels_pf, (2, 1)), np.tile(grids_n3, (2, 1)))
     with pytest.raises(ValueError, match=r"expected .B,T. both"):
         vlm.logits(ids_bt, mask_bt[:, 1:])

@@ -122,7 +122,7 @@ def test_publish_when_the_disk_is_full_late_leaves_nothing(tmp_path, monkeypatch
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writer.os, call, full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(ShardError, match="No space left on device"):
         shard_writer.publish(make_group("a"))
     assert files_under(tmp_path) == []
@@ -133,7 +133,7 @@ def test_publish_interrupted_leaves_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     shard_writer = make_writer(tmp_path)
-    monkeypatch.setattr(writer.os, "fsync", interrupted)
+    monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         shard_writer.publish(make_group("a"))
     assert files_under(tmp_path) == []
@@ -153,9 +153,10 @@ def test_publish_syncs_the_file_before_it_appears_and_the_directory_after(tmp_pa
         calls.append("rename")
         replace(source, target)
 
-    monkeypatch.setattr(writer.os, "fsync", note_fsync)
-    monkeypatch.setattr(writer.os, "replace", note_replace)
-    shard_writer.publish(make_group("a"))
+    shard_writer.publish(make_group("a"))  # which makes the directory
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    shard_writer.publish(make_group("b"))
     assert calls == ["file", "rename", "directory"]
 
 

@@ -1,1 +1,1 @@
-"""Command lines around uirl_jax: each file is one tool, run as `python -m tools.<name>`."""
+"""Command lines around uirl_jax: `python -m tools.NAME`, and `python -m tools.bench COMMAND`."""

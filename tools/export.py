@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from uirl_jax import assets, policy_sync
+from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
@@ -27,8 +27,9 @@ from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
 from uirl_jax.families import loading
 from uirl_jax.families.table import family_of
 from uirl_jax.learner import state as learner_state
-from uirl_jax.models import peft_adapters, weights
+from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.lora import LoRAParam
+from uirl_jax.store import open_store
 
 
 def read_run(workdir: Path) -> RunConfig:
@@ -46,18 +47,21 @@ def read_run(workdir: Path) -> RunConfig:
 
 def base_of(workdir: Path, cfg: RunConfig) -> Path:
     """The model that the adapters belong to: the config's, or what the run's cold start wrote."""
-    return workdir / "cold_start" / "model" if cfg.cold_start.steps else assets.find(cfg.model.path)
+    if cfg.cold_start.steps:
+        return workdir / "cold_start" / "model"
+    return hub.model_directory(cfg.model.path)
 
 
 def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np.ndarray]]:
     """What it is, and the arrays by leaf. Raises: PolicyError."""
-    manifest = policy_sync.read_manifest(workdir)
+    store = open_store(workdir)
+    manifest = policy_sync.read_manifest(store)
     if manifest is None:
         raise PolicyError(
             f"{workdir}: no policy is published yet; the learner does so at its start"
         )
     base_hash = weights.base_hash(base_dir)
-    adapters = policy_sync.load(workdir, manifest, base_hash)
+    adapters = policy_sync.load(store, manifest, base_hash)
     return f"policy version {manifest.version}", adapters
 
 

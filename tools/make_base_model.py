@@ -46,7 +46,8 @@ from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.learner.step import StepConfig
 from uirl_jax.shards import batching
 from uirl_jax.types import Action, TaskSpec, TrainBatch
-from uirl_jax.verifiers import desktop, drawing, tasks
+from uirl_jax.verifiers.tasks import desktop, drawing
+from uirl_jax.verifiers.tasks import desktop_tasks as tasks
 
 CHAT = ChatConfig(
     system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3

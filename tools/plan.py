@@ -6,9 +6,10 @@
 
 Needs the `libtpu` wheel (pip install 'jax[tpu]'), no TPU and no weights: the learner's `score` and
 gradients and the engine's programs are compiled for the slice on this host, some minutes
-each. model.path may be a directory with nothing but a config.json, or be named like a published
-model. Times are bounds: all of a program's FLOPs, HBM bytes and interconnect bytes at the chip's
-published rates, the three of them overlapping perfectly. GPU machines are planned by formula.
+each. model.path may be a directory with nothing but a config.json, be named like a published
+model, or be an hf:// name, whose weights are not downloaded. Times are bounds: all of a program's
+FLOPs, HBM bytes and interconnect bytes at the chip's published rates, the three of them overlapping
+perfectly. GPU machines are planned by formula.
 """
 
 import json

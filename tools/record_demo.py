@@ -27,18 +27,20 @@ from absl import app, flags
 
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
-from uirl_jax import assets, seeds
+from uirl_jax import seeds
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import family_of
+from uirl_jax.models import hub
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
-from uirl_jax.verifiers import own_tasks, supervisor
-from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.server import supervisor
 
 DEFAULT_MAX_TURNS = 30  # of a task that the config does not have
 
@@ -102,7 +104,7 @@ def read_plan() -> Plan:
             "verifier.containers: the recorder starts none; start one and give its --url"
         )
     task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
-    model_dir = assets.find(cfg.model.path)
+    model_dir = hub.model_directory(cfg.model.path, weights=False)
     family = family_of(model_dir)
     model_cfg = family.read_config(model_dir)
     chat = Chat(model_dir, cfg.chat, family.chat)

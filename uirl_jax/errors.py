@@ -16,6 +16,10 @@ class ConfigError(UirlError):
     """A config key or value that is missing, unknown or impossible."""
 
 
+class LeaseHeldError(UirlError):
+    """A lease that another process holds; the message is the holder's name."""
+
+
 class ModelError(UirlError):
     """A directory that is no model, or weights that do not fit its config."""
 

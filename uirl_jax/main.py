@@ -24,8 +24,7 @@ from typing import Any, Literal
 import jax
 from absl import app, flags, logging
 
-from uirl_jax import evaluation as evaluate
-from uirl_jax import metrics, platform_flags, report
+from uirl_jax import evaluation, metrics, platform_flags, report
 from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
@@ -37,9 +36,10 @@ from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
 from uirl_jax.players import BackgroundLoop, Players, when_set
-from uirl_jax.run import Run
-from uirl_jax.verifiers import supervisor
-from uirl_jax.workdir import only_learner, open_run
+from uirl_jax.run import Run, open_run
+from uirl_jax.store import open_store
+from uirl_jax.store.lease import only_learner
+from uirl_jax.verifiers.server import supervisor
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
 ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
@@ -82,7 +82,7 @@ def run_all(
     *,
     actors: int = 1,
     replace_advantages: Advantages | None = None,
-) -> evaluate.EvalResult | None:
+) -> evaluation.EvalResult | None:
     """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report.
 
     Args:
@@ -106,7 +106,7 @@ def run_all(
         players = enter_players(model)
         if cfg.evaluation.random:
             chance = RandomEngine(players.chat)
-            background.run(run.measure(players, evaluate.CHANCE, stop, chance))
+            background.run(run.measure(players, evaluation.CHANCE, stop, chance))
         measured = background.run(run.measure(players, "before", stop))
         if cfg.cold_start.steps:
             model = make_cold_start(run, model, mesh, stop)
@@ -154,11 +154,11 @@ def _conclude(
     run: Run, result: LearnerResult, actor_metrics: dict[str, float], peak_rss_gib: float
 ) -> None:
     """summary.json, report.html, and the table that a run ends with."""
-    results = evaluate.read_results(run.workdir)
-    summary_path = run.workdir / evaluate.SUMMARY_FILE
+    results = evaluation.read_results(run.workdir)
+    summary_path = run.workdir / evaluation.SUMMARY_FILE
     page = run.workdir / "report.html"
     if not summary_path.exists():  # else the run had ended before: its peak memory was another's
-        content = evaluate.summary(
+        content = evaluation.summary(
             results,
             seed=run.cfg.seed,
             train_seconds=result.train_seconds,
@@ -169,13 +169,13 @@ def _conclude(
             report=page,
             facts=report.machine_facts(),
         )
-        evaluate.write_summary(run.workdir, content)
+        evaluation.write_summary(run.workdir, content)
     content = json.loads(summary_path.read_text(encoding="utf-8"))
     report.write_report(run.workdir)
     print()
-    print(evaluate.format_table(list(results.values())))
+    print(evaluation.format_table(list(results.values())))
     print()
-    print(f"episodes: {evaluate.format_episodes(content['episodes'])}")
+    print(f"episodes: {evaluation.format_episodes(content['episodes'])}")
     print(
         f"training: {metrics.format_duration(content['train_seconds'])}, "
         f"peak memory {content['peak_rss_gib']:.2f} GiB"
@@ -242,10 +242,10 @@ def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
     A bundled verifier is one of its own: that of a training may be busy, or not there any more.
     """
 
-    async def measure(run: Run) -> evaluate.EvalResult:
+    async def measure(run: Run) -> evaluation.EvalResult:
         async with run.make_players(run.load_base(None), "eval") as players:
             version = max(players.take_policy(), 0)
-            name = evaluate.stage_name(stage, version, run.cfg.learner.steps)
+            name = evaluation.stage_name(stage, version, run.cfg.learner.steps)
             return await run.measure(players, name, stop)
 
     with contextlib.ExitStack() as stack:
@@ -254,12 +254,12 @@ def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
             run = dataclasses.replace(run, own_port_file=Path(folder) / "port")
             stack.enter_context(bundled_server(run, "verifier-eval.log", 0))
         result = asyncio.run(measure(run))
-    print(evaluate.format_table([result]), flush=True)
+    print(evaluation.format_table([result]), flush=True)
 
 
 def run_verifier_role(run: Run) -> int:
     """The bundled server, in this process, until it is ended."""
-    from uirl_jax.verifiers import server
+    from uirl_jax.verifiers.server import server
 
     cfg = run.cfg.verifier
     task_dirs = [f"--task-dir={folder}" for folder in cfg.task_dirs]
@@ -320,7 +320,8 @@ def main(argv: list[str]) -> int:
                 f"{_ACTORS.value - 1}"
             )
         learns = _ROLE.value in ("all", "learner")
-        with only_learner(workdir) if learns else contextlib.nullcontext():
+        lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
+        with lease:
             run = Run(cfg, workdir, open_run(workdir, cfg, learns=learns))
             if _ROLE.value != "verifier":  # the server ends gracefully by itself
                 for signum in (signal.SIGTERM, signal.SIGINT):

@@ -23,6 +23,7 @@ from typing import Any, SupportsFloat, TextIO
 from tensorboardX import SummaryWriter
 
 from uirl_jax.errors import TrainingError, UirlError
+from uirl_jax.store.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tb"
@@ -30,28 +31,6 @@ COLD_START_DIR = "cold_start"
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")
 _PLAIN = re.compile(r"[^\s\"=]+")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file so that a reader, or a run killed at any moment, sees all of it or none of
-    it.
-
-    Raises: UirlError where the disk is full or the directory cannot be written; `path` is as
-        before.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UirlError(
-            f"{path}: cannot be written ({error.strerror}); free the disk or choose another workdir"
-        ) from error
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:

@@ -16,8 +16,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from uirl_jax import evaluation as evaluate
-from uirl_jax import metrics, policy_sync
+from uirl_jax import evaluation, metrics, policy_sync
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import run_tasks
 from uirl_jax.actor.player import Player
@@ -31,6 +30,7 @@ from uirl_jax.families.chat import Chat, ChatConfig
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.models.weights import adapters_from_numpy
 from uirl_jax.shards.layout import layout_of
+from uirl_jax.store import open_store
 from uirl_jax.types import TaskSpec, Trajectory
 
 T = TypeVar("T")
@@ -113,15 +113,15 @@ class Players:
         *,
         temperature: float,
         engine: SamplingEngine | None = None,
-    ) -> evaluate.EvalResult:
+    ) -> evaluation.EvalResult:
         """Success on held-out instances with the policy that the engine holds; once a stage.
 
         Args:
-          tasks: the instances (`evaluate.eval_tasks`).
+          tasks: the instances (`evaluation.eval_tasks`).
           engine: replaces this object's own.
         Raises: RestartError where `stop` was set; the same command starts the stage again.
         """
-        known = evaluate.read_results(self.workdir)
+        known = evaluation.read_results(self.workdir)
         if stage in known:
             return known[stage]
         started_s = time.monotonic()
@@ -133,7 +133,7 @@ class Players:
             ended.append(trajectory)
             progress.update(len(ended), success=sum(t.success for t in ended) / len(ended))
 
-        evaluating = evaluate.evaluate(
+        evaluating = evaluation.evaluate(
             lambda tasks: run_tasks(player, tasks, seed=self.cfg.seed, on_done=on_done),
             tasks,
             stage,
@@ -162,12 +162,11 @@ class Players:
 
         Returns: its version, or -1 if none is published.
         """
-        manifest = policy_sync.read_manifest(self.workdir)
+        store = open_store(self.workdir)
+        manifest = policy_sync.read_manifest(store)
         if manifest is None:
             return -1
-        adapters = policy_sync.load(
-            self.workdir, manifest, self.model.base_hash, run_id=self.run_id
-        )
+        adapters = policy_sync.load(store, manifest, self.model.base_hash, run_id=self.run_id)
         self.engine.set_policy(self.to_lora(adapters), manifest.version)
         return manifest.version
 

@@ -4,14 +4,13 @@ On the data path: the learner publishes after a checkpoint is committed; actors 
 read the manifest, load the version it names and hand it to their engine. Version 0 is the base
 model with zero adapters, published like any other, so that an actor has one way to start.
 
-    policy/manifest.json                       what is current, replaced atomically
+    policy/manifest.json                       what is current, replaced whole
     policy/<version>/adapters.safetensors      named by the manifest, never changed once there
 
 The last three versions stay: an actor that has just read the manifest may load while the learner
 publishes. A manifest is input from outside: nothing in it is believed before it was checked.
 
-What this file does not do: decide when to publish, know what the names of the adapters mean, or
-write to a bucket (a local or shared directory only).
+What this file does not do: decide when to publish, or know what the names of the adapters mean.
 """
 
 import asyncio
@@ -19,12 +18,9 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import shutil
 import time
-import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import google_crc32c
@@ -34,8 +30,11 @@ import safetensors
 import safetensors.numpy
 
 from uirl_jax.errors import PolicyError
+from uirl_jax.store import Store
 
 KEEP_VERSIONS = 3
+POLICY = "policy"
+MANIFEST = "policy/manifest.json"
 ADAPTERS_FILE = "adapters.safetensors"
 MAX_MANIFEST_BYTES = 1 << 20  # it takes a few hundred; a longer one is not ours
 
@@ -55,7 +54,7 @@ class Manifest:
 
 
 def publish(
-    workdir: str | os.PathLike[str],
+    store: Store,
     *,
     version: int,
     step: int,
@@ -70,7 +69,7 @@ def publish(
     and replaces others.
 
     Args:
-        workdir: the run's directory.
+        store: of the run.
         version: publish counter, from 0.
         step: the learner's step.
         adapters: arrays by name, any numpy dtype or bfloat16.
@@ -81,21 +80,18 @@ def publish(
     Raises:
         PolicyError: it could not be written; the version before stays current.
     """
-    policy_dir = Path(workdir) / "policy"
-    target = policy_dir / str(version)
-    temporary = policy_dir / f".{version}-{uuid.uuid4().hex}.tmp"
+    name = f"{POLICY}/{version}/{ADAPTERS_FILE}"
     try:
-        temporary.mkdir(parents=True)
+        store.remove_unfinished(POLICY)
         contents = safetensors.numpy.save(
-            {name: np.asarray(array, order="C") for name, array in adapters.items()}
+            {key: np.asarray(array, order="C") for key, array in adapters.items()}
         )
-        if not _holds(target / ADAPTERS_FILE, contents):
-            _write_durably(temporary / ADAPTERS_FILE, contents)
-            _put_in_place(temporary, target)
+        if not _holds(store, name, contents):
+            store.put(name, contents)
         manifest = Manifest(
             version=version,
             step=step,
-            path=f"policy/{version}/{ADAPTERS_FILE}",
+            path=name,
             crc32c=google_crc32c.value(contents),
             base_hash=base_hash,
             run_id=run_id,
@@ -103,48 +99,44 @@ def publish(
             published_unix_s=time.time(),
         )
         text = json.dumps(dataclasses.asdict(manifest), allow_nan=False, indent=1, sort_keys=True)
-        manifest_temporary = policy_dir / f".manifest-{uuid.uuid4().hex}.tmp"
-        _write_durably(manifest_temporary, text.encode())
-        manifest_temporary.replace(policy_dir / "manifest.json")
-        _sync_directory(policy_dir)
+        store.put(MANIFEST, text.encode())
     except OSError as error:
         raise PolicyError(
-            f"{target}: version {version} was not published: {error}; the version before stays "
-            "current; free space and run the same command again"
+            f"{store.location(name)}: version {version} was not published: {error}; the version "
+            "before stays current; free space and run the same command again"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _delete_old(policy_dir, current=version)
+    with contextlib.suppress(OSError):  # a leftover is no reason to stop: the next one tries again
+        _delete_old(store, current=version)
     return manifest
 
 
-def read_manifest(workdir: str | os.PathLike[str]) -> Manifest | None:
+def read_manifest(store: Store) -> Manifest | None:
     """The current manifest; None before the first publication.
 
     Raises:
         PolicyError: the file is no manifest.
     """
-    file = Path(workdir) / "policy" / "manifest.json"
+    where = store.location(MANIFEST)
     try:
-        with file.open("rb") as stream:
-            text = stream.read(MAX_MANIFEST_BYTES + 1)
+        with store.open(MANIFEST) as file:
+            text = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise PolicyError(f"{file}: cannot be read: {error}") from error
+        raise PolicyError(f"{where}: cannot be read: {error}") from error
     if len(text) > MAX_MANIFEST_BYTES:
         raise PolicyError(
-            f"{file}: more than {MAX_MANIFEST_BYTES} bytes, a manifest has a few hundred"
+            f"{where}: more than {MAX_MANIFEST_BYTES} bytes, a manifest has a few hundred"
         )
     try:
         fields = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, NaN, 200,000 levels
-        raise PolicyError(f"{file}: is no JSON: {error}; the learner writes it anew") from error
-    return _to_manifest(file, fields)
+        raise PolicyError(f"{where}: is no JSON: {error}; the learner writes it anew") from error
+    return _to_manifest(where, fields)
 
 
 def load(
-    workdir: str | os.PathLike[str],
+    store: Store,
     manifest: Manifest,
     base_hash: str,
     *,
@@ -153,7 +145,7 @@ def load(
     """The adapters that a manifest names, checked.
 
     Args:
-        workdir: the run's directory; the adapters' file must lie in it, symlinks followed.
+        store: of the run; the adapters' file must lie in it, links followed.
         manifest: from `read_manifest`.
         base_hash: of the base model that this process has loaded.
         run_id: of this process' run; None accepts any (an evaluation).
@@ -162,48 +154,43 @@ def load(
         PolicyError: another base model or run, a path that leaves the workdir, a file that is
             missing, damaged or no safetensors.
     """
-    root = Path(workdir).resolve()
-    manifest_file = root / "policy" / "manifest.json"
+    where = store.location(MANIFEST)
     if manifest.base_hash != base_hash:
         raise PolicyError(
-            f"{manifest_file}: version {manifest.version} belongs to base model "
+            f"{where}: version {manifest.version} belongs to base model "
             f"{manifest.base_hash}, this process loaded {base_hash}; "
             "start it with the learner's model"
         )
     if run_id is not None and manifest.run_id != run_id:
         raise PolicyError(
-            f"{manifest_file}: version {manifest.version} is of run {manifest.run_id}, this "
+            f"{where}: version {manifest.version} is of run {manifest.run_id}, this "
             f"process is of run {run_id}; give it the workdir of its own run"
         )
-    _check_relative(manifest_file, manifest.path)
-    file = (root / manifest.path).resolve()
-    if not file.is_relative_to(root):
-        raise PolicyError(
-            f"{manifest_file}: path {manifest.path!r} leaves the workdir; it is not read"
-        )
+    _check_relative(where, manifest.path)
+    where = store.location(manifest.path)
     try:
-        contents = file.read_bytes()
+        contents = store.read(manifest.path)
     except OSError as error:
-        raise PolicyError(f"{file}: cannot be read: {error}; read the manifest again") from error
+        raise PolicyError(f"{where}: cannot be read: {error}; read the manifest again") from error
     crc32c = google_crc32c.value(contents)
     if crc32c != manifest.crc32c:
         raise PolicyError(
-            f"{file}: crc32c {crc32c:08x}, the manifest says {manifest.crc32c:08x}; "
+            f"{where}: crc32c {crc32c:08x}, the manifest says {manifest.crc32c:08x}; "
             "the file is damaged, or was just replaced: read the manifest again"
         )
     try:
         return _read_safetensors(contents)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise PolicyError(f"{file}: is no safetensors file: {error}") from error
+        raise PolicyError(f"{where}: is no safetensors file: {error}") from error
 
 
 async def watch(
-    workdir: str | os.PathLike[str], poll_s: float = 1.0, *, after_version: int = -1
+    store: Store, poll_s: float = 1.0, *, after_version: int = -1
 ) -> AsyncIterator[Manifest]:
     """Yield each new manifest once, the current one first; the newest where several came between.
 
     Args:
-        workdir: the run's directory.
+        store: of the run.
         poll_s: seconds between two looks.
         after_version: the version that the caller has already.
 
@@ -213,18 +200,18 @@ async def watch(
     # A version may be published again after a restart, with other contents: compare all of it.
     seen: Manifest | None = None
     while True:
-        manifest = await asyncio.to_thread(read_manifest, workdir)
-        is_new = manifest is not None and manifest != seen
-        if is_new and (seen is not None or manifest.version > after_version):
+        manifest = await asyncio.to_thread(read_manifest, store)
+        wanted = seen is not None or (manifest is not None and manifest.version > after_version)
+        if manifest is not None and manifest != seen and wanted:
             yield manifest
         seen = manifest
         await asyncio.sleep(poll_s)
 
 
-def _to_manifest(file: Path, fields: Any) -> Manifest:
-    """Parsed JSON -> Manifest; every fault in one PolicyError that names the file."""
+def _to_manifest(where: str, fields: Any) -> Manifest:
+    """Parsed JSON -> Manifest; every fault in one PolicyError that names it."""
     if not isinstance(fields, dict):
-        raise PolicyError(f"{file}: is {type(fields).__name__}, a manifest is a JSON object")
+        raise PolicyError(f"{where}: is {type(fields).__name__}, a manifest is a JSON object")
     known = {field.name: field.type for field in dataclasses.fields(Manifest)}
     faults = [f"{name} is missing" for name in known if name not in fields]
     faults += [f"{str(name)[:60]!r} is unknown" for name in fields if name not in known]
@@ -236,23 +223,23 @@ def _to_manifest(file: Path, fields: Any) -> Manifest:
         for name, highest in (("version", 2**62), ("step", 2**62), ("crc32c", 2**32 - 1)):
             if not 0 <= fields[name] <= highest:
                 faults.append(f"{name} is out of range")
-        published_unix_s = fields["published_unix_s"]
-        if not (abs(published_unix_s) < 1e15 and math.isfinite(published_unix_s)):
+        seconds = fields["published_unix_s"]
+        if not (abs(seconds) < 1e15 and math.isfinite(seconds)):
             faults.append("published_unix_s is out of range")
     if faults:
         raise PolicyError(
-            f"{file}: is no manifest: {'; '.join(faults[:8])}; the learner writes it anew"
+            f"{where}: is no manifest: {'; '.join(faults[:8])}; the learner writes it anew"
         )
-    _check_relative(file, fields["path"])
-    return Manifest(**{**fields, "published_unix_s": float(published_unix_s)})
+    _check_relative(where, fields["path"])
+    return Manifest(**{**fields, "published_unix_s": float(fields["published_unix_s"])})
 
 
-def _check_relative(manifest_file: Path, path: str) -> None:
+def _check_relative(where: str, path: str) -> None:
     """Refuse, before touching the disk, every path that is not plainly below the workdir."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or not path.isprintable():
         raise PolicyError(
-            f"{manifest_file}: path {path[:200]!r} is not a path below the workdir; it is not read"
+            f"{where}: path {path[:200]!r} is not a path below the workdir; it is not read"
         )
 
 
@@ -282,55 +269,21 @@ _DTYPES: dict[str, Any] = {
 }
 
 
-def _holds(file: Path, contents: bytes) -> bool:
+def _holds(store: Store, name: str, contents: bytes) -> bool:
     try:
-        return file.read_bytes() == contents
+        return store.read(name) == contents
     except FileNotFoundError:
         return False
 
 
-def _write_durably(file: Path, contents: bytes) -> None:
-    with file.open("wb") as stream:
-        stream.write(contents)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a directory to its name; one that is there already goes away first.
-
-    A directory cannot replace a full one in one rename, so an actor that is just loading this very
-    version sees it missing for a moment, and reads the manifest again.
-    """
-    if target.exists():
-        aside = target.with_name(f".{target.name}-{uuid.uuid4().hex}.old.tmp")
-        target.rename(aside)
-        temporary.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        temporary.rename(target)
-    _sync_directory(target.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the renames in a directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _delete_old(policy_dir: Path, current: int) -> None:
-    """Keep the last versions up to the current one, and nothing that a killed publisher left."""
-    versions = sorted(int(path.name) for path in policy_dir.iterdir() if path.name.isdecimal())
-    kept = [version for version in versions if version <= current][-KEEP_VERSIONS:]
-    stray = [path for path in policy_dir.iterdir() if path.name.endswith(".tmp")]
-    old = [policy_dir / str(version) for version in versions if version not in kept]
-    for path in stray + old:
-        # A leftover is no reason to stop: the next publication tries again.
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
+def _delete_old(store: Store, current: int) -> None:
+    """Keep the last versions up to the current one."""
+    names_by_version: dict[int, list[str]] = {}
+    for name in store.names(POLICY):
+        version = name.split("/")[1]
+        if version.isdecimal():
+            names_by_version.setdefault(int(version), []).append(name)
+    kept = sorted(version for version in names_by_version if version <= current)[-KEEP_VERSIONS:]
+    for version, names in names_by_version.items():
+        if version not in kept:
+            store.delete(*names)

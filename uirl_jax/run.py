@@ -1,6 +1,6 @@
 """A run as its roles see it: config and workdir, and what `main` builds of them.
 
-`workdir` says which run a directory holds; `players` plays the episodes.
+`open_run` says which run a workdir holds; `players` plays the episodes.
 """
 
 import asyncio
@@ -8,14 +8,17 @@ import dataclasses
 import json
 import threading
 import time
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from uirl_jax import evaluation as evaluate
-from uirl_jax import metrics
+from uirl_jax import evaluation, metrics
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
+from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.errors import ConfigError
@@ -25,10 +28,71 @@ from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.players import Players, make_chat
 from uirl_jax.shards.layout import layout_of
-from uirl_jax.verifiers import supervisor
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.containers import ContainerClient
-from uirl_jax.workdir import only_actor
+from uirl_jax.store import Store, open_store
+from uirl_jax.store.lease import only_actor
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.containers.containers import ContainerClient
+from uirl_jax.verifiers.server import supervisor
+
+CONFIG_FILE = "config.json"
+
+
+def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
+    """The run's id; config.json is written by whichever role comes first.
+
+    More `learner.steps` than a run was begun with carry it on, at the learning rate of a run of
+    that length; what it was measured to solve at its end before is kept as that version's.
+
+    Args:
+      learns: whether this role holds the learner's lease; no other carries a run on.
+    Raises:
+      ConfigError: the workdir holds a run with another config; every difference is named.
+    """
+    resolved = json.loads(reading.resolved_config_json(cfg))
+    store = open_store(workdir)
+    content = {"run_id": uuid.uuid4().hex, "config": resolved}
+    store.put_new(CONFIG_FILE, _to_json(content))  # of two roles that start together one writes it
+    try:
+        found = json.loads(store.read(CONFIG_FILE))
+        run_id, known = found["run_id"], found["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
+        ) from None
+    differences = sorted(_differences(known, resolved, "config"))
+    goes_on = _goes_on(known, resolved, differences)
+    if goes_on and learns:
+        evaluation.rename_stage(workdir, "after", f"version_{known['learner']['steps']}")
+        store.delete(evaluation.SUMMARY_FILE)
+        store.put(CONFIG_FILE, _to_json({"run_id": run_id, "config": resolved}))
+    elif differences:
+        way_out = "Use another --workdir, or remove this one"
+        if goes_on:
+            way_out = "Only --role=all and --role=learner carry a run on"
+        raise ConfigError(
+            f"{workdir} holds a run with another config: {'; '.join(differences)}. {way_out}"
+        )
+    return run_id
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _goes_on(known: Any, wanted: Any, differences: Sequence[str]) -> bool:
+    """Whether more steps are all that is wanted."""
+    if len(differences) != 1 or not differences[0].startswith("config.learner.steps is "):
+        return False
+    before = known["learner"].get("steps")
+    return isinstance(before, int) and before < wanted["learner"]["steps"]
+
+
+def _differences(known: Any, wanted: Any, path: str) -> Iterator[str]:
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        for key in known.keys() | wanted.keys():
+            yield from _differences(known.get(key), wanted.get(key), f"{path}.{key}")
+    elif known != wanted:
+        yield f"{path} is {known!r} there and {wanted!r} here"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +107,10 @@ class Run:
     @property
     def port_file(self) -> Path:
         return self.own_port_file or self.workdir / "verifier.port"
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.workdir)
 
     @property
     def curriculum(self) -> Curriculum:
@@ -113,10 +181,10 @@ class Run:
         stage: str,
         stop: threading.Event,
         engine: SamplingEngine | None = None,
-    ) -> evaluate.EvalResult:
+    ) -> evaluation.EvalResult:
         """`Players.evaluate` on the run's held-out instances."""
         cfg = self.cfg.evaluation
-        tasks = evaluate.eval_tasks(self.cfg.kinds, cfg.episodes)
+        tasks = evaluation.eval_tasks(self.cfg.kinds, cfg.episodes)
         return await players.evaluate(
             stage, tasks, stop, temperature=cfg.temperature, engine=engine
         )
@@ -137,7 +205,8 @@ class Run:
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
 
-        with only_actor(self.workdir, actor_id):
+        loop = asyncio.get_running_loop()
+        with only_actor(self.store, actor_id, lambda: loop.call_soon_threadsafe(stop.set)):
             return await run_actor(
                 players.player(actor_id, temperature=cfg.actor.rollout.temperature),
                 ActorConfig(

@@ -73,9 +73,11 @@ class VLM:
         chat: ChatConfig | None = None,
         seed: int = 0,
     ) -> Self:
-        """Reads a directory in Hugging Face's format; nothing is downloaded.
+        """Reads a model directory in Hugging Face's format; downloads it only for `hf://`.
 
         Args:
+          path: a directory, hf://owner/name[@revision] or the owner/name of a cached model
+            (see `models.hub`).
           lora: of the adapters, which change nothing until they are trained; None: LoraConfig().
           adapter: a directory in PEFT's format that they come from; it must be what `lora` says.
           quantize: int8 holds the frozen projections in 8 bits.
@@ -186,20 +188,26 @@ class VLM:
         return {"loss": -logprobs_bt.sum() / answer_bt.sum(), "logprobs": logprobs_bt}
 
     def logits(
-        self, input_ids: np.ndarray, attention_mask: np.ndarray, **images: np.ndarray
+        self,
+        input_ids: np.ndarray,
+        attention_mask: np.ndarray,
+        pixel_values: np.ndarray | None = None,
+        image_grid_thw: np.ndarray | None = None,
+        **more: np.ndarray,
     ) -> np.ndarray:
         """What transformers' model computes of what its processor returns, as numpy arrays.
 
         Args:
           input_ids: int[B,T], image placeholders expanded.
           attention_mask: int[B,T], 0 at padding on either side.
-          images: the processor's arrays of images; for Qwen2-VL pixel_values, float[P,F], the
-            patches of all images, row after row, and image_grid_thw, int[N,3], in patches.
+          pixel_values, image_grid_thw, more: the processor's arrays of images. For Qwen2-VL
+            float[P,F], the patches of all images, row after row, and int[N,3], in patches.
 
         Returns: float32[B,T,V]; values at padding are undefined.
         Raises: ImageError where the images do not fit each other or the placeholders.
         """
         ids_bt, mask_bt = np.asarray(input_ids, np.int32), np.asarray(attention_mask, np.int32)
+        images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw, **more}
         given = {name: np.asarray(array) for name, array in images.items() if array is not None}
         screens, packed = self.model.inputs.from_processor(**given) if given else ([], None)
         rows = self._rows(ids_bt, mask_bt, screens, packed.first_tokens if packed else [])

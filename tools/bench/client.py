@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 
 from tools.bench import loopback
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers.client.client import VerifierClient
 
 SCREEN_PX = (1280, 800)
 PROGRESS = {"num_clicks": 1, "done": False, "reward": None}

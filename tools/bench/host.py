@@ -46,7 +46,7 @@ from uirl_jax.families.qwen2_vl.config import ImageConfig
 from uirl_jax.families.screens import decode_image
 from uirl_jax.families.table import family_of
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import desktop
+from uirl_jax.verifiers.tasks import desktop
 
 ACT_S = 1.2
 WARM_S = 4 * ACT_S  # until every episode has taken a turn or two
@@ -134,7 +134,7 @@ async def play(
 ) -> dict[str, float]:
     """The host's own numbers."""
     family = family_of(MODEL)
-    # Of the published models: the small one's own would make smaller images of large screens.
+    # The image processor's defaults: the small model's own limit is below the larger screens.
     cfg = dataclasses.replace(family.read_config(MODEL), images=ImageConfig())
     inputs = family.make_inputs(cfg)
     chat = Chat(MODEL, ChatConfig(), family.chat)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tools.bench.processes import answer_of
+from uirl_jax import assets
 
 if TYPE_CHECKING:  # reading plainly is measured in a process that imports no JAX
     from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # reading plainly is measured in a process that imports no JA
 BLOCK_BYTES = 16 * 2**20
 SHARD_BYTES = 1_200_000_000
 GIB = 2**30
+PUBLISHED = assets.DIRECTORY / "published" / "Qwen2-VL-2B-Instruct"
 MEASURED = ("disk", "load_pretrained", "load")  # load: as a run does, with the hash of the base
 
 
@@ -63,22 +65,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return load(Settings(args.param_dtype, args.quantize, args.rounds), args.directory)
 
 
-def qwen2_vl_2b() -> "Qwen2VLConfig":
-    """As in Hugging Face's Qwen/Qwen2-VL-2B-Instruct."""
-    from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
-
-    return Qwen2VLConfig(
-        vocab_size=151_936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vision=VisionConfig(hidden_size=1536),
-        tie_word_embeddings=True,
-    )
-
-
 def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
     """A directory as transformers writes it, with random bfloat16; returns the weights' bytes."""
     from flax import nnx
@@ -98,7 +84,7 @@ def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with (directory / name).open("wb") as file:
+        with weight_files.replacing(directory / name) as (file,):
             file.write(weight_files.header(shard))
             for tensor in shard:
                 for start in range(0, tensor.size_bytes, BLOCK_BYTES):
@@ -106,8 +92,6 @@ def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
                     # Random sign and mantissa under one exponent: magnitudes of 1/64 to 1/32.
                     bits = np.frombuffer(rng.bytes(2 * count), np.uint16)
                     file.write((bits & 0x807F) | 0x3C80)
-            file.flush()
-            os.fsync(file.fileno())
         weight_map |= {tensor.name: name for tensor in shard}
     total_bytes = sum(tensor.size_bytes for tensor in tensors)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -154,7 +138,9 @@ def load(settings: Settings, directory: Path | None = None) -> dict[str, Any]:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-load-")))
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / "config.json").exists():
-            write_checkpoint(directory, qwen2_vl_2b())
+            from uirl_jax.families.qwen2_vl.config import read_model_config
+
+            write_checkpoint(directory, read_model_config(PUBLISHED))
         size_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         flags = (f"--param-dtype={settings.param_dtype}", f"--quantize={settings.quantize}")
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in MEASURED}

@@ -24,6 +24,7 @@ from tools.bench.algorithms import ALGORITHMS
 from uirl_jax import platform_flags
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
+from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
 from uirl_jax.learner import algorithm
@@ -33,7 +34,6 @@ from uirl_jax.rl import losses
 from uirl_jax.seeds import train_seed
 from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch, Trajectory
-from uirl_jax.verifiers.demonstrations import demonstrate
 
 PARTS = ("batches", "advantages", "loss", "optimizer")
 

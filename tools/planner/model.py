@@ -9,9 +9,10 @@ compiled, the compiler's numbers count.
 import dataclasses
 import math
 
+from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
+
 from tools.planner.programs import Run, chip_bytes
 from uirl_jax.models.lora import LoraConfig, Projection
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 _LOGITS_BYTES = 256 * 2**20  # of a chip's logits that are held at once (scoring.token_logprobs)
 

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 from uirl_jax import assets
 from uirl_jax.config.schema import ModelConfig, RunConfig
@@ -28,11 +29,10 @@ from uirl_jax.engine.weights import prepare
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.models import qwen2_vl, sharding
+from uirl_jax.models import hub, qwen2_vl, sharding
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
-from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 PUBLISHED = Path(__file__).parents[2] / "uirl_jax" / "assets" / "published"
 TRAINING = ("score", "gradients")
@@ -77,11 +77,14 @@ class Compiled:
 
 
 def read_model_config(path: str) -> qwen2_vl.Qwen2VLConfig:
-    """Dimensions of a model directory; of a published model also where the directory is missing.
+    """Dimensions of a model; of a published one also where the directory is missing.
 
     Raises: ModelError.
     """
-    for directory in (assets.find(path), PUBLISHED / Path(path).name):
+    published = PUBLISHED / Path(path).name
+    if hub.is_hub_name(path) and not published.is_dir():
+        path = str(hub.model_directory(path, weights=False))
+    for directory in (assets.find(path), published):
         file = directory / "config.json"
         if file.is_file():
             try:

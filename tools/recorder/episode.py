@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from uirl_jax.actor.rollout import MAX_REWARD, TERMINATE, UNSENT
+from uirl_jax.demonstrations.recording import Recording
 from uirl_jax.errors import ActionError, ImageError, RequestRefusedError, VerifierError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import decode_image
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory
-from uirl_jax.verifiers.client import Session, VerifierClient
-from uirl_jax.verifiers.recording import Recording
+from uirl_jax.verifiers.client.client import Session, VerifierClient
 
 
 @dataclasses.dataclass(frozen=True)

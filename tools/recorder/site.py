@@ -19,9 +19,9 @@ from aiohttp import web
 
 from tools.recorder import gestures
 from tools.recorder.episode import Demonstration, End
-from uirl_jax import untrusted_json
 from uirl_jax.errors import ActionError, ConfigError, RecordError, ShardError, VerifierError
 from uirl_jax.types import TaskSpec, Trajectory
+from uirl_jax.untrusted import json as untrusted_json
 
 HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 64 * 1024

@@ -14,14 +14,13 @@ What the learner says in `Manifest.extra`:
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Collection
-from pathlib import Path
 from typing import Self
 
 from uirl_jax.errors import PolicyError, RecordError, ShardError
 from uirl_jax.policy_sync import Manifest
-from uirl_jax.shards.reader import scan_shard
+from uirl_jax.shards.reader import scan_shard, shard_names
+from uirl_jax.store import Store
 
 
 def group_id(index: int) -> str:
@@ -41,30 +40,29 @@ class ShardGroup:
 class PublishedShards:
     """The groups in all shards of a run, whichever actor wrote them. Each file is read once."""
 
-    def __init__(self, workdir: str | os.PathLike[str], run_id: str) -> None:
-        self._shards_dir = Path(workdir) / "shards"
-        self._run_id = run_id
-        self._groups: dict[Path, tuple[ShardGroup, ...]] = {}
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._groups: dict[str, tuple[ShardGroup, ...]] = {}
 
     def poll(self) -> tuple[ShardGroup, ...]:
-        """What is on disk now.
+        """What is in the store now.
 
         Call it before reading the manifest, not after: the learner publishes that it trained on a
         group before it deletes the group's shard, so that in this order none is missed in both.
         """
-        paths = set(self._shards_dir.glob("*/*.tfrecord"))
         self._groups = {
-            path: self._groups[path] if path in self._groups else self._read(path) for path in paths
+            name: self._groups[name] if name in self._groups else self._read(name)
+            for name in shard_names(self._store)
         }
         return tuple(itertools.chain.from_iterable(self._groups.values()))
 
-    def note(self, path: Path, group: ShardGroup) -> None:
+    def note(self, name: str, group: ShardGroup) -> None:
         """Of a shard that this process wrote itself: it need not be read."""
-        self._groups[path] = (group,)
+        self._groups[name] = (group,)
 
-    def _read(self, path: Path) -> tuple[ShardGroup, ...]:
+    def _read(self, name: str) -> tuple[ShardGroup, ...]:
         try:
-            header, entries = scan_shard(path)
+            header, entries = scan_shard(self._store, name)
         except (OSError, ShardError, RecordError):
             return ()  # the learner will quarantine it, and says why
         versions: dict[str, list[int]] = {}
@@ -91,7 +89,7 @@ class Ledger:
     def of(cls, manifest: Manifest, on_disk: Collection[ShardGroup], max_staleness: int) -> Self:
         """Raises PolicyError where the manifest's extra is not as described above."""
         trained = _trained(manifest)
-        # The rule of shards.reader.take_groups: all else it drops or quarantines.
+        # The rule of shards.queue.take_groups: all else it drops or quarantines.
         oldest = manifest.version - max_staleness
         pending = frozenset(
             group.index

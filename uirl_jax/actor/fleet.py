@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from uirl_jax.metrics import key_values
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.containers import ContainerClient
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.containers.containers import ContainerClient
 
 FIRST_REST_S = 0.25
 POLL_S = 0.1

@@ -26,6 +26,7 @@ from uirl_jax.metrics import key_values
 from uirl_jax.policy_sync import Manifest
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import ShardWriter
+from uirl_jax.store import open_store
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 
@@ -163,12 +164,13 @@ class _Actor:
         on_report: Report | None,
     ) -> None:
         self._player, self._cfg, self._link, self._tasks = player, cfg, link, tasks
+        self._store = open_store(link.workdir)
         self._on_report = on_report
         self._journal = Journal(link.workdir, player.actor_id, player.run_id)
         self._writer = ShardWriter(
-            link.workdir, player.actor_id, player.run_id, link.base_hash, layout=link.layout
+            self._store, player.actor_id, player.run_id, link.base_hash, layout=link.layout
         )
-        self._shards = PublishedShards(link.workdir, player.run_id)
+        self._shards = PublishedShards(self._store, player.run_id)
         self._manifest: Manifest | None = None  # the newest one that was taken
         # Its policy and those before it, as (lora, version); the engine samples with the first.
         self._policies: collections.deque[tuple[Any, int]] = collections.deque(
@@ -196,7 +198,7 @@ class _Actor:
         self._on_disk = frozenset(group.index for group in on_disk)
         manifest: Manifest | None = None
         try:
-            manifest = await asyncio.to_thread(policy_sync.read_manifest, self._link.workdir)
+            manifest = await asyncio.to_thread(policy_sync.read_manifest, self._store)
             if manifest is None:
                 self._complain("no_policy", "none is published yet, waiting for the learner")
                 return
@@ -339,7 +341,7 @@ class _Actor:
         """One group becomes one shard. A full disk is waited for; a record that is none is lost."""
         self._journal.add("publishing", index, len(trajectories))
         try:
-            path = await asyncio.to_thread(self._writer.publish, trajectories)
+            name = await asyncio.to_thread(self._writer.publish, trajectories)
         except ShardError as error:
             self._publish_again_s = time.monotonic() + 20 * self._cfg.poll_s
             self._complain("shard_not_published", str(error))
@@ -352,7 +354,7 @@ class _Actor:
             self._journal.add("published", index, len(trajectories))
             self._in_memory.pop(index)
             oldest, newest = zip(*(t.policy_versions for t in trajectories), strict=True)
-            self._shards.note(path, ShardGroup(index, min(oldest), max(newest)))
+            self._shards.note(name, ShardGroup(index, min(oldest), max(newest)))
             assert self._ledger is not None  # a group was admitted
             pending = self._ledger.pending | {index}
             self._ledger = dataclasses.replace(self._ledger, pending=pending)
@@ -367,7 +369,7 @@ class _Actor:
     def _load(self, manifest: Manifest) -> Any:
         link = self._link
         adapters = policy_sync.load(
-            link.workdir, manifest, link.base_hash, run_id=self._player.run_id
+            self._store, manifest, link.base_hash, run_id=self._player.run_id
         )
         return link.to_lora(adapters)
 

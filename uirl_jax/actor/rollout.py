@@ -31,7 +31,7 @@ from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import plan_screen
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
-from uirl_jax.verifiers.client import Session, VerifierClient
+from uirl_jax.verifiers.client.client import Session, VerifierClient
 
 logger = logging.getLogger(__name__)
 

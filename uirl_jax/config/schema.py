@@ -22,7 +22,7 @@ from uirl_jax.models.quantization import Quantize
 from uirl_jax.players import PlayConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
-from uirl_jax.verifiers.containers import ContainerConfig
+from uirl_jax.verifiers.containers.runtime import ContainerConfig
 from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 
 
@@ -30,7 +30,7 @@ from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 class ModelConfig:
     """The base model and its adapters."""
 
-    path: str
+    path: str  # a directory, or a name on the Hugging Face hub (see models.hub)
     # A PEFT adapter to start from, trained on this base; lora must be what it was made with. It is
     # trained on; the reference of the KL term is the base without it.
     adapter: str = ""

@@ -14,7 +14,7 @@ import numpy as np
 from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families.border import Family, Inputs, PlacedScreen, Screen
 from uirl_jax.families.chat import Message
-from uirl_jax.untrusted_http import check_base_url
+from uirl_jax.untrusted.http import check_base_url
 
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows float32; 0 itself means greedy
 

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import aiohttp
 
-from uirl_jax import untrusted_json
 from uirl_jax.engine.requests import OpenAIConfig
 from uirl_jax.errors import ConfigError, EngineError
-from uirl_jax.untrusted_http import check_base_url, read_body, retry_after_s
+from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.untrusted.http import check_base_url, open_session, read_body, retry_after_s
 
 _RETRIED_STATUS = frozenset({429, 503})
 _MAX_RETRY_AFTER_S = 30.0
@@ -50,7 +50,7 @@ class ServerCalls:
     def __init__(self, cfg: OpenAIConfig) -> None:
         self._cfg = cfg
         self._base = check_base_url(cfg.url, "engine.openai.url", ConfigError)
-        self._headers = {"Accept-Encoding": "identity"}
+        self._headers: dict[str, str] = {}
         if cfg.api_key_env:
             key = os.environ.get(cfg.api_key_env, "")
             if not key or not key.isascii() or not key.isprintable():
@@ -63,16 +63,9 @@ class ServerCalls:
         self.retries = 0
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,  # the engine bounds its requests, and a policy must not wait for them
-                keepalive_timeout=4.0,  # uvicorn drops an idle connection after 5 s
-            ),
-            auto_decompress=False,  # 1 MB of gzip became 1 GiB with the default
-            trust_env=False,  # no proxy and no netrc from the environment
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
-        )
+        # No limit: the engine bounds its requests, and a policy must not wait for them. uvicorn
+        # drops an idle connection after 5 s.
+        self._http = open_session(max_connections=0, keep_alive_s=4.0, headers=self._headers)
         return self
 
     async def __aexit__(

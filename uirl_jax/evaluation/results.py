@@ -9,7 +9,8 @@ from typing import Any
 
 from uirl_jax.errors import ConfigError, UirlError
 from uirl_jax.evaluation.statistics import EvalResult, Rate
-from uirl_jax.metrics import write_atomically
+from uirl_jax.store import open_store
+from uirl_jax.store.files import write_atomically
 
 EVAL_DIR = "eval"
 EPISODES_FILE = "episodes.tfrecord"
@@ -59,13 +60,14 @@ def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None
 
     Interrupted at any point, the same call completes it. Does nothing where there is no such stage.
     """
-    result, root = read_results(workdir).get(stage), Path(workdir) / EVAL_DIR
+    result, store = read_results(workdir).get(stage), open_store(workdir)
     if result is None:
         return
-    if (root / stage).is_dir() and not (root / name).exists():
-        (root / stage).rename(root / name)
-    write_json(root / f"{name}.json", dataclasses.asdict(dataclasses.replace(result, stage=name)))
-    (root / f"{stage}.json").unlink()
+    for episodes in store.names(f"{EVAL_DIR}/{stage}"):
+        store.move(episodes, f"{EVAL_DIR}/{name}/{episodes.rpartition('/')[2]}")
+    renamed = dataclasses.asdict(dataclasses.replace(result, stage=name))
+    write_json(Path(workdir) / EVAL_DIR / f"{name}.json", renamed)
+    store.delete(f"{EVAL_DIR}/{stage}.json")
 
 
 def episodes_summary(accounting: Mapping[str, int], *, lost: int, env_error: int) -> dict[str, Any]:

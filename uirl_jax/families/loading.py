@@ -1,7 +1,8 @@
 """A model directory in Hugging Face's format -> what learner and engine share: one split model.
 
-The table of families says which family a directory belongs to. Nothing is downloaded and no code of
-the directory is run; a directory is untrusted input, and every fault of it is a ModelError.
+The table of families says which family a directory belongs to. Nothing is downloaded except by
+`hub`, and no code of the directory is run; a directory is untrusted input, and every fault of it is
+a ModelError.
 """
 
 import concurrent.futures
@@ -21,14 +22,14 @@ from uirl_jax import assets
 from uirl_jax.errors import ModelError
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.table import family_of
-from uirl_jax.models import peft_adapters, weights
+from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.blocks import Remat
 from uirl_jax.models.directory import copy_tokenizer
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PolicyModel:
     """One model, split once: everything that computes shares `frozen`; training starts at `lora`.
 
@@ -64,6 +65,7 @@ def load(
     """Reads a directory onto the mesh, with fresh adapters from `seed` or those of `adapter`.
 
     Args:
+      model_dir: also a name on the Hugging Face hub (see `hub`).
       param_dtype: of what is frozen; also of activations.
       quantize: int8 holds the frozen projections in 8 bits (see `quantization`).
       adapter: a directory in PEFT's format. It must equal `lora` in everything but dropout, which
@@ -74,7 +76,7 @@ def load(
         not fit.
       ConfigError: an unknown LoRA target.
     """
-    path = assets.find(model_dir)
+    path = hub.model_directory(model_dir, weights=False)  # what is refused costs no download
     family = family_of(path)
     if lora is not None:
         family.weights.projections_of(lora.targets)
@@ -82,6 +84,7 @@ def load(
     arrays = None
     if adapter:  # before the weights: what is wrong with it shows in a second
         arrays = _read_adapter(assets.find(adapter), family, cfg, lora)
+    path = hub.model_directory(model_dir)
     with _hashing(path) as base_hash:
         model = read_model(
             family,

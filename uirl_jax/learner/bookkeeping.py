@@ -32,8 +32,9 @@ from uirl_jax.learner.state import TrainState
 from uirl_jax.metrics import MetricsWriter, key_values
 from uirl_jax.models import weights
 from uirl_jax.shards.layout import layout_of
-from uirl_jax.shards.reader import ShardQueue
-from uirl_jax.shards.writer import write_shard
+from uirl_jax.shards.queue import QUARANTINE, ShardQueue
+from uirl_jax.shards.writer import put_shard
+from uirl_jax.store import open_store
 
 # The data cursor, beside the arrays of a checkpoint.
 _EMPTY_META: Mapping[str, Any] = {
@@ -78,11 +79,12 @@ class Bookkeeping:
         self._run, self._model, self._curriculum = run, model, curriculum
         self._checkpointer, self._metrics_writer = checkpointer, metrics_writer
         self._layout = layout_of(model.cfg)
-        self._queue = ShardQueue(run.workdir, run.run_id, model.base_hash, meta["shards"])
+        self._store = open_store(run.workdir)
+        self._queue = ShardQueue(self._store, run.run_id, model.base_hash, meta["shards"])
         self._trained = GroupRanges(meta["groups"])
         self._extra = int(meta["extra"])  # groups on top of groups_per_step, over all steps
         self._tallies = curriculum.tallies(meta["tallies"])
-        self._replay = Replay(run.workdir, model.base_hash, self._layout, meta["replay"])
+        self._replay = Replay(self._store, model.base_hash, self._layout, meta["replay"])
         self._earlier_s, self._started_s = float(meta["train_seconds"]), time.monotonic()
         self._saved: collections.deque[dict[str, Any]] = collections.deque(maxlen=keep_checkpoints)
 
@@ -127,16 +129,17 @@ class Bookkeeping:
         Returns: where they are, or why they are not. It raises nothing: the step's own error is
         what must be reported.
         """
-        directory = self._run.workdir / "quarantine" / f"step-{step}"
+        prefix = f"{QUARANTINE}/step-{step}"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             for group in groups:
-                path = directory / f"group-{group[0].group_id}.tfrecord"
+                name = f"{prefix}/group-{group[0].group_id}.tfrecord"
                 fresh = [record for record in group if not is_replayed(record, group)]
-                write_shard(path, fresh, base_hash=self._model.base_hash, layout=self._layout)
-        except (OSError, UirlError) as error:
+                put_shard(
+                    self._store, name, fresh, base_hash=self._model.base_hash, layout=self._layout
+                )
+        except UirlError as error:
             return f"nowhere whole ({error})"
-        return str(directory)
+        return self._store.location(prefix)
 
     # ------------------------------------------------------------------- a step out, in this order
 
@@ -162,7 +165,7 @@ class Bookkeeping:
     def publish(self, step: int, state: TrainState) -> None:
         """Makes the state's adapters the policy that actors sample with."""
         policy_sync.publish(
-            self._run.workdir,
+            self._store,
             version=step,
             step=step,
             adapters=weights.adapters_to_numpy(state.trainable),

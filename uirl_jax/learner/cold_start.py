@@ -8,7 +8,6 @@ steps; publishes nothing.
 """
 
 import dataclasses
-import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Literal
 from flax import nnx
 
 from uirl_jax import metrics
+from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.loading import PolicyModel, save_model
 from uirl_jax.learner import recorded_demonstrations, supervised
@@ -29,8 +29,8 @@ from uirl_jax.models.weights import stored_dtype
 from uirl_jax.rl.rewards import turn_lengths
 from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
+from uirl_jax.store.files import new_directory
 from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
-from uirl_jax.verifiers.demonstrations import Demonstrator
 
 MODEL_DIR = Path("cold_start") / "model"  # in the workdir
 
@@ -142,11 +142,9 @@ def run_cold_start(
             stop=stop,
         )
     progress.close()
-    temporary = workdir / "cold_start" / ".model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
     # In the files' own dtype, whatever a run holds weights in: a base of bfloat16 stays as small.
     dtype = stored_dtype(model.path)
-    save_model(model.family, nnx.merge(graphdef, trained, frozen), temporary, dtype=dtype)
-    copy_tokenizer(model.path, temporary)
-    temporary.rename(target)
+    with new_directory(target) as directory:
+        save_model(model.family, nnx.merge(graphdef, trained, frozen), directory, dtype=dtype)
+        copy_tokenizer(model.path, directory)
     return target

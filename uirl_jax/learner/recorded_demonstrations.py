@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from uirl_jax.demonstrations.recording import retell
 from uirl_jax.errors import ActionError, ConfigError, ImageError, ShardError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Trajectory
-from uirl_jax.verifiers.recording import retell
 
 
 def load(folders: Sequence[str], chat: Chat, inputs: Inputs) -> list[Trajectory]:

@@ -13,16 +13,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from uirl_jax.errors import ShardError
 from uirl_jax.metrics import key_values
-from uirl_jax.shards.reader import read_shard
+from uirl_jax.shards.reader import read_stored_shard
 from uirl_jax.shards.record import TokenLayout
-from uirl_jax.shards.writer import write_shard
+from uirl_jax.shards.writer import put_shard
+from uirl_jax.store import Store
 from uirl_jax.types import TaskSpec, Trajectory
 
 Group = list[Trajectory]
+
+REPLAY = "replay"
 
 
 class Replay:
@@ -33,10 +35,9 @@ class Replay:
     """
 
     def __init__(
-        self, workdir: Path, base_hash: str, layout: TokenLayout, files: dict[str, str]
+        self, store: Store, base_hash: str, layout: TokenLayout, files: dict[str, str]
     ) -> None:
-        self._directory = workdir / "replay"
-        self._base_hash, self._layout = base_hash, layout
+        self._store, self._base_hash, self._layout = store, base_hash, layout
         self.files = dict(files)
 
     def complete(self, group: Group) -> Group:
@@ -44,23 +45,23 @@ class Replay:
         key = _key(group[0].task)
         if key not in self.files or any(record.success for record in group):
             return group
-        path = self._directory / self.files[key]
+        name = f"{REPLAY}/{self.files[key]}"
         try:
-            header, (record,) = read_shard(path)
+            header, (record,) = read_stored_shard(self._store, name)
             if header.base_hash != self._base_hash or record.task != group[0].task:
-                raise ShardError(f"{path}: of another run or task")
+                raise ShardError(f"{self._store.location(name)}: of another run or task")
         except (ShardError, ValueError) as error:
             del self.files[key]
+            path = self._store.location(name)
             print(key_values("replay_lost", path=path, reason=error), flush=True)
             return group
         return [*group, record]
 
     def remember(self, groups: Sequence[Group], step: int) -> None:
-        """Keeps the best success of each group; atomically, beside the one it replaces.
+        """Keeps the best success of each group, beside the one it replaces.
 
         Raises: ShardError where the disk is full.
         """
-        self._directory.mkdir(exist_ok=True)
         for group in groups:
             fresh = [
                 record for record in group if record.success and not is_replayed(record, group)
@@ -70,16 +71,19 @@ class Replay:
             best = max(fresh, key=lambda record: record.reward)
             key = _key(best.task)
             name = f"{key}-{step}.tfrecord"
-            path = self._directory / name
-            write_shard(path, [best], base_hash=self._base_hash, layout=self._layout)
+            put_shard(
+                self._store,
+                f"{REPLAY}/{name}",
+                [best],
+                base_hash=self._base_hash,
+                layout=self._layout,
+            )
             self.files[key] = name
 
     def prune(self, kept: Iterable[dict[str, str]]) -> None:
         """Deletes the files that no checkpoint of `kept`, each with its `files`, names."""
-        named = {name for files in kept for name in files.values()}
-        for path in self._directory.glob("*.tfrecord"):
-            if path.name not in named:
-                path.unlink(missing_ok=True)
+        named = {f"{REPLAY}/{name}" for files in kept for name in files.values()}
+        self._store.delete(*(name for name in self._store.names(REPLAY) if name not in named))
 
 
 def is_replayed(record: Trajectory, group: Group) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from uirl_jax import seeds
+from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.loading import PolicyModel
@@ -22,7 +23,6 @@ from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
-from uirl_jax.verifiers.demonstrations import Demonstrator
 
 SHARD_EPISODES = 50  # so much is played again after a kill
 

@@ -8,7 +8,7 @@ from typing import Any
 from uirl_jax.errors import ModelError
 
 TOKENIZER_FILES = (  # and the processor's
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
     "generation_config.json",

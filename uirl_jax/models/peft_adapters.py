@@ -22,9 +22,10 @@ from flax import nnx
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.models.directory import read_json
 from uirl_jax.models.lora import LoraConfig, LoRAParam
-from uirl_jax.models.weight_files import DTYPE_NAMES, listed, replacing
+from uirl_jax.models.weight_files import DTYPE_NAMES, listed
 from uirl_jax.models.weight_table import Leaf, WeightTable
 from uirl_jax.models.weights import adapters_to_numpy, leaves_of
+from uirl_jax.store.files import replacing
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"

@@ -186,21 +186,3 @@ def listed(problems: list[str], most: int = 12) -> str:
     """One line, also for a directory in which everything is wrong."""
     rest = len(problems) - most
     return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
-
-
-@contextlib.contextmanager
-def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Files that appear under their names, in this order, when all of them are whole."""
-    temporaries = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
-    try:
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(temporary.open("wb")) for temporary in temporaries]
-            yield files
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-        for temporary, path in zip(temporaries, paths, strict=True):
-            temporary.replace(path)
-    finally:
-        for temporary in temporaries:
-            temporary.unlink(missing_ok=True)

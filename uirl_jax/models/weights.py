@@ -32,6 +32,7 @@ from uirl_jax.models.sharding import leaf_names, state_shardings
 from uirl_jax.models.stacking import start_leaf
 from uirl_jax.models.weight_files import StoredTensor, listed
 from uirl_jax.models.weight_table import Leaf, WeightTable
+from uirl_jax.store.files import replacing
 
 _HASH_BLOCK_BYTES = 16 * 2**20
 # Threads that put tensors in place: one turns 2 GB/s, and a disk may give several times that.
@@ -153,7 +154,7 @@ def save_pretrained(
         documents = {"model.safetensors.index.json": index} | documents
 
     values = itertools.chain.from_iterable(_tensors_of(leaf, arrays, model.lora) for leaf in leaves)
-    with weight_files.replacing(*(model_dir / name for name in [*names, *documents])) as files:
+    with replacing(*(model_dir / name for name in [*names, *documents])) as files:
         for file, shard in zip(files[:count], shards, strict=True):
             # The library's own writer wants all tensors in memory; a file is a header and bytes.
             file.write(weight_files.header(shard))

@@ -22,8 +22,9 @@ import markupsafe
 from PIL import Image, UnidentifiedImageError
 
 from uirl_jax import evaluation
-from uirl_jax.metrics import format_duration, write_atomically
+from uirl_jax.metrics import format_duration
 from uirl_jax.report import charts, gather
+from uirl_jax.store.files import write_atomically
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
 REPORT_FILE = "report.html"

@@ -1,31 +1,22 @@
-"""The learner's end of the shard directory: every record is used exactly once, in a fixed order.
+"""Shard files, read and checked: framing, header, every record's contents, footer.
 
-Actor's `writer` -> `workdir/shards/<actor>/` -> `ShardQueue` -> learner. What is broken or foreign
-goes to `workdir/quarantine/` with its reason; nothing is dropped without being counted. The queue
-keeps an index in memory, not the records. It computes no advantages, and reads local directories
-only.
+Between `framing` and `record` below and, above, the learner's `queue`, the actors' admission and
+whatever shows episodes. Reads from a store, or a local file by its path; keeps and deletes nothing.
 """
 
-import base64
-import contextlib
 import dataclasses
 import hashlib
+import io
 import os
-import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, record
-from uirl_jax.shards.journal import Journal, Line
+from uirl_jax.store import Store
 from uirl_jax.types import Trajectory
 
-_NAME = re.compile(
-    r"(?P<actor>.+)-(?P<boot>[0-9a-f]{32})-(?P<seq>\d{8,12})-v(?P<version>\d{1,18})\.tfrecord"
-)
-_DIGEST_BYTES = 8  # of an episode id: a million episodes collide with probability 3e-8
-STATE_SCHEMA = 1
+SHARDS = "shards"  # shards/<actor>/<shard>.tfrecord in the store
+DIGEST_BYTES = 8  # of an episode id: a million episodes collide with probability 3e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,30 +31,35 @@ class Entry:
     newest_version: int
 
 
-# ---------------------------------------------------------------- one shard file
+def shard_names(store: Store) -> list[str]:
+    """Every shard in a store, whichever actor wrote it. Raises OSError."""
+    return [
+        name for name in store.names(SHARDS) if name.count("/") == 2 and name.endswith(".tfrecord")
+    ]
 
 
-def scan_shard(path: Path) -> tuple[record.Header, list[Entry]]:
+def scan_shard(store: Store, name: str) -> tuple[record.Header, list[Entry]]:
     """Check a whole shard: framing, header, every record's contents, footer.
 
-    Memory holds one record at a time. Raises ShardError or RecordError, without the path;
-    FileNotFoundError if the file is gone.
+    Memory holds one record at a time. Raises ShardError or RecordError, without the name;
+    FileNotFoundError if the shard is gone.
     """
     header: record.Header | None = None
     entries: list[Entry] = []
-    for found, offset, trajectory, size_bytes in _walk(path):
-        header = found
-        oldest, newest = trajectory.policy_versions
-        entries.append(
-            Entry(
-                offset=offset,
-                size_bytes=size_bytes,
-                episode_digest=_digest(trajectory.episode_id),
-                group_id=trajectory.group_id,
-                oldest_version=oldest,
-                newest_version=newest,
+    with store.open(name) as file:
+        for found, offset, trajectory, size_bytes in _walk(file):
+            header = found
+            oldest, newest = trajectory.policy_versions
+            entries.append(
+                Entry(
+                    offset=offset,
+                    size_bytes=size_bytes,
+                    episode_digest=episode_digest(trajectory.episode_id),
+                    group_id=trajectory.group_id,
+                    oldest_version=oldest,
+                    newest_version=newest,
+                )
             )
-        )
     assert header is not None  # _walk raises for a shard without a record
     seen = [v for e in entries for v in (e.oldest_version, e.newest_version) if v >= 0]
     if (header.lowest_version, header.highest_version) != (
@@ -78,422 +74,84 @@ def scan_shard(path: Path) -> tuple[record.Header, list[Entry]]:
 
 
 def read_shard(path: str | os.PathLike[str]) -> tuple[record.Header, list[Trajectory]]:
-    """Header and all trajectories of a shard, for reports and tools. Raises ShardError."""
-    try:
-        walked = list(_walk(Path(path)))
-    except (OSError, ShardError, RecordError) as error:
-        raise ShardError(f"{path}: {error}") from None
-    return walked[0][0], [trajectory for _, _, trajectory, _ in walked]
+    """Header and all trajectories of a local file, for reports and tools. Raises ShardError."""
+    return _read_all(os.fspath(path), lambda: open(path, "rb"))
 
 
-def read_entry(path: Path, entry: Entry, layout: record.TokenLayout) -> Trajectory:
+def read_stored_shard(store: Store, name: str) -> tuple[record.Header, list[Trajectory]]:
+    """Header and all trajectories of a shard in a store. Raises ShardError."""
+    return _read_all(store.location(name), lambda: store.open(name))
+
+
+def read_entry(store: Store, name: str, entry: Entry, layout: record.TokenLayout) -> Trajectory:
     """One record of a shard that was scanned before. Raises ShardError, RecordError or OSError."""
-    with open(path, "rb") as file:
+    with store.open(name) as file:
         file.seek(entry.offset)
         payload, _ = framing.read_frame(file, entry.size_bytes)
     trajectory = record.decode(payload, layout)
-    if _digest(trajectory.episode_id) != entry.episode_digest:
+    if episode_digest(trajectory.episode_id) != entry.episode_digest:
         raise ShardError(f"byte {entry.offset} has another episode than before")
     return trajectory
 
 
-def _walk(path: Path) -> Iterator[tuple[record.Header, int, Trajectory, int]]:
-    with open(path, "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes > framing.MAX_SHARD_BYTES:
-            raise ShardError(f"{size_bytes} bytes, at most {framing.MAX_SHARD_BYTES} are read")
-        if size_bytes == 0:
-            raise ShardError("an empty file")
-        header, footer, crcs = None, None, []
-        for offset, payload, crc in framing.iterate_frames(file, size_bytes):
-            if header is None:
-                header = record.decode_header(payload)
-            elif len(crcs) <= header.records:
-                number = len(crcs)
-                try:
-                    trajectory = record.decode(payload, header.layout)
-                except RecordError as error:
-                    raise RecordError(f"record {number}: {error}") from None
-                if (trajectory.run_id, trajectory.actor_id) != (header.run_id, header.actor_id):
-                    raise RecordError(f"record {number} is of another run or actor than its header")
-                yield header, offset, trajectory, len(payload) + framing.FRAME_BYTES
-            elif footer is None:
-                footer = record.decode_footer(payload)
-                expected = record.Footer(header.records, offset, framing.crc_of_crcs(crcs))
-                if footer != expected:
-                    raise ShardError(f"the footer says {footer}, the file has {expected}")
-            else:
-                raise ShardError("there is more after the footer")
-            crcs.append(crc)
-        if footer is None:
-            raise ShardError(f"cut off: {len(crcs)} records and no footer")
-
-
-def _records_by_header(path: Path) -> int:
-    """How many records a broken shard counts: what its header says, 1 where that cannot be read."""
+def records_by_header(store: Store, name: str) -> int:
+    """How many records a broken shard counts: what its header says, 1 if that cannot be read."""
     try:
-        with open(path, "rb") as file:
-            payload, _ = framing.read_frame(file, os.fstat(file.fileno()).st_size)
+        with store.open(name) as file:
+            payload, _ = framing.read_frame(file, _size_bytes(file))
         return record.decode_header(payload).records
     except (OSError, ShardError):
         return 1
 
 
-# ---------------------------------------------------------------- all shards of a run
+def episode_digest(episode_id: str) -> bytes:
+    return hashlib.blake2b(episode_id.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-@dataclasses.dataclass
-class _Shard:
-    """A shard whose file is there. done: indices of its records that are not pending any more."""
-
-    path: Path
-    line: int  # in the journal
-    layout: record.TokenLayout | None = None  # None once it is wholly consumed
-    records: int = 0
-    done: set[int] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """The records of one group_id in one shard that are still to be used."""
-
-    shard: str
-    entries: tuple[tuple[int, Entry], ...]  # (index in the shard, entry)
-
-    @property
-    def versions(self) -> tuple[int, int]:
-        """Oldest and newest; members without a turn have none; (-1, -1) if that is all of them."""
-        with_turns = [entry for _, entry in self.entries if entry.oldest_version >= 0]
-        return (
-            min((entry.oldest_version for entry in with_turns), default=-1),
-            max((entry.newest_version for entry in with_turns), default=-1),
-        )
+def _read_all(
+    where: str, open_file: Callable[[], io.BufferedIOBase]
+) -> tuple[record.Header, list[Trajectory]]:
+    try:
+        with open_file() as file:
+            walked = list(_walk(file))
+    except (OSError, ShardError, RecordError) as error:
+        raise ShardError(f"{where}: {error}") from None
+    return walked[0][0], [trajectory for _, _, trajectory, _ in walked]
 
 
-class ShardQueue:
-    """The groups that wait for the learner, and the accounts of all that came. One per workdir.
-
-    Shards are noticed by `poll` and used in the order noticed (new ones of one poll: by policy
-    version, actor, boot and sequence number), which `shards/journal.jsonl` keeps. What
-    `take_groups` returns depends on that order and its arguments alone, not on when it was asked.
-
-    The accounts, in records: published = trained + stale + quarantined + duplicate + pending.
-    A shard that is quarantined when noticed counts as many records as its header says, 1 if that
-    cannot be read. A shard that is damaged or gone later counts what was left of it as quarantined.
-
-    Args:
-        state: what `state()` returned for the checkpoint that is restored; None if there is none.
-
-    Raises ShardError for a state of another run, or one that the journal does not reach.
-    """
-
-    def __init__(
-        self,
-        workdir: str | os.PathLike[str],
-        run_id: str,
-        base_hash: str,
-        state: dict[str, Any] | None = None,
-    ) -> None:
-        self._shards_dir = Path(workdir) / "shards"
-        self._quarantine_dir = Path(workdir) / "quarantine"
-        self._run_id, self._base_hash = run_id, base_hash
-        self._journal = Journal(self._shards_dir / "journal.jsonl")
-        state = state or self._empty_state()
-        self._check(state)
-        self._counts = {name: int(state[name]) for name in ("trained", "stale", "duplicate")}
-        self._lost: dict[str, int] = dict(state["lost"])
-        self._consumed = _split_digests(state["consumed"])  # trained or stale
-        self._waiting: set[bytes] = set()  # digests of pending records
-        self._groups: list[_Group] = []
-        self._shards: dict[str, _Shard] = {}
-        self._noticed = {line.shard for line in self._journal.lines}
-        self._resume(state)
-
-    # ------------------------------------------------------------ what the learner calls
-
-    def poll(self) -> None:
-        """Notice new shards. Costs one directory listing per actor, and one scan of each new file.
-
-        Temporary files, and files that vanish meanwhile, are left alone. Raises ShardError only if
-        the journal or the quarantine cannot be written.
-        """
-        accepted: list[tuple[str, record.Header, list[Entry]]] = []
-        refused: dict[str, str] = {}
-        lines: list[Line] = []
-        for name in sorted(self._new_names(), key=_arrival):
-            path = self._shards_dir / name
+def _walk(file: io.BufferedIOBase) -> Iterator[tuple[record.Header, int, Trajectory, int]]:
+    """(header, offset of the frame, trajectory, bytes of the frame) of every record of a shard."""
+    size_bytes = _size_bytes(file)
+    if size_bytes > framing.MAX_SHARD_BYTES:
+        raise ShardError(f"{size_bytes} bytes, at most {framing.MAX_SHARD_BYTES} are read")
+    if size_bytes == 0:
+        raise ShardError("an empty file")
+    header, footer, crcs = None, None, []
+    for offset, payload, crc in framing.iterate_frames(file, size_bytes):
+        if header is None:
+            header = record.decode_header(payload)
+        elif len(crcs) <= header.records:
+            number = len(crcs)
             try:
-                header, entries = scan_shard(path)
-                self._check_ours(name, header)
-            except FileNotFoundError:
-                continue
-            except (OSError, ShardError, RecordError) as error:
-                refused[name] = str(error)
-                lines.append(Line(name, _records_by_header(path), quarantined=True))
-            else:
-                accepted.append((name, header, entries))
-                lines.append(Line(name, header.records, quarantined=False))
-        if not lines:
-            return
-        first = len(self._journal.lines)
-        self._journal.append(lines)
-        self._noticed.update(line.shard for line in lines)
-        line_of = {line.shard: first + number for number, line in enumerate(lines)}
-        for name, reason in refused.items():
-            self._quarantine(name, reason)
-        for name, header, entries in accepted:
-            self._admit(name, line_of[name], header, entries, done=set())
-
-    def take_groups(
-        self, n_groups: int, current_version: int, max_staleness: int
-    ) -> list[list[Trajectory]] | None:
-        """The next n_groups whole groups, trained from now on; None until there are that many.
-
-        Before that, whole groups are counted as stale and dropped: those with a turn older than
-        current_version - max_staleness, and those without any turn. A shard with a turn newer than
-        current_version comes from a policy that was lost with a damaged checkpoint, and is
-        quarantined: left where it is, actors would take it for fresh once that version comes again.
-        current_version is the version that the learner holds: publish a version only after its
-        checkpoint is committed, or a restart will see its own shards as future ones.
-        """
-        while True:
-            self._drop_stale(current_version, max_staleness)
-            if len(self._groups) < n_groups:
-                return None
-            chosen = self._groups[:n_groups]
-            try:
-                groups = [self._read_group(group) for group in chosen]
-            except _LostShardError as error:
-                self._lose(error.shard, error.reason)
-                continue
-            del self._groups[:n_groups]
-            for group in chosen:
-                self._finish(group, "trained")
-            return groups
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to go on from here. JSON; about 11 bytes per episode so far.
-
-        Take it when the groups taken so far have been trained on, and no others.
-        """
-        return {
-            "schema": STATE_SCHEMA,
-            "run_id": self._run_id,
-            "noticed": len(self._journal.lines),
-            "open": {
-                name: sorted(shard.done)
-                for name, shard in self._shards.items()
-                if len(shard.done) < shard.records
-            },
-            "lost": dict(self._lost),
-            "consumed": base64.b64encode(b"".join(sorted(self._consumed))).decode(),
-            **self._counts,
-        }
-
-    def committed(self, state: dict[str, Any]) -> None:
-        """Delete the shards of which `state` needs nothing more.
-
-        Call it with the state of a checkpoint that is committed, and that no later fallback will go
-        behind: the oldest checkpoint that is kept, not the newest, if one may be damaged.
-        """
-        self._check(state)
-        for name, shard in list(self._shards.items()):
-            unfinished = len(shard.done) < shard.records
-            if shard.line >= state["noticed"] or name in state["open"] or unfinished:
-                continue
-            try:
-                shard.path.unlink(missing_ok=True)
-            except OSError as error:
-                raise ShardError(f"{shard.path}: {error.strerror}: cannot delete it") from None
-            del self._shards[name]
-
-    def accounting(self) -> dict[str, int]:
-        """Records by fate. Each number is counted for itself; the identity is a test, not a sum."""
-        lines = self._journal.lines
-        return {
-            "published": sum(line.records for line in lines),
-            "trained": self._counts["trained"],
-            "stale": self._counts["stale"],
-            "quarantined": sum(line.records for line in lines if line.quarantined)
-            + sum(self._lost.values()),
-            "duplicate": self._counts["duplicate"],
-            "pending": sum(len(group.entries) for group in self._groups),
-        }
-
-    # ------------------------------------------------------------ noticing
-
-    def _new_names(self) -> Iterator[str]:
-        with contextlib.suppress(FileNotFoundError):
-            for actor in os.scandir(self._shards_dir):
-                if not actor.is_dir(follow_symlinks=False):
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    for file in os.scandir(actor.path):
-                        name = f"{actor.name}/{file.name}"
-                        if (
-                            file.name.endswith(".tfrecord")
-                            and name not in self._noticed
-                            and file.is_file(follow_symlinks=False)
-                        ):
-                            yield name
-
-    def _check_ours(self, name: str, header: record.Header) -> None:
-        directory, _, file_name = name.partition("/")
-        match = _NAME.fullmatch(file_name)
-        if not match or match["actor"] != directory:
-            raise ShardError("its name is not <actor>-<boot uuid>-<seq>-v<version>.tfrecord")
-        for what, got, expected in (
-            ("run", header.run_id, self._run_id),
-            ("actor", header.actor_id, directory),
-            ("base model", header.base_hash, self._base_hash),
-        ):
-            if got != expected:
-                raise ShardError(f"{what} {got[:64]!r}, expected {expected[:64]!r}")
-
-    def _admit(
-        self, name: str, line: int, header: record.Header, entries: list[Entry], done: set[int]
-    ) -> None:
-        shard = _Shard(self._shards_dir / name, line, header.layout, header.records, done)
-        self._shards[name] = shard
-        groups: dict[str, list[tuple[int, Entry]]] = {}
-        for idx, entry in enumerate(entries):
-            if idx in done:
-                continue
-            if entry.episode_digest in self._consumed or entry.episode_digest in self._waiting:
-                done.add(idx)
-                self._counts["duplicate"] += 1
-                continue
-            self._waiting.add(entry.episode_digest)
-            groups.setdefault(entry.group_id, []).append((idx, entry))
-        self._groups += [_Group(name, tuple(members)) for members in groups.values()]
-
-    # ------------------------------------------------------------ using
-
-    def _drop_stale(self, current_version: int, max_staleness: int) -> None:
-        future = {group.shard for group in self._groups if group.versions[1] > current_version}
-        for name in sorted(future):
-            said = f"sampled with a policy after version {current_version}, which was lost since"
-            self._lose(name, said)
-        fresh = []
-        for group in self._groups:
-            if 0 <= group.versions[0] >= current_version - max_staleness:
-                fresh.append(group)
-            else:
-                self._finish(group, "stale")
-        self._groups = fresh
-
-    def _finish(self, group: _Group, fate: str) -> None:
-        for idx, entry in group.entries:
-            self._shards[group.shard].done.add(idx)
-            self._waiting.discard(entry.episode_digest)
-            self._consumed.add(entry.episode_digest)
-            self._counts[fate] += 1
-
-    def _read_group(self, group: _Group) -> list[Trajectory]:
-        shard = self._shards[group.shard]
-        assert shard.layout is not None  # a shard with groups was admitted
-        try:
-            return [read_entry(shard.path, entry, shard.layout) for _, entry in group.entries]
-        except (OSError, ShardError, RecordError) as error:
-            raise _LostShardError(group.shard, str(error)) from None
-
-    def _lose(self, name: str, reason: str) -> None:
-        """A shard that was good when noticed no longer is: what is left of it is quarantined."""
-        shard = self._shards.pop(name)
-        self._lost[name] = shard.records - len(shard.done)
-        for group in self._groups:
-            if group.shard == name:
-                self._waiting.difference_update(entry.episode_digest for _, entry in group.entries)
-        self._groups = [group for group in self._groups if group.shard != name]
-        self._quarantine(name, reason)
-
-    def _quarantine(self, name: str, reason: str) -> None:
-        """Move a shard, if it is there; the reason first, so that none lies there without."""
-        target = self._quarantine_dir / name.replace("/", "--")
-        try:
-            self._quarantine_dir.mkdir(exist_ok=True)
-            reason_path = target.with_name(f"{target.name}.reason")
-            if not reason_path.exists():  # after a restart the first reason is the true one
-                reason_path.write_text(f"shards/{name}: {reason}\n")
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self._shards_dir / name, target)
-        except OSError as error:
-            raise ShardError(
-                f"{target}: {error.strerror}: cannot quarantine a shard ({reason})"
-            ) from None
-
-    # ------------------------------------------------------------ restarting
-
-    def _empty_state(self) -> dict[str, Any]:
-        zeros = dict.fromkeys(("noticed", "trained", "stale", "duplicate"), 0)
-        return {
-            "schema": STATE_SCHEMA,
-            "run_id": self._run_id,
-            "open": {},
-            "lost": {},
-            "consumed": "",
-            **zeros,
-        }
-
-    def _check(self, state: dict[str, Any]) -> None:
-        if state.get("schema") != STATE_SCHEMA or state.keys() != self._empty_state().keys():
-            raise ShardError(
-                f"data cursor has schema {state.get('schema')}, this reader knows {STATE_SCHEMA}"
-            )
-        if state["run_id"] != self._run_id:
-            raise ShardError(f"data cursor of run {state['run_id']!r}, this is {self._run_id!r}")
-        if state["noticed"] > len(self._journal.lines):
-            raise ShardError(
-                f"{self._shards_dir / 'journal.jsonl'}: {len(self._journal.lines)} lines, the "
-                f"checkpoint has seen {state['noticed']}: put the file back, or start a new workdir"
-            )
-
-    def _resume(self, state: dict[str, Any]) -> None:
-        """Index again what the state has not consumed, in the journal's order."""
-        for number, line in enumerate(self._journal.lines):
-            path = self._shards_dir / line.shard
-            if line.quarantined:
-                if path.exists():  # killed between the journal and the move
-                    self._quarantine(line.shard, "refused before a restart")
-                continue
-            if number < state["noticed"] and line.shard not in state["open"]:
-                if (
-                    path.exists()
-                ):  # killed between the commit and the deletion; else deleted or lost
-                    self._shards[line.shard] = _Shard(path, number)
-                continue
-            done = set(state["open"].get(line.shard, ()))
-            try:
-                header, entries = scan_shard(path)
-                if header.records != line.records:
-                    raise ShardError(f"{header.records} records, there were {line.records}")
-                self._check_ours(line.shard, header)
-            except (OSError, ShardError, RecordError) as error:
-                self._shards[line.shard] = _Shard(path, number, None, line.records, done)
-                self._lose(line.shard, f"after a restart: {error}")
-            else:
-                self._admit(line.shard, number, header, entries, done)
+                trajectory = record.decode(payload, header.layout)
+            except RecordError as error:
+                raise RecordError(f"record {number}: {error}") from None
+            if (trajectory.run_id, trajectory.actor_id) != (header.run_id, header.actor_id):
+                raise RecordError(f"record {number} is of another run or actor than its header")
+            yield header, offset, trajectory, len(payload) + framing.FRAME_BYTES
+        elif footer is None:
+            footer = record.decode_footer(payload)
+            expected = record.Footer(header.records, offset, framing.crc_of_crcs(crcs))
+            if footer != expected:
+                raise ShardError(f"the footer says {footer}, the file has {expected}")
+        else:
+            raise ShardError("there is more after the footer")
+        crcs.append(crc)
+    if footer is None:
+        raise ShardError(f"cut off: {len(crcs)} records and no footer")
 
 
-class _LostShardError(Exception):
-    """A shard of which records were pending cannot be read any more. Stays within this file."""
-
-    def __init__(self, shard: str, reason: str) -> None:
-        super().__init__(shard, reason)
-        self.shard, self.reason = shard, reason
-
-
-def _arrival(name: str) -> tuple[int, str, str, int, str]:
-    match = _NAME.fullmatch(name.partition("/")[2])
-    if not match:
-        return (0, "", "", 0, name)
-    return (int(match["version"]), match["actor"], match["boot"], int(match["seq"]), name)
-
-
-def _digest(episode_id: str) -> bytes:
-    return hashlib.blake2b(episode_id.encode(), digest_size=_DIGEST_BYTES).digest()
-
-
-def _split_digests(text: str) -> set[bytes]:
-    data = base64.b64decode(text)
-    return {data[i : i + _DIGEST_BYTES] for i in range(0, len(data), _DIGEST_BYTES)}
+def _size_bytes(file: io.BufferedIOBase) -> int:
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size_bytes

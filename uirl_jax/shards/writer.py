@@ -1,39 +1,37 @@
-"""The actor's end of the shard directory: whole groups in a file that appears whole or not at all.
+"""The actor's end of the shards: whole groups, in a shard that appears whole or not at all.
 
-Actor -> `workdir/shards/<actor>/` -> learner's `reader`. A shard is written under a temporary name,
-synced, renamed and its directory synced: measured, 53 kills left no torn file, against 1,902 when
-written in place. It does not read, delete or rename shards that are there, and does not retry.
+Actor -> shards/<actor>/ in the store -> learner's `queue`. It does not read, delete or rename
+shards, and does not retry.
 """
 
-import contextlib
 import dataclasses
-import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, record
+from uirl_jax.shards.reader import SHARDS
+from uirl_jax.store import Store, open_store
 from uirl_jax.types import Trajectory
 
 _ACTOR_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-TEMPORARY_SUFFIX = ".tmp"
 
 
 class ShardWriter:
     """Publishes the groups of one actor process. One process per actor id.
 
     Args:
-        workdir: of the run; shards go to `shards/<actor_id>/` in it.
-        actor_id: 1 to 64 of A-Z a-z 0-9 _ -, because it names a directory.
+        store: of the run; shards go to `shards/<actor_id>/` in it.
+        actor_id: 1 to 64 of A-Z a-z 0-9 _ -, because it is part of names.
         run_id, base_hash: written into every header; the learner refuses those of another run.
         layout: of the model that sampled, so that any reader can check tokens against screenshots.
     """
 
     def __init__(
         self,
-        workdir: str | os.PathLike[str],
+        store: Store,
         actor_id: str,
         run_id: str,
         base_hash: str,
@@ -42,20 +40,20 @@ class ShardWriter:
     ) -> None:
         if not _ACTOR_ID.fullmatch(actor_id):
             raise ShardError(f"actor id {actor_id[:80]!r}: expected 1 to 64 of A-Z a-z 0-9 _ -")
-        self._directory = Path(workdir) / "shards" / actor_id
+        self._store, self._prefix = store, f"{SHARDS}/{actor_id}"
         self._actor_id, self._run_id, self._base_hash = actor_id, run_id, base_hash
         self._layout = layout
         self._boot = uuid.uuid4().hex  # a restarted actor never reuses a name
         self._sequence = 0
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for left_over in self._directory.glob(f".*{TEMPORARY_SUFFIX}"):  # of a killed process
-                left_over.unlink(missing_ok=True)
+            store.remove_unfinished(self._prefix)
         except OSError as error:
-            raise ShardError(f"{self._directory}: {error.strerror}: cannot keep shards") from None
+            raise ShardError(
+                f"{store.location(self._prefix)}: {error.strerror}: cannot keep shards"
+            ) from None
 
-    def publish(self, trajectories: Sequence[Trajectory]) -> Path:
-        """One shard of whole groups, in the order given.
+    def publish(self, trajectories: Sequence[Trajectory]) -> str:
+        """One shard of whole groups, in the order given. Returns its name in the store.
 
         Empty run and actor ids are filled in. Raises ShardError, with nothing published, when the
         disk is full or a trajectory belongs to another run or actor; RecordError where a trajectory
@@ -72,29 +70,31 @@ class ShardWriter:
         stamped = [dataclasses.replace(trajectory, **ours) for trajectory in trajectories]
         newest = max((t.policy_versions[1] for t in stamped), default=-1)
         stem = f"{self._actor_id}-{self._boot}-{self._sequence:08d}-v{max(newest, 0)}"
-        path = self._directory / f"{stem}.tfrecord"
+        name = f"{self._prefix}/{stem}.tfrecord"
         self._sequence += 1
-        write_shard(path, stamped, base_hash=self._base_hash, layout=self._layout)
-        return path
+        put_shard(self._store, name, stamped, base_hash=self._base_hash, layout=self._layout)
+        return name
 
 
-def write_shard(
-    path: Path,
+def put_shard(
+    store: Store,
+    name: str,
     trajectories: Sequence[Trajectory],
     *,
     base_hash: str,
     layout: record.TokenLayout,
 ) -> None:
-    """Write one shard file atomically, of trajectories of one run and actor.
+    """Write one shard, of trajectories of one run and actor, whole or not at all.
 
     Also for records that no learner reads, such as those of an evaluation. Raises ShardError in one
-    line (disk full, none or mixed) or RecordError (one that is not valid, too many bytes); then no
-    file is left, whole or half.
+    line (disk full, none or mixed) or RecordError (one that is not valid, too many bytes); then
+    nothing is left.
     """
+    where = store.location(name)
     if not trajectories:
-        raise ShardError(f"{path}: a shard needs at least one trajectory")
+        raise ShardError(f"{where}: a shard needs at least one trajectory")
     if len({(t.run_id, t.actor_id) for t in trajectories}) > 1:
-        raise ShardError(f"{path}: trajectories of several runs or actors, a shard holds one's")
+        raise ShardError(f"{where}: trajectories of several runs or actors, a shard holds one's")
     versions = [v for t in trajectories for v in t.policy_versions if v >= 0]
     header = record.Header(
         run_id=trajectories[0].run_id,
@@ -105,63 +105,48 @@ def write_shard(
         records=len(trajectories),
         layout=layout,
     )
-    temporary = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
     try:
-        _write_frames(temporary, header, trajectories)
-        os.replace(temporary, path)
+        store.put(name, _frames(where, header, trajectories))
     except OSError as error:
-        _remove(temporary)
         raise ShardError(
-            f"{path}: {error.strerror}: the shard was not published; make room or choose another "
+            f"{where}: {error.strerror}: the shard was not published; make room or choose another "
             "workdir"
         ) from None
-    except BaseException:  # also a cancelled actor leaves nothing half-written
-        _remove(temporary)
-        raise
-    try:
-        sync_directory(path.parent)
-    except OSError as error:
-        raise ShardError(f"{path}: published, but not surely on disk: {error.strerror}") from None
 
 
-def _write_frames(
-    temporary: Path, header: record.Header, trajectories: Sequence[Trajectory]
+def write_shard(
+    path: Path,
+    trajectories: Sequence[Trajectory],
+    *,
+    base_hash: str,
+    layout: record.TokenLayout,
 ) -> None:
+    """`put_shard` for a local file outside a workdir, or one that only this process uses."""
+    store = open_store(path.parent)
+    put_shard(store, path.name, trajectories, base_hash=base_hash, layout=layout)
+
+
+def _frames(
+    where: str, header: record.Header, trajectories: Sequence[Trajectory]
+) -> Iterator[bytes]:
     """Record by record, so that memory holds one encoded record and not one shard."""
     crcs: list[int] = []
     size_bytes = 0
-    with open(temporary, "wb") as file:
 
-        def put(payload: bytes) -> None:
-            nonlocal size_bytes
-            framed = framing.frame(payload)
-            size_bytes += len(framed)
-            if size_bytes > framing.MAX_SHARD_BYTES:
-                raise RecordError(
-                    f"{temporary.name}: more than {framing.MAX_SHARD_BYTES} bytes, which no reader "
-                    "takes; make groups smaller or episodes shorter"
-                )
-            crcs.append(int.from_bytes(framed[-4:], "little"))
-            file.write(framed)
+    def framed(payload: bytes) -> bytes:
+        nonlocal size_bytes
+        frame = framing.frame(payload)
+        size_bytes += len(frame)
+        if size_bytes > framing.MAX_SHARD_BYTES:
+            raise RecordError(
+                f"{where}: more than {framing.MAX_SHARD_BYTES} bytes, which no reader takes; make "
+                "groups smaller or episodes shorter"
+            )
+        crcs.append(int.from_bytes(frame[-4:], "little"))
+        return frame
 
-        put(record.encode_header(header))
-        for trajectory in trajectories:
-            put(record.encode(trajectory, header.layout))
-        footer = record.Footer(len(trajectories), size_bytes, framing.crc_of_crcs(crcs))
-        put(record.encode_footer(footer))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """fsync of a directory: without it a rename may be lost with the power."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(temporary: Path) -> None:
-    with contextlib.suppress(OSError):
-        temporary.unlink(missing_ok=True)
+    yield framed(record.encode_header(header))
+    for trajectory in trajectories:
+        yield framed(record.encode(trajectory, header.layout))
+    footer = record.Footer(len(trajectories), size_bytes, framing.crc_of_crcs(crcs))
+    yield framed(record.encode_footer(footer))

@@ -23,10 +23,10 @@ from PIL import Image
 
 from uirl_jax.errors import UirlError, VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers.client import VerifierClient
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.rules import DATA_ENTRY
+from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.dialects import CORRECT, ROWS
-from uirl_jax.verifiers.rules import DATA_ENTRY
-from uirl_jax.verifiers.transport import ClientLimits
 
 T = TypeVar("T")
 

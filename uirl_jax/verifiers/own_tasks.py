@@ -27,7 +27,7 @@ from PIL import Image
 
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import variants
+from uirl_jax.verifiers.tasks import variants
 
 PREFIX = "own/"
 DATA_MARK = '"TASK"'  # in a page: the data of the instance are put in its place

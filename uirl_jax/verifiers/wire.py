@@ -8,9 +8,10 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from uirl_jax import actions, untrusted_json
+from uirl_jax import actions
 from uirl_jax.errors import ActionError, VerifierError
 from uirl_jax.types import Action
+from uirl_jax.untrusted import json as untrusted_json
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of request ids too; always with fullmatch
 IMAGE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}

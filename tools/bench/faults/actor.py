@@ -26,8 +26,8 @@ from uirl_jax.families.screens import decode_planned
 from uirl_jax.families.table import family_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
-from uirl_jax.verifiers import desktop
-from uirl_jax.verifiers.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
+from uirl_jax.verifiers.tasks import desktop
 
 MODEL_DIR = assets.DIRECTORY / "tiny-ui-base"  # its tokenizer is used
 LIMITS = ClientLimits(

@@ -17,8 +17,8 @@ from tools.bench.faults.actor import LANES, LIMITS, ROLLOUT, RUN_SEED, World
 from tools.bench.faults.proxy import SHEET_VARIANT
 from uirl_jax.actor.rollout import derive_seed, run_episode
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
-from uirl_jax.verifiers.client import VerifierClient
-from uirl_jax.verifiers.rules import find_rule
+from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.rules import find_rule
 
 DIALECTS = ("g1", "g2a", "g2b", "g3")
 PLAN = "mixed-10"

@@ -29,6 +29,7 @@ from uirl_jax import policy_sync
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.actor.rollout import derive_seed
 from uirl_jax.shards.reader import read_shard
+from uirl_jax.store import open_store
 from uirl_jax.types import StopReason, Trajectory
 
 MIXED_START_S, MIXED_EPISODE_S = 60.0, 0.25  # the mixed run is over by then, or it hangs
@@ -149,7 +150,7 @@ async def play_mixed(world: World, episodes: int, workdir: Path) -> dict[str, An
     """run_actor until so many episodes are published; its accounts, and what is in its shards."""
     groups = episodes // GROUP
     policy_sync.publish(
-        workdir,
+        open_store(workdir),
         version=0,
         step=0,
         adapters={"none": np.zeros(1, np.float32)},

@@ -26,8 +26,8 @@ from aiohttp import web
 
 from tools.bench.faults import inputs
 from uirl_jax.verifiers import dialects
-from uirl_jax.verifiers.server import serve
-from uirl_jax.verifiers.sessions import ServerLimits
+from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.server.sessions import ServerLimits
 
 SERVERS = 4
 CALLS = ("session", "screenshot", "act", "progress", "delete")
@@ -115,6 +115,18 @@ class _Server:
             await self.start()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a client asked for, and of which server."""
+
+    name: str  # one of CALLS
+    request: web.Request
+    path: str
+    body: bytes
+    session: _Session
+    server: _Server
+
+
 class Faulty:
     """The proxy's one handler and what it knows."""
 
@@ -144,26 +156,27 @@ class Faulty:
         if plan == "server_restarted":  # takes nobody else's sessions
             server = self._servers[SERVERS]
         body = await request.read()
-        call = "delete" if request.method == "DELETE" else path.rsplit("/", 1)[-1]
-        if call == "session":
+        name = "delete" if request.method == "DELETE" else path.rsplit("/", 1)[-1]
+        if name == "session":
             session = _Session(int(request.query.get("seed", "0")), plan)
         else:
             session = self._sessions.get(path.split("/")[1]) or _Session(0, plan)
-        call = call or "session"  # what opens a container is a look at it
+        name = name or "session"  # what opens a container is a look at it
         report = self._reports[plan]
         report.requests += 1
         # Nothing asks twice for the same thing but to repeat itself: only an act comes between.
-        this = (call, request.query_string + body.decode("utf-8", "replace"))
-        report.retries += call != "session" and this == session.last
+        this = (name, request.query_string + body.decode("utf-8", "replace"))
+        report.retries += name != "session" and this == session.last
         session.last = this
-        fault = self._choose(plan, call, session)
+        call = _Call(name, request, path, body, session, server)
+        fault = self._choose(plan, name, session)
         if fault is None:
-            return await self._forward(request, server, path, body, call, session)
+            return await self._forward(call)
         report.injected[fault] += 1
         session.struck += 1
         if fault in inputs.INPUTS:
             return await _write_raw(request, inputs.INPUTS[fault])
-        return await self.inject(fault, request, server, path, body, call, session)
+        return await self.inject(fault, call)
 
     def _choose(self, plan: str, call: str, session: _Session) -> str | None:
         if plan.startswith("mixed-"):
@@ -178,39 +191,31 @@ class Faulty:
         struck_call, always = strike(plan, session.seed)
         return plan if call == struck_call and (always or not session.struck) else None
 
-    async def inject(
-        self,
-        fault: str,
-        request: web.Request,
-        server: _Server,
-        path: str,
-        body: bytes,
-        call: str,
-        session: _Session,
-    ) -> web.StreamResponse:
+    async def inject(self, fault: str, call: _Call) -> web.StreamResponse:
         """The faulty answer to a call."""
         lie = json.dumps(_lie()).encode()
-        good_type = "image/png" if call in _SCREENS else "application/json"
+        good_type = "image/png" if call.name in _SCREENS else "application/json"
         if fault.startswith("http_"):
             status = int(fault.removeprefix("http_"))
             return web.Response(status=status, body=lie, content_type="application/json")
         if fault == "hang":
-            await _until_gone(request)
+            await _until_gone(call.request)
             return web.Response()
         if fault in ("drip", "cut", "body_of_4_gb"):
-            return await _stream(request, fault, good_type, lie)
+            return await _stream(call.request, fault, good_type, lie)
         if fault == "wrong_type":
             return web.Response(body=lie, content_type="text/html")
         if fault.startswith("redirect"):
-            here = str(request.url) if fault == "redirect_loop" else self.other_host
+            here = str(call.request.url) if fault == "redirect_loop" else self.other_host
             headers = {"Location": here, "Content-Type": "application/json"}
             return web.Response(status=302, body=lie, headers=headers)
         if fault == "session_gone":
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # being restarted
-                await self._ask(request, server, f"session/{path.split('/')[1]}", b"", "DELETE")
+                path = f"session/{call.path.split('/')[1]}"
+                await self._ask(call.request, call.server, path, b"", "DELETE")
         elif fault == "server_restarted":
-            await server.restart()
-        answer = await self._forward(request, server, path, body, call, session)
+            await call.server.restart()
+        answer = await self._forward(call)
         if fault == "applied_but_failed":
             return web.Response(status=500, body=lie, content_type="application/json")
         if fault == "clock_jumps":
@@ -220,24 +225,17 @@ class Faulty:
             answer.body = inputs.SCREENS[fault](answer.body)
         return answer
 
-    async def _forward(
-        self,
-        request: web.Request,
-        server: _Server,
-        path: str,
-        body: bytes,
-        call: str,
-        session: _Session,
-    ) -> web.Response:
+    async def _forward(self, call: _Call) -> web.Response:
+        request, path, session = call.request, call.path, call.session
         try:
             status, answer, content_type = await self._ask(
-                request, server, path, body, request.method
+                request, call.server, path, call.body, request.method
             )
         except (aiohttp.ClientError, TimeoutError):  # it is just being restarted
             return web.Response(status=502)
-        if status == 200 and call == "session" and request.method == "POST":
+        if status == 200 and call.name == "session" and request.method == "POST":
             self._sessions[json.loads(answer)["sessions"][0]["id"]] = session
-        elif status == 200 and call == "progress":
+        elif status == 200 and call.name == "progress":
             progress = json.loads(answer)
             reward = progress.get("reward")
             self._reports[session.plan].rewards.setdefault(session.seed, set()).add(reward or 0.0)
@@ -248,7 +246,7 @@ class Faulty:
             if not path.startswith("session/"):  # a container's, which does not judge
                 report = self._reports[request.match_info["plan"]]
                 report.counts[path.split("/")[1]] = progress
-        elif status == 200 and call == "delete":
+        elif status == 200 and call.name == "delete":
             self._sessions.pop(path.split("/")[1], None)
         return web.Response(status=status, body=answer, content_type=content_type)
 

@@ -19,7 +19,12 @@ _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 @dataclasses.dataclass(frozen=True)
 class ImageConfig:
-    """What a Hugging Face directory's preprocessor_config.json says about images."""
+    """What a Hugging Face directory's preprocessor_config.json says about images.
+
+    A default stands for a field that the file lacks, and is that of transformers'
+    Qwen2VLImageProcessor. The published Qwen2-VL directories hold max_pixels=12,845,056 (16,384
+    visual tokens): a 1280x800 screen is 1,334 tokens with them and 1,260 with the default.
+    """
 
     patch_size: int = 14
     temporal_patch_size: int = 2

@@ -21,10 +21,10 @@ import numpy as np
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import variants
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
-from uirl_jax.verifiers.tasks import click_middle
+from uirl_jax.verifiers.tasks import variants
+from uirl_jax.verifiers.tasks.desktop_tasks import click_middle
 
 NAME = "simple_data_entry"
 NUM_ROWS = 100

@@ -25,10 +25,10 @@ import numpy as np
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import variants
 from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
+from uirl_jax.verifiers.tasks import variants
 
 PREFIX = "miniwob/"
 AREA_PX = (160, 210)

@@ -19,13 +19,13 @@ import re
 from types import TracebackType
 from typing import Self
 
-from uirl_jax import untrusted_json
 from uirl_jax.errors import ActUncertainError, ImageError, RequestRefusedError, VerifierError
 from uirl_jax.types import Action, TaskSpec
+from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import dialects, wire
-from uirl_jax.verifiers.image_header import image_size
-from uirl_jax.verifiers.rules import DataEntryRule, find_rule
-from uirl_jax.verifiers.transport import JSON_TYPE, ClientLimits, Transport
+from uirl_jax.verifiers.client.image_header import image_size
+from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
+from uirl_jax.verifiers.client.transport import JSON_TYPE, ClientLimits, Transport
 
 _IMAGE_TYPES = frozenset(wire.IMAGE_FORMATS.values())
 _TEXT_TYPES = frozenset({"text/plain"})

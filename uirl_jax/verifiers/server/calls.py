@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 
 from aiohttp import web
 
-from uirl_jax import actions, untrusted_json
+from uirl_jax import actions
+from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import wire
-from uirl_jax.verifiers.open_session import ServerLimits, refusal
+from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
 
 Schema = Mapping[str, object]
 Handler = Callable[[web.Request, dict[str, str]], Awaitable[web.Response]]

@@ -1,14 +1,15 @@
-"""HTTP answers from the other side of a socket, read with limits: what every client here shares.
+"""HTTP to servers that are not trusted: addresses, sessions and answers within limits.
 
-Addresses that are none, bodies without an end, pauses without an end. Retries, time-outs and what
-an answer means are each client's own.
+Shared by every client of this package. Each client has its own retries and time-outs.
 """
+
+from collections.abc import Mapping
 
 import aiohttp
 import yarl
 
 from uirl_jax.errors import UirlError
-from uirl_jax.untrusted_json import printable
+from uirl_jax.untrusted.json import printable
 
 _CHUNK_BYTES = 64 * 1024
 
@@ -33,6 +34,25 @@ def check_base_url(base_url: str, what: str, error_type: type[UirlError]) -> yar
     if url.query_string or url.fragment:
         raise error_type(f"{what} {shown!r} has a query or a fragment; {expected}")
     return url.with_path(url.path.rstrip("/"))
+
+
+def open_session(
+    *, max_connections: int, keep_alive_s: float, headers: Mapping[str, str]
+) -> aiohttp.ClientSession:
+    """The one client session for servers that are not trusted; the caller closes it.
+
+    Args:
+      max_connections: at a time; 0: no limit.
+      keep_alive_s: below the time after which the server drops an idle connection.
+      headers: of every request, besides Accept-Encoding.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keep_alive_s),
+        auto_decompress=False,  # 1 MB of gzip became 1 GiB with the default
+        trust_env=False,  # no proxy and no netrc from the environment
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity", **headers},
+    )
 
 
 async def read_body(

@@ -20,19 +20,20 @@ from typing import Self
 
 from aiohttp import web
 
-from uirl_jax import untrusted_json
 from uirl_jax.errors import ConfigError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import calls, dialects, wire
+from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.verifiers import dialects, wire
 from uirl_jax.verifiers.browser import BrowserError
-from uirl_jax.verifiers.calls import Call
-from uirl_jax.verifiers.open_session import (
+from uirl_jax.verifiers.server import calls
+from uirl_jax.verifiers.server.calls import Call
+from uirl_jax.verifiers.server.open_session import (
     ActionRate,
     OpenSession,
     ServerLimits,
     refusal,
 )
-from uirl_jax.verifiers.session_types import SessionTypes
+from uirl_jax.verifiers.tasks.session_types import SessionTypes
 
 logger = logging.getLogger(__name__)
 

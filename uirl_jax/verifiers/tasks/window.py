@@ -10,7 +10,7 @@ import dataclasses
 from PIL import Image
 
 from uirl_jax.types import Action
-from uirl_jax.verifiers.drawing import Box, Widget, draw_screen
+from uirl_jax.verifiers.tasks.drawing import Box, Widget, draw_screen
 
 MAX_FIELD_CHARS = 64  # as the maxlength of a form's field: what is typed beyond it is lost
 _CLICK_KINDS = frozenset({"click", "double_click", "triple_click", "long_press"})

@@ -14,9 +14,10 @@ from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import tasks, variants
-from uirl_jax.verifiers.drawing import Box
-from uirl_jax.verifiers.window import Window
+from uirl_jax.verifiers.tasks import desktop_tasks as tasks
+from uirl_jax.verifiers.tasks import variants
+from uirl_jax.verifiers.tasks.drawing import Box
+from uirl_jax.verifiers.tasks.window import Window
 
 TASKS = {
     "desktop/click_button": tasks.ClickButton,

@@ -26,12 +26,13 @@ from pathlib import Path
 from aiohttp import web
 
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
-from uirl_jax.verifiers.field_calls import SingleSession
-from uirl_jax.verifiers.open_session import ServerLimits, refusal
-from uirl_jax.verifiers.session_types import SessionTypes
-from uirl_jax.verifiers.sessions import Sessions
+from uirl_jax.verifiers.server.field_calls import SingleSession
+from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
+from uirl_jax.verifiers.server.sessions import Sessions
+from uirl_jax.verifiers.tasks.session_types import SessionTypes
 
 logger = logging.getLogger(__name__)
 
@@ -213,11 +214,9 @@ def run_server(
 
 def _write_port(path: Path, port: int) -> None:
     """In one piece: a reader that polls for the file never sees half a number."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(f"{port}\n")
-        temporary.replace(path)
-    except OSError as error:
+        write_atomically(path, f"{port}\n".encode())
+    except UirlError as error:
         raise VerifierError(f"verifier: cannot write the port file {path}: {error}") from error
 
 
@@ -295,7 +294,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from PIL import Image
 
+from uirl_jax.demonstrations.recording import Recording
 from uirl_jax.errors import VerifierError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
-from uirl_jax.verifiers import desktop, own_tasks
-from uirl_jax.verifiers.recording import Recording
-from uirl_jax.verifiers.session_types import RunningTask, SessionTypes
+from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.tasks import desktop
+from uirl_jax.verifiers.tasks.session_types import RunningTask, SessionTypes
 
 
 def _record(

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from uirl_jax.types import Action
-from uirl_jax.verifiers import drawing
-from uirl_jax.verifiers.drawing import Box, Widget
-from uirl_jax.verifiers.window import Event, Window
+from uirl_jax.verifiers.tasks import drawing
+from uirl_jax.verifiers.tasks.drawing import Box, Widget
+from uirl_jax.verifiers.tasks.window import Event, Window
 
 SCREEN_PX = (224, 168)
 SHEET_SCREEN_PX = (448, 336)

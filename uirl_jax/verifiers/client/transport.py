@@ -14,9 +14,9 @@ from typing import Self
 
 import aiohttp
 
-from uirl_jax import untrusted_json
 from uirl_jax.errors import RequestRefusedError, VerifierError
-from uirl_jax.untrusted_http import check_base_url, read_body, retry_after_s
+from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.untrusted.http import check_base_url, open_session, read_body, retry_after_s
 
 JSON_TYPE = "application/json"
 _RETRIED_STATUS = frozenset({429, 500, 502, 503, 504})
@@ -73,19 +73,15 @@ class Transport:
         self.base = check_base_url(base_url, "verifier address", VerifierError)
         self.limits = limits
         self._keep_alive_s = keep_alive_s
-        self._headers = {"Accept-Encoding": "identity"}
+        self._headers: dict[str, str] = {}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=self.limits.max_connections, keepalive_timeout=self._keep_alive_s
-            ),
-            auto_decompress=False,  # 1 MB of gzip became 1 GiB with the default
-            trust_env=False,  # no proxy and no netrc from the environment
-            cookie_jar=aiohttp.DummyCookieJar(),
+        self._http = open_session(
+            max_connections=self.limits.max_connections,
+            keep_alive_s=self._keep_alive_s,
             headers=self._headers,
         )
         return self

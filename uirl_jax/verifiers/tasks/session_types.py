@@ -16,7 +16,8 @@ from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import browser, desktop, own_tasks, variants, wire
+from uirl_jax.verifiers import browser, own_tasks, wire
+from uirl_jax.verifiers.tasks import desktop, variants
 
 SIMPLE_DATA_ENTRY = "simple_data_entry"
 MINIWOB = "miniwob/"

@@ -22,98 +22,38 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import dialects
-from uirl_jax.verifiers.client import Session, VerifierClient
-from uirl_jax.verifiers.transport import ClientLimits
+from uirl_jax.verifiers.client.client import Session, VerifierClient
+from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.containers.runtime import (
+    CLIENT,
+    OWNER,
+    THREADS,
+    UNTIL,
+    ContainerConfig,
+    Runtime,
+)
 
 T = TypeVar("T")
-OWNER, CLIENT, UNTIL = "uirl-jax-owner", "uirl-jax-client", "uirl-jax-until"  # labels
-CALL_TIMEOUT_S = 20.0  # of a runtime's API
 CLOSE_TIMEOUT_S = 30.0
 SWEEP_S = 60.0
-THREADS = 8  # calls of the runtime's API at a time
-SHM_MIB = 512  # Docker's 64 are too few for a browser
 _POLL_S = 0.25
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 10.0  # before a container is deleted again
-
-
-@dataclasses.dataclass(frozen=True)
-class ContainerConfig:
-    """Where the one container of a session comes from, and what it may use."""
-
-    runtime: Literal["none", "docker", "kubernetes"] = "none"
-    image: str = ""
-    port: int = dataclasses.field(default=8000, metadata={"min": 1, "max": 65535})  # inside
-    # {host} and {port} as the runtime says; {name} is the session's, which a g3 proxy wants.
-    address: str = "http://{host}:{port}"
-    publish_ip: str = "127.0.0.1"  # docker: the address of its host that the port appears on
-    namespace: str = "default"  # kubernetes
-    cpus: float = dataclasses.field(default=1.0, metadata={"above": 0.0})
-    memory_mib: int = dataclasses.field(default=2048, metadata={"min": 64})
-    start_timeout_s: float = dataclasses.field(default=120.0, metadata={"above": 0.0})
-    lifetime_s: float = dataclasses.field(default=3600.0, metadata={"above": 0.0})
-
-    def __post_init__(self) -> None:
-        faults = []
-        if (self.runtime != "none") != bool(self.image):
-            faults.append(f"runtime={self.runtime!r} with image={self.image!r}: set both or none")
-        try:
-            self.address.format(host="h", port=1, name="n")
-        except (LookupError, ValueError, AttributeError):
-            faults.append(f"address={self.address!r}: it may have {{host}}, {{port}} and {{name}}")
-        if self.lifetime_s <= self.start_timeout_s:
-            faults.append(
-                f"lifetime_s={self.lifetime_s:g} is not above start_timeout_s="
-                f"{self.start_timeout_s:g}"
-            )
-        if faults:
-            raise ConfigError("; ".join(faults))
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """What a runtime knows of a container. With a host it may answer; `ended`: it never will."""
-
-    host: str = ""
-    port: int = 0
-    ended: str = ""
-    waiting_for: str = ""
-
-
-class Runtime(Protocol):
-    """Blocking calls, from several threads, each within about CALL_TIMEOUT_S. All raise
-    VerifierError and nothing else; whether the call was carried out is then not known."""
-
-    def create(self, name: str, labels: dict[str, str]) -> None:
-        """Makes and starts a container."""
-        ...
-
-    def find(self, name: str) -> State:
-        """How far it is."""
-        ...
-
-    def delete(self, name: str) -> None:
-        """Ends and removes it; one that is gone is fine."""
-        ...
-
-    def labels(self) -> dict[str, dict[str, str]]:
-        """By name, the labels of all containers that have OWNER, dead ones included."""
-        ...
 
 
 def open_runtime(cfg: ContainerConfig) -> Runtime:
     """Blocking. Raises ConfigError without the extra, VerifierError where the API is no use."""
     try:
         if cfg.runtime == "docker":
-            from uirl_jax.verifiers import docker_runtime
+            from uirl_jax.verifiers.containers import docker_runtime
 
             return docker_runtime.DockerRuntime(cfg)
-        from uirl_jax.verifiers import kubernetes_runtime
+        from uirl_jax.verifiers.containers import kubernetes_runtime
 
         return kubernetes_runtime.KubernetesRuntime(cfg)
     except ImportError as error:

@@ -17,9 +17,15 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException, OpenApiException
 
-from uirl_jax import untrusted_json
 from uirl_jax.errors import VerifierError
-from uirl_jax.verifiers.containers import CALL_TIMEOUT_S, OWNER, SHM_MIB, ContainerConfig, State
+from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.verifiers.containers.runtime import (
+    CALL_TIMEOUT_S,
+    OWNER,
+    SHM_MIB,
+    ContainerConfig,
+    State,
+)
 
 _TIMEOUT_S = (5.0, CALL_TIMEOUT_S)  # to connect, of silence
 _HOPELESS = frozenset(
@@ -31,7 +37,7 @@ _HOPELESS = frozenset(
 
 
 class KubernetesRuntime:
-    """A `containers.Runtime`. Raises VerifierError: no cluster is configured."""
+    """A `runtime.Runtime`. Raises VerifierError: no cluster is configured."""
 
     def __init__(self, cfg: ContainerConfig) -> None:
         self._cfg = cfg

@@ -13,9 +13,9 @@ import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.utils import kwargs_from_env
 
-from uirl_jax import untrusted_json
 from uirl_jax.errors import VerifierError
-from uirl_jax.verifiers.containers import (
+from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.verifiers.containers.runtime import (
     CALL_TIMEOUT_S,
     OWNER,
     SHM_MIB,
@@ -26,7 +26,7 @@ from uirl_jax.verifiers.containers import (
 
 
 class DockerRuntime:
-    """A `containers.Runtime`. Raises VerifierError: no daemon, or it does not have the image."""
+    """A `runtime.Runtime`. Raises VerifierError: no daemon, or it does not have the image."""
 
     def __init__(self, cfg: ContainerConfig) -> None:
         self._cfg = cfg

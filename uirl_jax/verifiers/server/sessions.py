@@ -32,19 +32,20 @@ from typing import Self
 
 from aiohttp import web
 
-from uirl_jax import untrusted_json
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers import calls, field_calls, wire
+from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
-from uirl_jax.verifiers.calls import ON_SCREEN, ON_SESSION, Call
-from uirl_jax.verifiers.open_session import (
+from uirl_jax.verifiers.server import calls, field_calls
+from uirl_jax.verifiers.server.calls import ON_SCREEN, ON_SESSION, Call
+from uirl_jax.verifiers.server.open_session import (
     ActionRate,
     OpenSession,
     ServerLimits,
     refusal,
 )
-from uirl_jax.verifiers.session_types import RunningTask, SessionTypes
+from uirl_jax.verifiers.tasks.session_types import RunningTask, SessionTypes
 
 logger = logging.getLogger(__name__)
 

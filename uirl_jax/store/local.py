@@ -1,0 +1,155 @@
+"""A store in a local directory, or one that several hosts mount.
+
+Names are paths below the root. Directories are made when a name needs them and removed when they
+become empty, so that callers need not know of them. Files whose names begin with a dot are this
+module's own and are not listed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import io
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from uirl_jax.errors import LeaseHeldError
+from uirl_jax.store import files
+
+logger = logging.getLogger(__name__)
+
+
+class LocalStore:
+    """See `interface.Store`. The root is made by the first write."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(root)
+
+    def location(self, name: str = "") -> str:
+        return os.path.join(self._root, name) if name else str(self._root)
+
+    def put(self, name: str, content: bytes | Iterable[bytes]) -> None:
+        path = self._path(name)
+        with self._pruned_if_failed(path.parent), files.replacing(path) as (file,):
+            for chunk in (content,) if isinstance(content, bytes) else content:
+                file.write(chunk)
+
+    def put_new(self, name: str, content: bytes) -> bool:
+        path = self._path(name)
+        with self._pruned_if_failed(path.parent):
+            return files.write_new(path, content)
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
+    def open(self, name: str) -> io.BufferedIOBase:
+        path = self._path(name)
+        # A name may come from a file that somebody else wrote, and a link in the workdir may lead
+        # anywhere. The first segment may be a link: shards/ on a larger disk is the user's choice.
+        first = os.path.realpath(self._root / name.split("/")[0])
+        if not Path(os.path.realpath(path)).is_relative_to(first):
+            raise OSError(errno.EPERM, "leaves the workdir; it is not read", str(path))
+        return open(path, "rb")
+
+    def names(self, prefix: str, after: str = "") -> list[str]:
+        found = _files_below(self._path(prefix), f"{prefix}/")
+        return sorted(name for name in found if name > after)
+
+    def move(self, name: str, target: str) -> None:
+        source, path = self._path(name), self._path(target)
+        try:
+            files.in_directory(path.parent, lambda: os.replace(source, path))
+        finally:
+            self._prune(path.parent)  # if there was nothing to move
+            self._prune(source.parent)
+
+    def delete(self, *names: str) -> None:
+        for path in map(self._path, names):
+            path.unlink(missing_ok=True)
+            self._prune(path.parent)
+
+    def remove_unfinished(self, prefix: str) -> None:
+        # A directory of that name: policies were once written so.
+        for directory, folders, file_names in os.walk(self._path(prefix)):
+            for name in filter(_is_unfinished, file_names):
+                Path(directory, name).unlink(missing_ok=True)
+            for name in filter(_is_unfinished, folders):
+                shutil.rmtree(Path(directory, name), ignore_errors=True)
+
+    def claim(self, name: str, holder: str) -> "LockedFile":
+        return LockedFile(self._path(name), holder)
+
+    def _path(self, name: str) -> Path:
+        """Raises OSError for a name that is empty, absolute, hidden or leads upwards."""
+        segments = name.split("/")
+        if "\0" in name or any(not part or part.startswith(".") for part in segments):
+            raise OSError(errno.EINVAL, "not a name in a workdir", name)
+        return self._root.joinpath(*segments)
+
+    @contextlib.contextmanager
+    def _pruned_if_failed(self, directory: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # also a cancelled actor leaves nothing
+            self._prune(directory)
+            raise
+
+    def _prune(self, directory: Path) -> None:
+        """Remove directories that have become empty, up to the root."""
+        with contextlib.suppress(OSError):  # not empty, or gone
+            while directory != self._root:
+                directory.rmdir()
+                directory = directory.parent
+
+
+class LockedFile:
+    """A lease as a file lock (flock), with the holder's name in the file. See `lease`."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        self._path, self._holder = path, holder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = self._lock()
+
+    def renew(self) -> None:
+        """Nothing to do while the locked file still has its name; else claim the name again."""
+        with contextlib.suppress(FileNotFoundError):  # deleted by hand
+            if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                return
+        descriptor = self._lock()
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+    def _lock(self) -> int:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise LeaseHeldError(holder or "a process that has just started") from None
+        except OSError as error:  # a file system without locks
+            logger.warning('event=no_lock path="%s" reason="%s"', self._path, error)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{self._holder}\n".encode())
+        return descriptor
+
+
+def _files_below(directory: Path, prefix: str) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as found:
+        for entry in found:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files_below(Path(entry.path), f"{prefix}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield prefix + entry.name
+
+
+def _is_unfinished(name: str) -> bool:
+    return name.startswith(".") and name.endswith(files.TEMPORARY_SUFFIX)

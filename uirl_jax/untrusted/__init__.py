@@ -1,0 +1,1 @@
+"""What comes from outside: HTTP and JSON within limits."""

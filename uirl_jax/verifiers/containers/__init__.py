@@ -1,0 +1,1 @@
+"""One container or pod per session, started and deleted by the actor."""

@@ -1,0 +1,1 @@
+"""The bundled verifier: an HTTP server that opens sessions, acts and judges."""

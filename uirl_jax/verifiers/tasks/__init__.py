@@ -1,0 +1,1 @@
+"""What the bundled verifier offers: the hermetic desktop, and one interface to every type."""
