@@ -5,14 +5,11 @@ Norms and angles are computed in float32 whatever the dtype of x is.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
-from uirl_jax.models.sharding import constrain
 
 
 class RMSNorm(nnx.Module):
@@ -90,19 +87,6 @@ def rotate(x_btnh: jax.Array, cos_bth: jax.Array, sin_bth: jax.Array) -> jax.Arr
     cos, sin = cos_bth[..., None, :], sin_bth[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_btnh.dtype)
-
-
-def vocabulary_logits(embedding: nnx.Param, head: Any, x_btd: jax.Array) -> jax.Array:
-    """float32[B,T,V] of the head (`lora.Linear`), or of the tied embedding [V,D] if it is None."""
-    if head is not None:
-        kernel_dv = constrain(head.kernel[...].astype(x_btd.dtype), None, "vocab")
-        logits_btv = jnp.einsum("btd,dv->btv", x_btd, kernel_dv, preferred_element_type=jnp.float32)
-    else:
-        embedding_vd = constrain(embedding[...].astype(x_btd.dtype), "vocab", None)
-        logits_btv = jnp.einsum(
-            "btd,vd->btv", x_btd, embedding_vd, preferred_element_type=jnp.float32
-        )
-    return constrain(logits_btv, "batch", None, "vocab")
 
 
 def lookup(table_vd: jax.Array, ids_bt: jax.Array) -> jax.Array:

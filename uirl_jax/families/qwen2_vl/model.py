@@ -9,7 +9,7 @@ Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +24,15 @@ from uirl_jax.families.qwen2_vl.config import (
     level_values,
 )
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
-from uirl_jax.models import kv_cache, layers
-from uirl_jax.models.attention import attention, cached_attention
+from uirl_jax.models import decoder, layers
+from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
 _VISION_NORM_EPS = 1e-6  # not in the config of the reference either
-
-
-class _Rotary(NamedTuple):
-    """cos and sin of every token, float32[B,T,H/2]: computed once, used by every block."""
-
-    cos_bth: jax.Array
-    sin_bth: jax.Array
 
 
 class VisionBlock(nnx.Module):
@@ -72,7 +66,7 @@ class VisionBlock(nnx.Module):
     def __call__(
         self,
         x_ipd: jax.Array,
-        rotary: _Rotary,
+        rotary: Rotary,
         segments_ip: jax.Array,
         *,
         adapters: bool,
@@ -133,109 +127,6 @@ class VisionTower(nnx.Module):
         self.merger_fc2 = linear("merger_fc2", merged, cfg.hidden_size, axes=("wide", None))
 
 
-class TextBlock(nnx.Module):
-    """Pre-norm grouped-query attention, then a gated MLP."""
-
-    def __init__(
-        self,
-        cfg: Qwen2VLConfig,
-        *,
-        lora: LoraConfig | None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype,
-    ) -> None:
-        dim, head_dim = cfg.hidden_size, cfg.head_dim
-        kv_dim = cfg.num_key_value_heads * head_dim
-        norm = functools.partial(layers.RMSNorm, dim, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
-        linear = functools.partial(
-            adapted_linear, lora=lora, table=WEIGHTS, rngs=rngs, param_dtype=param_dtype
-        )
-        self.input_norm = norm()
-        self.q_proj = linear("q_proj", dim, dim, use_bias=True)
-        self.k_proj = linear("k_proj", dim, kv_dim, use_bias=True)
-        self.v_proj = linear("v_proj", dim, kv_dim, use_bias=True)
-        self.o_proj = linear("o_proj", dim, dim, axes=("wide", None))
-        self.post_attention_norm = norm()
-        self.gate_proj = linear("gate_proj", dim, cfg.intermediate_size)
-        self.up_proj = linear("up_proj", dim, cfg.intermediate_size)
-        self.down_proj = linear("down_proj", cfg.intermediate_size, dim, axes=("wide", None))
-        self.head_dim = head_dim
-
-    def qkv(
-        self,
-        x_btd: jax.Array,
-        rotary: _Rotary,
-        *,
-        adapters: bool,
-        dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries [B,T,N,H] and keys, and values [B,T,K,H]."""
-        h_btd = self.input_norm(x_btd)
-        q_key, k_key, v_key = split_key(dropout_key, 3)
-
-        def heads(projection: Linear, key: jax.Array | None) -> jax.Array:
-            y = projection(h_btd, adapters=adapters, dropout_key=key)
-            return y.reshape(*y.shape[:2], -1, self.head_dim)
-
-        q_btnh = layers.rotate(heads(self.q_proj, q_key), *rotary)
-        k_btkh = layers.rotate(heads(self.k_proj, k_key), *rotary)
-        return q_btnh, k_btkh, heads(self.v_proj, v_key)
-
-    def finish(
-        self,
-        x_btd: jax.Array,
-        attended_btnh: jax.Array,
-        *,
-        adapters: bool,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Output projection and MLP, each added to the residual stream."""
-        o_key, gate_key, up_key, down_key = split_key(dropout_key, 4)
-        attended_btd = attended_btnh.reshape(x_btd.shape)
-        x_btd = x_btd + self.o_proj(attended_btd, adapters=adapters, dropout_key=o_key)
-        h_btd = self.post_attention_norm(x_btd)
-        gate_btf = jax.nn.silu(self.gate_proj(h_btd, adapters=adapters, dropout_key=gate_key))
-        up_btf = self.up_proj(h_btd, adapters=adapters, dropout_key=up_key)
-        x_btd = x_btd + self.down_proj(gate_btf * up_btf, adapters=adapters, dropout_key=down_key)
-        return constrain(x_btd, "batch", None, None)
-
-
-class TextTower(nnx.Module):
-    """Token embeddings, decoder blocks, final norm, and the head where it is not the embeddings."""
-
-    def __init__(
-        self,
-        cfg: Qwen2VLConfig,
-        *,
-        lora: LoraConfig | None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype,
-    ) -> None:
-        embedding_vd = cfg.initializer_range * jax.random.normal(
-            rngs.params(), (cfg.vocab_size, cfg.hidden_size), jnp.float32
-        )
-        self.embedding = nnx.Param(embedding_vd.astype(param_dtype))
-        self.blocks = stack(
-            lambda key: TextBlock(cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
-            cfg.num_hidden_layers,
-            rngs,
-        )
-        self.final_norm = layers.RMSNorm(
-            cfg.hidden_size, eps=cfg.rms_norm_eps, param_dtype=param_dtype
-        )
-        self.lm_head = (
-            None
-            if cfg.tie_word_embeddings
-            else Linear(
-                cfg.hidden_size,
-                cfg.vocab_size,
-                axes=(None, "vocab"),
-                rngs=rngs,
-                param_dtype=param_dtype,
-            )
-        )
-
-
 class Qwen2VL(nnx.Module):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
@@ -263,7 +154,15 @@ class Qwen2VL(nnx.Module):
         self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
         self.remat = remat
         self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
-        self.text = TextTower(cfg, lora=lora, rngs=rngs, param_dtype=param_dtype)
+        self.text = Decoder(
+            decoder_config(cfg),
+            lora=lora,
+            table=WEIGHTS,
+            rngs=rngs,
+            param_dtype=param_dtype,
+            compute_dtype=self.compute_dtype,
+            remat=remat,
+        )
 
     def encode_images(
         self,
@@ -324,9 +223,7 @@ class Qwen2VL(nnx.Module):
             as in all passes that score or sample, drops nothing.
         Returns: x_btd in the compute dtype, after the final norm.
         """
-        x_btd, _ = _text_blocks(
-            self, rows, visual_md, adapters=adapters, dropout_key=dropout_key, collect=False
-        )
+        x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
         return self.text.final_norm(x_btd)
 
     def extend(
@@ -340,50 +237,18 @@ class Qwen2VL(nnx.Module):
         *,
         slot_b: jax.Array | None = None,
         span: int | None = None,
-        blocks: Sequence[TextBlock] | None = None,
+        blocks: Sequence[DecoderBlock] | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Writes the rows' next tokens into the cache and runs the text tower on them.
-
-        Row b's tokens take the cache positions start_b[b] ... start_b[b] + T - 1 of its slot, each
-        attending to the positions up to its own; positions past the end of the cache are dropped.
-        Prefill: rows padded on the right; what padding wrote lies behind the row's last token,
-        masked until it is overwritten. Decode: T = 1.
-
-        Args:
-          slot_b: int32[B], distinct slots of the rows; a row of padding has one past the last, and
-            writes nothing. None: row b has slot b.
-          span: cache positions of a slot that are read; None: all. No row may reach further.
-          blocks: the model's text blocks one by one, in place of the stacked ones.
-        Returns: x_btd after the final norm, and the cache (donate the old one).
-        """
-        span = span or cache.positions
-        x_btd = _embed(self, token_ids_bt, visual_md, vision_index_bt)
+        """Writes the rows' next tokens into the cache; see border.Model.extend."""
+        x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
         rotary = _rotary(self.cfg, positions_abt)
-
-        def body(
-            carry: tuple[jax.Array, KVCache, jax.Array | int], block: TextBlock
-        ) -> tuple[tuple[jax.Array, KVCache, jax.Array | int], None]:
-            # The cache is carried, not scanned over: then a step writes T positions in place, where
-            # scanned outputs would copy all of it.
-            x_btd, cache, layer = carry
-            q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=True)
-            cache = kv_cache.write(cache, layer, slot_b, start_b, k_btkh, v_btkh)
-            k_bksh, v_bksh = kv_cache.read(cache, layer, slot_b, span, q_btnh.dtype)
-            attended_btnh = cached_attention(q_btnh, k_btkh, v_btkh, k_bksh, v_bksh, start_b)
-            x_btd = block.finish(x_btd, attended_btnh, adapters=True)
-            return (x_btd, cache, layer + 1), None
-
-        if blocks is None:
-            carry = (x_btd, cache, jnp.int32(0))
-            (x_btd, cache, _), _ = jax.lax.scan(body, carry, self.text.blocks)
-        else:
-            for layer, block in enumerate(blocks):
-                (x_btd, cache, _), _ = body((x_btd, cache, layer), block)
-        return self.text.final_norm(x_btd), cache
+        return self.text.extend(
+            x_btd, rotary, cache, start_b, slot_b=slot_b, span=span, blocks=blocks
+        )
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]. Score whole rows with scoring.token_logprobs, which chunks them."""
-        return layers.vocabulary_logits(self.text.embedding, self.text.lm_head, x_btd)
+        """float32[B,T,V]."""
+        return self.text.logits(x_btd)
 
 
 def _vision_blocks(
@@ -399,7 +264,7 @@ def _vision_blocks(
     vision = model.cfg.vision
     pixels_ipf = constrain(pixels_ipf.astype(model.compute_dtype), "images", None, None)
     x_ipd = model.visual.patch_embed(pixels_ipf)
-    rotary = _Rotary(*layers.axial_angles(patch_positions_ip2, vision.head_dim, VISION_ROPE_THETA))
+    rotary = Rotary(*layers.axial_angles(patch_positions_ip2, vision.head_dim, VISION_ROPE_THETA))
 
     def body(
         x_ipd: jax.Array, layer: tuple[VisionBlock, jax.Array | None]
@@ -412,64 +277,23 @@ def _vision_blocks(
     return jax.lax.scan(checkpointed(body, model.remat), x_ipd, stacked)
 
 
-def _embed(
-    model: Qwen2VL,
-    token_ids_bt: jax.Array,
-    visual_md: jax.Array | None,
-    vision_index_bt: jax.Array | None,
-) -> jax.Array:
-    """Token embeddings, with visual tokens in their places."""
-    embedding_vd = constrain(model.text.embedding[...], "vocab", None)
-    x_btd = layers.lookup(embedding_vd, token_ids_bt).astype(model.compute_dtype)
-    if visual_md is not None and vision_index_bt is not None:
-        visual_btd = layers.lookup(visual_md, jnp.maximum(vision_index_bt, 0))
-        x_btd = jnp.where((vision_index_bt >= 0)[..., None], visual_btd.astype(x_btd.dtype), x_btd)
-    return constrain(x_btd, "batch", None, None)
-
-
-def _text_blocks(
-    model: Qwen2VL,
-    rows: TokenRows,
-    visual_md: jax.Array | None,
-    *,
-    adapters: bool,
-    dropout_key: jax.Array | None,
-    collect: bool,
+def _text_rows(
+    model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    x_btd = _embed(model, rows.token_ids_bt, visual_md, rows.vision_index_bt)
+    x_btd = model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt)
     rotary = _rotary(model.cfg, rows.positions_abt)
-
-    def body(
-        x_btd: jax.Array, layer: tuple[TextBlock, jax.Array | None]
-    ) -> tuple[jax.Array, jax.Array | None]:
-        block, key = layer
-        qkv_key, finish_key = split_key(key, 2)
-        q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary, adapters=adapters, dropout_key=qkv_key)
-        attended_btnh = attention(
-            q_btnh,
-            k_btkh,
-            v_btkh,
-            rows.segment_ids_bt,
-            causal=True,
-            prefix_segments_bt=rows.prefix_segments_bt,
-        )
-        x_btd = block.finish(x_btd, attended_btnh, adapters=adapters, dropout_key=finish_key)
-        return x_btd, x_btd if collect else None
-
-    stacked = (model.text.blocks, layer_keys(dropout_key, model.cfg.num_hidden_layers))
-    return jax.lax.scan(checkpointed(body, model.remat), x_btd, stacked)
+    return model.text.rows(x_btd, rotary, rows.segment_ids_bt, rows.prefix_segments_bt, **options)
 
 
-def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> _Rotary:
-    return _Rotary(
+def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> Rotary:
+    return Rotary(
         *layers.mrope_angles(positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section)
     )
 
 
 def block_outputs(model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
     """The residual stream after every text block, [L,B,T,D], for comparison."""
-    _, x_lbtd = _text_blocks(model, rows, visual_md, adapters=True, dropout_key=None, collect=True)
-    return x_lbtd
+    return _text_rows(model, rows, visual_md, collect=True)[1]
 
 
 def vision_block_outputs(
@@ -510,8 +334,22 @@ def pixel_values(patches_ipc: jax.Array, image_cfg: ImageConfig) -> jax.Array:
     return values_ipctx.reshape(*shape_ip, -1)
 
 
-def init_cache(cfg: Qwen2VLConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache: k and v, [L,C,K,S,H] of C slots with S positions; dtype int8 adds scales."""
-    return kv_cache.init(
-        cfg.num_hidden_layers, slots, positions, cfg.num_key_value_heads, cfg.head_dim, dtype
+def decoder_config(cfg: Qwen2VLConfig) -> DecoderConfig:
+    """The sizes of the text tower."""
+    return DecoderConfig(
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.hidden_size,
+        intermediate_size=cfg.intermediate_size,
+        num_hidden_layers=cfg.num_hidden_layers,
+        num_attention_heads=cfg.num_attention_heads,
+        num_key_value_heads=cfg.num_key_value_heads,
+        head_dim=cfg.head_dim,
+        rms_norm_eps=cfg.rms_norm_eps,
+        initializer_range=cfg.initializer_range,
+        tie_word_embeddings=cfg.tie_word_embeddings,
+        qkv_bias=True,
     )
+
+
+def init_cache(cfg: Qwen2VLConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
+    return decoder.init_cache(decoder_config(cfg), slots, positions, dtype)

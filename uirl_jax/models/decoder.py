@@ -1,0 +1,279 @@
+"""The decoder that most families share: pre-norm grouped-query attention, a gated MLP, RMSNorm.
+
+Llama, Mistral and Qwen's text towers are this, with other sizes, biases and rotary angles. A family
+computes the angles of its positions and passes them; visual tokens stand in the place of
+embeddings. Blocks are stacked and run by one `lax.scan`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from uirl_jax.models import kv_cache, layers
+from uirl_jax.models.attention import attention, cached_attention
+from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models.kv_cache import KVCache
+from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
+from uirl_jax.models.sharding import constrain
+from uirl_jax.models.weight_table import WeightTable
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder, named as in Hugging Face's config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02  # of the embeddings; projections scale with their width
+    tie_word_embeddings: bool = True
+    qkv_bias: bool = False
+
+
+class Rotary(NamedTuple):
+    """cos and sin of every token, float32[B,T,H/2]: computed once, used by every block."""
+
+    cos_bth: jax.Array
+    sin_bth: jax.Array
+
+
+class DecoderBlock(nnx.Module):
+    """Pre-norm grouped-query attention, then a gated MLP."""
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        *,
+        lora: LoraConfig | None,
+        table: WeightTable,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
+        dim, q_dim = cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim
+        kv_dim, bias = cfg.num_key_value_heads * cfg.head_dim, cfg.qkv_bias
+        norm = functools.partial(layers.RMSNorm, dim, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
+        linear = functools.partial(
+            adapted_linear, lora=lora, table=table, rngs=rngs, param_dtype=param_dtype
+        )
+        self.input_norm = norm()
+        self.q_proj = linear("q_proj", dim, q_dim, use_bias=bias)
+        self.k_proj = linear("k_proj", dim, kv_dim, use_bias=bias)
+        self.v_proj = linear("v_proj", dim, kv_dim, use_bias=bias)
+        self.o_proj = linear("o_proj", q_dim, dim, axes=("wide", None))
+        self.post_attention_norm = norm()
+        self.gate_proj = linear("gate_proj", dim, cfg.intermediate_size)
+        self.up_proj = linear("up_proj", dim, cfg.intermediate_size)
+        self.down_proj = linear("down_proj", cfg.intermediate_size, dim, axes=("wide", None))
+        self.head_dim = cfg.head_dim
+
+    def qkv(
+        self,
+        x_btd: jax.Array,
+        rotary: Rotary,
+        *,
+        adapters: bool = True,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B,T,N,H] and keys, and values [B,T,K,H]."""
+        h_btd = self.input_norm(x_btd)
+        q_key, k_key, v_key = split_key(dropout_key, 3)
+
+        def heads(projection: Linear, key: jax.Array | None) -> jax.Array:
+            y = projection(h_btd, adapters=adapters, dropout_key=key)
+            return y.reshape(*y.shape[:2], -1, self.head_dim)
+
+        q_btnh = layers.rotate(heads(self.q_proj, q_key), *rotary)
+        k_btkh = layers.rotate(heads(self.k_proj, k_key), *rotary)
+        return q_btnh, k_btkh, heads(self.v_proj, v_key)
+
+    def finish(
+        self,
+        x_btd: jax.Array,
+        attended_btnh: jax.Array,
+        *,
+        adapters: bool = True,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Output projection and MLP, each added to the residual stream."""
+        o_key, gate_key, up_key, down_key = split_key(dropout_key, 4)
+        attended_bte = attended_btnh.reshape(*x_btd.shape[:2], -1)
+        x_btd = x_btd + self.o_proj(attended_bte, adapters=adapters, dropout_key=o_key)
+        h_btd = self.post_attention_norm(x_btd)
+        gate_btf = jax.nn.silu(self.gate_proj(h_btd, adapters=adapters, dropout_key=gate_key))
+        up_btf = self.up_proj(h_btd, adapters=adapters, dropout_key=up_key)
+        x_btd = x_btd + self.down_proj(gate_btf * up_btf, adapters=adapters, dropout_key=down_key)
+        return constrain(x_btd, "batch", None, None)
+
+
+class Decoder(nnx.Module):
+    """Token embeddings, blocks, final norm, and a head where it is not the embeddings.
+
+    Args:
+      table: of the family; it says which projections carry adapters.
+      compute_dtype: of activations.
+      remat: what the backward pass keeps of a block.
+    """
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        *,
+        lora: LoraConfig | None,
+        table: WeightTable,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+        compute_dtype: jnp.dtype,
+        remat: Remat,
+    ) -> None:
+        self.compute_dtype, self.remat, self.depth = compute_dtype, remat, cfg.num_hidden_layers
+        embedding_vd = cfg.initializer_range * jax.random.normal(
+            rngs.params(), (cfg.vocab_size, cfg.hidden_size), jnp.float32
+        )
+        self.embedding = nnx.Param(embedding_vd.astype(param_dtype))
+        self.blocks = stack(
+            lambda key: DecoderBlock(
+                cfg, lora=lora, table=table, rngs=nnx.Rngs(key), param_dtype=param_dtype
+            ),
+            cfg.num_hidden_layers,
+            rngs,
+        )
+        self.final_norm = layers.RMSNorm(
+            cfg.hidden_size, eps=cfg.rms_norm_eps, param_dtype=param_dtype
+        )
+        self.lm_head = (
+            None
+            if cfg.tie_word_embeddings
+            else Linear(
+                cfg.hidden_size,
+                cfg.vocab_size,
+                axes=(None, "vocab"),
+                rngs=rngs,
+                param_dtype=param_dtype,
+            )
+        )
+
+    def embed(
+        self,
+        token_ids_bt: jax.Array,
+        visual_md: jax.Array | None,
+        vision_index_bt: jax.Array | None,
+    ) -> jax.Array:
+        """x_btd: token embeddings, with rows of visual_md where vision_index is not -1."""
+        embedding_vd = constrain(self.embedding[...], "vocab", None)
+        x_btd = layers.lookup(embedding_vd, token_ids_bt).astype(self.compute_dtype)
+        if visual_md is not None and vision_index_bt is not None:
+            visual_btd = layers.lookup(visual_md, jnp.maximum(vision_index_bt, 0))
+            is_visual_bt1 = (vision_index_bt >= 0)[..., None]
+            x_btd = jnp.where(is_visual_bt1, visual_btd.astype(x_btd.dtype), x_btd)
+        return constrain(x_btd, "batch", None, None)
+
+    def rows(
+        self,
+        x_btd: jax.Array,
+        rotary: Rotary,
+        segment_ids_bt: jax.Array,
+        prefix_segments_bt: jax.Array | None = None,
+        *,
+        adapters: bool = True,
+        dropout_key: jax.Array | None = None,
+        collect: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Whole rows through the blocks, causal within a segment and the prefix that it shares.
+
+        Returns: x_btd before the final norm and, with `collect`, [L,B,T,D] after every block.
+        """
+
+        def body(
+            x_btd: jax.Array, layer: tuple[DecoderBlock, jax.Array | None]
+        ) -> tuple[jax.Array, jax.Array | None]:
+            block, key = layer
+            qkv_key, finish_key = split_key(key, 2)
+            q_btnh, k_btkh, v_btkh = block.qkv(
+                x_btd, rotary, adapters=adapters, dropout_key=qkv_key
+            )
+            attended_btnh = attention(
+                q_btnh,
+                k_btkh,
+                v_btkh,
+                segment_ids_bt,
+                causal=True,
+                prefix_segments_bt=prefix_segments_bt,
+            )
+            x_btd = block.finish(x_btd, attended_btnh, adapters=adapters, dropout_key=finish_key)
+            return x_btd, x_btd if collect else None
+
+        stacked = (self.blocks, layer_keys(dropout_key, self.depth))
+        return jax.lax.scan(checkpointed(body, self.remat), x_btd, stacked)
+
+    def extend(
+        self,
+        x_btd: jax.Array,
+        rotary: Rotary,
+        cache: KVCache,
+        start_b: jax.Array,
+        *,
+        slot_b: jax.Array | None,
+        span: int | None,
+        blocks: Sequence[DecoderBlock] | None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Writes the rows' next tokens into the cache and runs the blocks on them.
+
+        Row b's tokens take the cache positions start_b[b] ... start_b[b] + T - 1 of its slot, each
+        attending to the positions up to its own. Prefill: rows padded on the right; what padding
+        wrote lies behind the row's last token, masked until it is overwritten. Decode: T = 1.
+
+        Args: as in families.border.Model.extend.
+        Returns: x_btd after the final norm, and the cache (donate the old one).
+        """
+        span = span or cache.positions
+
+        def body(
+            carry: tuple[jax.Array, KVCache, jax.Array | int], block: DecoderBlock
+        ) -> tuple[tuple[jax.Array, KVCache, Any], None]:
+            # The cache is carried, not scanned over: then a step writes T positions in place, where
+            # scanned outputs would copy all of it.
+            x_btd, cache, layer = carry
+            q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary)
+            cache = kv_cache.write(cache, layer, slot_b, start_b, k_btkh, v_btkh)
+            k_bksh, v_bksh = kv_cache.read(cache, layer, slot_b, span, q_btnh.dtype)
+            attended_btnh = cached_attention(q_btnh, k_btkh, v_btkh, k_bksh, v_bksh, start_b)
+            return (block.finish(x_btd, attended_btnh), cache, layer + 1), None
+
+        if blocks is None:
+            carry = (x_btd, cache, jnp.int32(0))
+            (x_btd, cache, _), _ = jax.lax.scan(body, carry, self.blocks)
+        else:
+            for layer, block in enumerate(blocks):
+                (x_btd, cache, _), _ = body((x_btd, cache, layer), block)
+        return self.final_norm(x_btd), cache
+
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """float32[B,T,V]. Score whole rows with scoring.token_logprobs, which chunks them."""
+        if self.lm_head is not None:
+            kernel_dv = constrain(self.lm_head.kernel[...].astype(x_btd.dtype), None, "vocab")
+            logits_btv = jnp.einsum(
+                "btd,dv->btv", x_btd, kernel_dv, preferred_element_type=jnp.float32
+            )
+        else:
+            embedding_vd = constrain(self.embedding[...].astype(x_btd.dtype), "vocab", None)
+            logits_btv = jnp.einsum(
+                "btd,vd->btv", x_btd, embedding_vd, preferred_element_type=jnp.float32
+            )
+        return constrain(logits_btv, "batch", None, "vocab")
+
+
+def init_cache(cfg: DecoderConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache: k and v, [L,C,K,S,H] of C slots with S positions; dtype int8 adds scales."""
+    return kv_cache.init(
+        cfg.num_hidden_layers, slots, positions, cfg.num_key_value_heads, cfg.head_dim, dtype
+    )
