@@ -1,8 +1,8 @@
-"""DAPO on the quickstart's task: clip higher, token mean, no KL, useless groups are replaced.
+"""DAPO on the quickstart's task: higher upper clip, token mean, no KL, equal groups replaced.
 
     python -m uirl_jax.main --config=configs/dapo.py --workdir=runs/dapo
 
-Source: arXiv:2503.14476. What it reached here: docs/algorithms.md.
+Source: arXiv:2503.14476. Results: docs/results.md.
 """
 
 from ml_collections import ConfigDict

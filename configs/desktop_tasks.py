@@ -1,10 +1,10 @@
-"""What the quickstart becomes for longer tasks of the hermetic desktop; no config by itself."""
+"""Changes of the quickstart for longer tasks of the drawn desktop; not a config by itself."""
 
 from ml_collections import ConfigDict
 
 
 def enter_text(cfg: ConfigDict, popup: bool = False) -> None:
-    """Focus the field, type, press OK, and one turn to spare; with a popup two turns more."""
+    """Focus the field, type, press OK, one spare turn; with a popup two turns more."""
     cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 6 if popup else 4}),)
     cfg.engine.context_lengths = (160, 320, 480) if popup else (160, 320)
     cfg.engine.prefill_lengths = (80,)
@@ -15,7 +15,7 @@ def enter_text(cfg: ConfigDict, popup: bool = False) -> None:
 
 
 def data_entry(cfg: ConfigDict) -> None:
-    """A larger screen; a row of one column takes five turns and has two to spare."""
+    """A larger screen; a row of one column takes five turns and has two spare ones."""
     cfg.tasks = (ConfigDict({"name": "desktop/data_entry", "max_turns": 7}),)
     cfg.chat.max_screenshots, cfg.chat.drop_screenshots = 7, 1  # all of them
     cfg.engine.batch_sizes = (8, 32)

@@ -1,8 +1,8 @@
-"""Dr. GRPO on the quickstart's task: no deviation, every token's share is the same for all lengths.
+"""Dr. GRPO on the quickstart's task: no deviation; a token's weight does not depend on length.
 
     python -m uirl_jax.main --config=configs/dr_grpo.py --workdir=runs/dr_grpo
 
-Source: arXiv:2503.20783. What it reached here: docs/algorithms.md.
+Source: arXiv:2503.20783. Results: docs/results.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,8 @@
-"""GRPO as in its paper on the quickstart's task: every trajectory counts the same.
+"""GRPO as in its paper on the quickstart's task: every trajectory has the same weight.
 
     python -m uirl_jax.main --config=configs/grpo.py --workdir=runs/grpo
 
-Source: arXiv:2402.03300. What it reached here: docs/algorithms.md.
+Source: arXiv:2402.03300. Results: docs/results.md.
 """
 
 from ml_collections import ConfigDict

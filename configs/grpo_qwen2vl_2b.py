@@ -1,4 +1,4 @@
-"""GRPO on Qwen2-VL-2B, with room for ten screenshots of 1280x800: groups of 8, LoRA, one v5e-8.
+"""GRPO on Qwen2-VL-2B with ten screenshots of 1280x800 an episode: groups of 8, LoRA, one v5e-8.
 
     hf download Qwen/Qwen2-VL-2B-Instruct --local-dir models/Qwen2-VL-2B-Instruct
     python -m uirl_jax.main --config=configs/grpo_qwen2vl_2b.py --workdir=runs/2b \
@@ -6,9 +6,9 @@
 
 A screenshot of 1280x800 is resized to 1288x812: 58 x 92 = 5,336 patches, 1,334 visual tokens. Ten
 of them with their chat markers and 64 sampled tokens a turn are about 14,200 tokens, a row of
-28 x 512. `cfg.tasks` only keeps a place: put there what your verifier offers, and in
-`cfg.verifier.dialect` what `python -m uirl_jax.verifiers.doctor URL` says. What it asks of a
-machine, by the TPU's own compiler (docs/performance.md):
+28 x 512. `cfg.tasks` is a placeholder: name your verifier's tasks there, and in
+`cfg.verifier.dialect` what `python -m uirl_jax.verifiers.doctor URL` prints. Compiled for TPU
+slices (docs/performance.md), never run on one. Memory and bounds, without a TPU:
 
     python -m tools.plan --config=configs/grpo_qwen2vl_2b.py --topology=v5e:2x4
 """
@@ -28,9 +28,9 @@ def get_config() -> ConfigDict:
 
     cfg.chat = ConfigDict()
     cfg.chat.max_screenshots = 10
-    cfg.chat.drop_screenshots = 5  # at once, so that long episodes begin few new sequences
+    cfg.chat.drop_screenshots = 5  # at once: long episodes then start few new sequences
 
-    cfg.tasks = (ConfigDict({"name": "desktop/click_button", "max_turns": 10}),)  # yours
+    cfg.tasks = (ConfigDict({"name": "desktop/click_button", "max_turns": 10}),)  # put yours here
 
     cfg.actor = ConfigDict()
     cfg.actor.group_size = 8
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     cfg.engine = ConfigDict()
     cfg.engine.batch_sizes = (16,)
     cfg.engine.context_lengths = (2048, 7168, 14272)
-    cfg.engine.prefill_rows = (8,)  # one a chip; fewer would be computed on every chip
+    cfg.engine.prefill_rows = (8,)  # one a chip; with fewer every chip computes all
     cfg.engine.prefill_lengths = (512, 1536)  # a 1280x800 screenshot is 1,334 tokens
     cfg.engine.image_rows = (1, 8)  # one screenshot each
     cfg.engine.image_tokens = 48 * 1334
@@ -54,7 +54,7 @@ def get_config() -> ConfigDict:
     cfg.learner.groups_per_step = 2
     cfg.learner.max_staleness = 1
     cfg.learner.batch = ConfigDict()
-    cfg.learner.batch.rows = 8  # at a time, one a chip; a step has two such batches
+    cfg.learner.batch.rows = 8  # one a chip; a step has two such batches
     cfg.learner.batch.row_lengths = (14336,)
     cfg.learner.batch.sampled_lengths = (640,)  # ten turns of 64 tokens
     cfg.learner.batch.image_rows = (80,)

@@ -1,13 +1,13 @@
-"""GRPO on Qwen2-VL-7B: as configs/grpo_qwen2vl_2b.py, planned for 16 chips.
+"""GRPO on Qwen2-VL-7B: configs/grpo_qwen2vl_2b.py, planned for 16 chips.
 
-The learner is one process and joins no hosts yet, and 16 chips of a v5e are several hosts: there it
-can be compiled for and not run.
+16 chips of a v5e are several hosts, and a learner runs on one host only: the config can be compiled
+for such a slice and not run on it.
 
     hf download Qwen/Qwen2-VL-7B-Instruct --local-dir models/Qwen2-VL-7B-Instruct
     python -m uirl_jax.main --config=configs/grpo_qwen2vl_7b.py --workdir=runs/7b \
         --config.verifier.urls='("http://localhost:8000",)'
 
-What it asks of a machine, by the TPU's own compiler (docs/performance.md):
+Memory and bounds by the TPU's own compiler (docs/performance.md):
 
     python -m tools.plan --config=configs/grpo_qwen2vl_7b.py --topology=v5e:4x4
 """

@@ -1,11 +1,11 @@
-"""Sixteen tasks of MiniWoB++ in Chromium, one model, learnt with GRPO on two CPU cores.
+"""GRPO on sixteen tasks of MiniWoB++ in Chromium with one model, on two CPU cores.
 
     python -m uirl_jax.main --config=configs/miniwob_cpu.py --workdir=runs/miniwob
 
 121 to 268 of 480 held-out episodes in 81 minutes (docs/results.md, 2026-11-23); needs Chromium
-(docs/bundled_server.md). The start ships with the package. Three cold starts made it, `:base` and
-`:more` from a careful demonstrator and then `:start`, adapters alone, from one who clicks the wrong
-thing in nine episodes of ten. What GRPO made of it, which sees rewards alone, ships too:
+(docs/bundled_server.md). The start ships with the package. Three cold starts made it: `:base` and
+`:more` on correct demonstrations, then `:start`, adapters alone, on demonstrations of which nine in
+ten click the wrong element. The trained adapters ship, too; to evaluate them:
 
     python -m uirl_jax.main --role=eval --stage=trained --workdir=runs/miniwob-trained \
         --config=configs/miniwob_cpu.py:trained
@@ -32,7 +32,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     if stage in ("grpo", "trained"):
         cfg.model.path = f"{SHIPPED}/start"
         cfg.model.adapter = f"{SHIPPED}/grpo" if stage == "trained" else ""
-        # Most of what is solved now and then; what never is teaches nothing and takes most turns.
+        # Prefer tasks solved now and then: those that always fail give no gradient and cost turns.
         cfg.curriculum = ConfigDict({"weight_by": "variance", "window": 32, "min_share": 0.3})
         return cfg
 

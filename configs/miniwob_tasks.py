@@ -1,10 +1,10 @@
-"""What the quickstart becomes for tasks of MiniWoB++ in Chromium; no config by itself."""
+"""Changes of the quickstart for tasks of MiniWoB++ in Chromium; not a config by itself."""
 
 from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-# By the turns that an episode may have; most need one less, or end with their first click.
+# By the turns of an episode; most tasks need one less, or end with their first click.
 _NAMES = {
     2: (
         *("click-test", "click-test-2", "click-button", "click-dialog", "click-dialog-2"),
@@ -16,7 +16,7 @@ _NAMES = {
     8: ("click-checkboxes",),
 }
 MAX_TURNS = {name: turns for turns, names in _NAMES.items() for name in names}
-FOUR = ("click-dialog-2", "click-tab", "focus-text-2", "enter-text")  # to compare algorithms on
+FOUR = ("click-dialog-2", "click-tab", "focus-text-2", "enter-text")  # for comparing algorithms
 
 
 def miniwob(cfg: ConfigDict, names: Sequence[str]) -> None:

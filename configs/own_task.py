@@ -1,8 +1,8 @@
-"""The thermostat of examples/own_tasks: from its script, and then from its reward.
+"""The thermostat of examples/own_tasks: a cold start on its script, then GRPO on its reward.
 
     python -m uirl_jax.main --config=configs/own_task.py --workdir=runs/thermostat
 
-Copy it for a task of your own (docs/own_task.md); what it reached here stands there.
+Copy it for a task of your own; docs/own_task.md has the steps and the results.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     cfg.tasks = (ConfigDict({"name": "own/thermostat", "variant": "most=3", "max_turns": 6}),)
 
     cfg.cold_start = ConfigDict({"steps": 150, "episodes_per_step": 8, "train": "all"})
-    cfg.cold_start.quality = 0.8  # one action of five is the script's mistake
+    cfg.cold_start.quality = 0.8  # one action in five is a mistake of the script
     cfg.cold_start.optimizer = ConfigDict({"name": "muon", "lr": 1e-3, "warmup_steps": 10})
     cfg.learner.batch.rows = 4
     cfg.learner.steps = 30

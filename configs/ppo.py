@@ -2,7 +2,7 @@
 
     python -m uirl_jax.main --config=configs/ppo.py --workdir=runs/ppo
 
-The quickstart's KL term stays. Source: arXiv:1707.06347. What it reached here: docs/algorithms.md.
+The quickstart's KL term stays. Source: arXiv:1707.06347. Results: docs/results.md.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.algorithm.epochs = 2
     cfg.algorithm.minibatches = 2
     cfg.algorithm.stop_kl = 0.05
-    # Four updates a step with normalised advantages: where nearly all episodes succeed, what is
-    # left of them is noise, and the quickstart's 1e-3 unlearns on it (docs/algorithms.md).
+    # Four updates a step on normalised advantages. Once nearly all episodes succeed, these are
+    # mostly noise, and with the quickstart's 1e-3 the policy unlearns (docs/notes/algorithms.md).
     cfg.learner.optimizer.lr = 3e-4
     return cfg

@@ -1,14 +1,14 @@
-"""The first run: an agent learns, on a laptop's CPU, to click the button that it is told to.
+"""The first run: an agent learns on a CPU to click the button that the instruction names.
 
     bash launch/local.sh
 
-Starts from the 2.7 M parameter base model that ships with the package: it sees, but it was trained
-on demonstrations of which most are wrong. See docs/quickstart.md for what was measured.
+Starts from the 2.7 M parameter base model that ships with the package. It finds the buttons, but
+most of its demonstrations were wrong on purpose. Results: docs/quickstart.md.
 
-`quickstart.py:enter_text` (or `:enter_text,words=2`, a variant) is the same for a task of several
-turns, `:data_entry,rows=1,columns=1` for a longer one and `:miniwob` for four of MiniWoB++. That
-base does not know them yet: docs/algorithms.md says how one for enter_text is made, docs/results.md
-how one for miniwob is; for data_entry none is known.
+`quickstart.py:enter_text` (or a variant, `:enter_text,words=2`) is a task of several turns,
+`:data_entry,rows=1,columns=1` a longer one, and `:miniwob` four tasks of MiniWoB++. The shipped
+base cannot do these: docs/notes/algorithms.md describes a base for enter_text, and
+configs/miniwob_cpu.py trains one for miniwob; no working base for data_entry is known.
 """
 
 from ml_collections import ConfigDict
@@ -52,7 +52,7 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.learner.groups_per_step = 8
     cfg.learner.max_staleness = 0
     cfg.learner.batch = ConfigDict()
-    cfg.learner.batch.rows = 8  # one group a row, its prompt once
+    cfg.learner.batch.rows = 8  # a row holds one group, its prompt once
     cfg.learner.batch.row_lengths = (192,)
     cfg.learner.batch.sampled_lengths = (112,)
     cfg.learner.batch.image_rows = (8,)

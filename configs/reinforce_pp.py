@@ -1,8 +1,8 @@
-"""REINFORCE++ on the quickstart's task: what followed a token, normalised over all of a step.
+"""REINFORCE++ on the quickstart's task: the rewards after a token, normalised over the step.
 
     python -m uirl_jax.main --config=configs/reinforce_pp.py --workdir=runs/reinforce_pp
 
-Source: arXiv:2501.03262. What it reached here: docs/algorithms.md.
+Source: arXiv:2501.03262. Results: docs/results.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,8 @@
-"""Rejection sampling on the quickstart's task: episodes that succeed are imitated.
+"""Rejection sampling on the quickstart's task: trains on the episodes that succeed.
 
     python -m uirl_jax.main --config=configs/rejection_sampling.py --workdir=runs/rejection_sampling
 
-What it reached here: docs/algorithms.md.
+Results: docs/results.md.
 """
 
 from ml_collections import ConfigDict
@@ -14,6 +14,6 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg = quickstart.get_config(task)
     cfg.algorithm.objective = "imitation"
     cfg.algorithm.keep_reward = 1.0
-    cfg.algorithm.keep_per_group = 4  # so that instances that are easy already do not crowd it
+    cfg.algorithm.keep_per_group = 4  # so that easy instances do not dominate a step
     cfg.algorithm.min_kept = 8
     return cfg

@@ -1,8 +1,8 @@
-"""RLOO on the quickstart's task: the others' mean as the baseline, the KL in the reward.
+"""RLOO on the quickstart's task: baseline is the mean of the other members, KL in the reward.
 
     python -m uirl_jax.main --config=configs/rloo.py --workdir=runs/rloo
 
-Source: arXiv:2402.14740. What it reached here: docs/algorithms.md.
+Source: arXiv:2402.14740. Results: docs/results.md.
 """
 
 from ml_collections import ConfigDict

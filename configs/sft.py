@@ -1,9 +1,9 @@
-"""Supervised training on scripted demonstrations of the quickstart's task, and nothing after it.
+"""Supervised training on scripted demonstrations of the quickstart's task, without RL.
 
     python -m uirl_jax.main --config=configs/sft.py --workdir=runs/sft
 
 The trained model is a directory in Hugging Face's format: runs/sft/cold_start/model. With
---config.cold_start.demonstrations="('demos',)" it learns what you showed it instead of scripts
+--config.cold_start.demonstrations="('demos',)" it trains on recorded demonstrations instead
 (docs/demonstrations.md).
 """
 

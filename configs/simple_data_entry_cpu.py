@@ -1,10 +1,10 @@
-"""`simple_data_entry` in Chromium, learnt with GRPO on two CPU cores.
+"""GRPO on `simple_data_entry` in Chromium, on two CPU cores.
 
     python -m uirl_jax.main --config=configs/simple_data_entry_cpu.py --workdir=runs/entry
 
 One row an episode, any of the sheet's hundred: 112 to 300 of 300 in 51 minutes (docs/results.md,
-2026-11-23); needs Chromium (docs/bundled_server.md). The start ships: `:base`, from a careful
-demonstrator, then `:start`, from one who is off by a line most of the time. And what GRPO made:
+2026-11-23); needs Chromium (docs/bundled_server.md). The start ships: `:base`, then `:start` on
+demonstrations that are mostly off by a line. The trained adapters ship, too; to evaluate them:
 
     python -m uirl_jax.main --role=eval --stage=trained --workdir=runs/entry-trained \
         --config=configs/simple_data_entry_cpu.py:trained
@@ -42,7 +42,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.algorithm.drop_equal_groups = True
     cfg.learner.steps = 110
     cfg.learner.groups_per_step = 16
-    cfg.learner.optimizer.clip_norm = 0.05  # usual is 0.03: one rare token must not decide a step
+    cfg.learner.optimizer.clip_norm = 0.05  # usual norm 0.03: a rare token must not decide a step
     cfg.learner.batch.rows = 8
     cfg.learner.batch.row_lengths = (832, 928, 1024)
     cfg.learner.batch.sampled_lengths = (192,)
@@ -54,8 +54,8 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     if stage in ("grpo", "trained"):
         cfg.model.path = f"{SHIPPED}/start"
         cfg.model.adapter = f"{SHIPPED}/grpo" if stage == "trained" else ""
-        # Rows that hardly ever succeed come first, while little is learnt, and their newest success
-        # joins a group that failed: other rows' lessons can make what is right there unheard of.
+        # Rows that hardly ever succeed come first, and a stored success joins a failed group: later
+        # the policy, trained on other rows, may no longer sample their right actions at all.
         cfg.learner.optimizer.warmup_steps = 25
         curriculum = {"weight_by": "failure", "sharpness": 8.0, "window": 16, "instances": 1}
         cfg.curriculum = ConfigDict(curriculum)
@@ -73,7 +73,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     elif stage == "start":
         cfg.model.path = "runs/entry-base/cold_start/model"
         cfg.cold_start.update({"steps": 45, "episodes": 360})  # each demonstration once
-        cfg.cold_start.quality = 0.05  # of 20 demonstrations 19 copy the row above or below
+        cfg.cold_start.quality = 0.05  # 19 of 20 demonstrations copy the row above or below
         optimizer.update({"lr": 1.5e-3, "warmup_steps": 5})
     else:
         raise ValueError(f"{stage!r}, expected base, start, grpo or trained")

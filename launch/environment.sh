@@ -1,5 +1,5 @@
-# Sourced by the scripts that a person starts: makes a virtual environment once, and again only when
-# what it should hold has changed.
+# Sourced by launch/local.sh and tests/run.sh: creates a virtual environment once, and updates it
+# only when requirements.txt or pyproject.toml changes.
 
 # make_environment DIR [test]
 make_environment() {
@@ -14,24 +14,24 @@ make_environment() {
   if [ -x "$dir/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     return 0
   fi
-  echo "installing into $dir (once; a few minutes)"
+  echo "installing into $dir (once, a few minutes)"
   if [ ! -x "$dir/bin/python" ]; then
     "$python" -m venv "$dir" || {
-      echo "could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
+      echo "could not create a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
       return 1
     }
   fi
   "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
   if [ "$extra" = test ]; then
-    # torch first and by exact version, so that no other package draws in a CUDA build of it.
+    # torch first and by exact version: otherwise another package may install a CUDA build of it.
     "$dir/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0
     "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[test]'
   fi
   printf '%s\n' "$wanted" >"$stamp"
 }
 
-# install_libtpu DIR: the TPU's compiler, for the tests marked `tpu_aot`; it needs no TPU. 200 MB, of the
-# version that jax[tpu] names: jaxlib 0.10.2 could not read what 0.0.51 made for v6e.
+# install_libtpu DIR: the TPU's compiler, for the tests marked `tpu_aot`; needs no TPU, 200 MB. The
+# version is the one that jax[tpu] names: jaxlib 0.10.2 cannot read libtpu 0.0.51's programs for v6e.
 install_libtpu() {
   local dir=$1
   "$dir/bin/python" -c 'import libtpu' 2>/dev/null && return 0
@@ -40,7 +40,7 @@ install_libtpu() {
   }
 }
 
-# install_browser DIR: Debian's own Chromium with its fonts, and what drives it, for the tests marked
+# install_browser DIR: Debian's Chromium with fonts, and the extra `browser`, for the tests marked
 # `browser`. Without them these tests are skipped.
 install_browser() {
   local dir=$1

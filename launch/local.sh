@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first command: makes .venv, installs requirements.txt, trains the quickstart agent on this machine.
-# Arguments go to the main command, e.g. `bash launch/local.sh --config.seed=1 --workdir=runs/seed1`.
+# The first command: creates .venv, installs requirements.txt, trains the quickstart agent on this
+# machine. Arguments go to the main command, for example --config.seed=1 --workdir=runs/seed1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

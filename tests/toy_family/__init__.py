@@ -16,4 +16,5 @@ FAMILY = Family(
     make_model=model.Toy,
     init_cache=model.init_cache,
     weights=names.WEIGHTS,
+    vision_parts=("patches",),
 )

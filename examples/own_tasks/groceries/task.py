@@ -1,4 +1,4 @@
-"""A list of groceries: tick what is asked for, then press Order. page.html is what is seen."""
+"""A list of groceries: tick the named items, then press Order. The screen is page.html."""
 
 from uirl_jax.types import Action
 from uirl_jax.verifiers import own_tasks
@@ -7,7 +7,7 @@ ITEMS = ("bread", "butter", "cheese", "eggs", "flour", "milk", "rice", "salt")
 
 
 class Task(own_tasks.PageTask):
-    variants = {"items": ("1", "2", "3")}  # how many are asked for
+    variants = {"items": ("1", "2", "3")}  # how many items are named
 
     def __init__(self, rng, options):
         self.width_px, self.height_px = 320, 240
@@ -25,5 +25,5 @@ class Task(own_tasks.PageTask):
 
     def script(self, state, rng, wrong):
         missing = [item for item in self.wanted if item not in state["ticked"]]
-        x, y = state["places"]["Order" if wrong or not missing else missing[0]]
+        x, y = state["positions"]["Order" if wrong or not missing else missing[0]]
         return Action("click", x=round(x), y=round(y))

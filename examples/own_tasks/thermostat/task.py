@@ -1,4 +1,4 @@
-"""A thermostat: press + or - until it shows what is asked for, then OK. Drawn with Pillow."""
+"""A thermostat: press + or - until it shows the named temperature, then OK. Drawn with Pillow."""
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -9,7 +9,7 @@ BOXES = {"-": (12, 92, 68, 132), "+": (84, 92, 140, 132), "OK": (156, 92, 212, 1
 
 
 class Task(own_tasks.DrawnTask):
-    variants = {"most": ("1", "3", "6")}  # presses that are needed at most
+    variants = {"most": ("1", "3", "6")}  # largest number of presses needed
 
     def __init__(self, rng, options):
         self.width_px, self.height_px = 224, 168
