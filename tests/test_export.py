@@ -17,8 +17,11 @@ from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ModelError
+from uirl_jax.families import loading
+from uirl_jax.families.border import Model, TokenRows
+from uirl_jax.families.table import family_of
 from uirl_jax.learner import state as learner_state
-from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.run import open_run
 from uirl_jax.store import open_store
@@ -37,8 +40,11 @@ def model_dir(tmp_path_factory) -> Path:
 def trained(model_dir):
     """(model with adapters as if trained, its logits)."""
     cfg = tiny_config.get_config().model.lora
-    model = qwen2_vl_weights.load_pretrained(
+    family = family_of(model_dir)
+    model = loading.read_model(
+        family,
         model_dir,
+        family.read_config(model_dir),
         lora=LoraConfig(cfg.rank, cfg.alpha, cfg.targets),
         param_dtype=jnp.float32,
         init_key=jax.random.key(0),
@@ -52,11 +58,11 @@ def trained(model_dir):
     return model, logits(model)
 
 
-def logits(model: qwen2_vl.Qwen2VL) -> np.ndarray:
+def logits(model: Model) -> np.ndarray:
     positions_3bt = np.broadcast_to(np.arange(12, dtype=np.int32), (3, 1, 12))
-    rows = np.ones_like(IDS_BT)
-    x_btd = jax.jit(qwen2_vl.hidden)(model, IDS_BT, None, None, positions_3bt, rows)
-    return np.asarray(qwen2_vl.logits(model, x_btd))
+    rows = TokenRows(IDS_BT, positions_3bt, np.ones_like(IDS_BT))
+    x_btd = jax.jit(lambda model, rows: model.hidden(rows, None))(model, rows)
+    return np.asarray(model.logits(x_btd))
 
 
 def write_run(workdir: Path, model_dir: Path, model, **changes) -> Path:
@@ -70,8 +76,8 @@ def write_run(workdir: Path, model_dir: Path, model, **changes) -> Path:
         open_store(workdir),
         version=3,
         step=3,
-        adapters=qwen2_vl_weights.adapters_to_numpy(nnx.state(model, LoRAParam)),
-        base_hash=qwen2_vl_weights.base_hash(model_dir),
+        adapters=weights.adapters_to_numpy(nnx.state(model, LoRAParam)),
+        base_hash=weights.base_hash(model_dir),
         run_id=run_id,
         extra={},
     )
@@ -112,7 +118,7 @@ def test_export_adapter_peft_gives_the_same_logits(tmp_path, model_dir, trained)
     started = loading.load(model_dir, lora=lora, seed=5, adapter=tmp_path / "adapter")
     again = nnx.merge(started.graphdef, started.lora, started.frozen)
     np.testing.assert_allclose(logits(again), expected_btv, atol=1e-5)
-    assert started.base_hash == qwen2_vl_weights.base_hash(model_dir)
+    assert started.base_hash == weights.base_hash(model_dir)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -204,7 +210,7 @@ def replace_config(workdir, **changes):
         (another_base, "belongs to base model"),
         (no_base, "/nowhere/config.json: cannot be read"),
         (another_rank, "adapters do not fit the model"),
-        (unknown_target, "got str 'head', expected 'attention' or 'mlp'"),
+        (unknown_target, "'head' is unknown, expected some of ('attention', 'mlp'"),
     ],
 )
 def test_export_that_cannot_be_is_one_line(tmp_path, model_dir, trained, capsys, damage, message):

@@ -27,11 +27,12 @@ from tools.planner import plans
 from tools.planner import programs as plan_programs
 from tools.planner import report as plan_report
 from tools.planner import search as plan_search
-from uirl_jax import vision_inputs
 from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.models import qwen2_vl, scoring
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen2_vl import inputs as qwen2_vl_inputs
+from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoRAParam
 
 ROOT = Path(__file__).parents[1]
@@ -171,21 +172,22 @@ dim_labels=0bf_0io->0bf
 # ------------------------------------------------------------------------------------ the formulas
 
 
-def forward_arrays(cfg, rows, tokens):
+def forward_rows(rows, tokens):
     zeros_bt = np.zeros((rows, tokens), np.int32)
-    return zeros_bt, np.zeros((3, rows, tokens), np.int32), np.ones((rows, tokens), np.int32)
+    positions_3bt, segments_bt = np.zeros((3, rows, tokens), np.int32), np.ones_like(zeros_bt)
+    return TokenRows(zeros_bt, positions_3bt, segments_bt)
 
 
 def test_text_formula_equals_the_compiled_forward_pass():
     cfg, lora = small_model.CONFIG, small_model.LORA
     rows, tokens = 2, 40
-    token_ids_bt, positions_3bt, segments_bt = forward_arrays(cfg, rows, tokens)
+    token_rows = forward_rows(rows, tokens)
     graphdef, state = nnx.split(small_model.fresh())
 
     def run(state):
         model = nnx.merge(graphdef, state)
-        x_btd = qwen2_vl.hidden(model, token_ids_bt, None, None, positions_3bt, segments_bt)
-        return scoring.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt))
+        x_btd = model.hidden(token_rows, None)
+        return scoring.token_logprobs(model, x_btd, jnp.asarray(token_rows.token_ids_bt))
 
     text = plan_model.text_forward(cfg, lora, rows * tokens, tokens, rows * (tokens - 1))
     # Plain attention computes the half that the causal mask throws away, too.
@@ -206,13 +208,13 @@ def test_text_formula_equals_xlas_own_count_of_one_wide_layer():
         vocab_size=4096,
         vision=dataclasses.replace(small_model.CONFIG.vision, hidden_size=256),
     )
-    token_ids_bt, positions_3bt, segments_bt = forward_arrays(cfg, 1, 64)
+    token_rows = forward_rows(1, 64)
     graphdef, state = nnx.split(small_model.fresh(cfg, None))
 
     def run(state):
         model = nnx.merge(graphdef, state)
-        x_btd = qwen2_vl.hidden(model, token_ids_bt, None, None, positions_3bt, segments_bt)
-        return qwen2_vl.logits(model, x_btd)
+        x_btd = model.hidden(token_rows, None)
+        return model.logits(x_btd)
 
     counted = jax.jit(run).lower(state).compile().cost_analysis()["flops"]
     text = plan_model.text_forward(cfg, None, 64, 64, 64)
@@ -225,11 +227,12 @@ def test_vision_formula_equals_the_compiled_tower():
     graphdef, state = nnx.split(small_model.fresh())
 
     def run(state):
-        return qwen2_vl.encode_images(
-            nnx.merge(graphdef, state),
-            jnp.ones((images, patches, cfg.vision.patch_features)),
-            jnp.zeros((images, patches, 2), jnp.int32),
-            jnp.ones((images, patches), jnp.int32),
+        return nnx.merge(graphdef, state).encode_images(
+            {
+                "pixels_ipf": jnp.ones((images, patches, cfg.vision.patch_features)),
+                "patch_positions_ip2": jnp.zeros((images, patches, 2), jnp.int32),
+                "patch_segments_ip": jnp.ones((images, patches), jnp.int32),
+            }
         )
 
     assert program_of(run, state).cost.flops == plan_model.vision_forward(cfg, images, patches)
@@ -239,13 +242,13 @@ def test_backward_formula_is_near_the_compiled_gradient():
     """Gradients of the adapters alone. XLA leaves out what no adapter of the first layer needs, and
     computes whole attention, forward once and backward four products: within 6 %."""
     cfg, lora = small_model.CONFIG, small_model.LORA
-    token_ids_bt, positions_3bt, segments_bt = forward_arrays(cfg, 2, 40)
+    token_rows = forward_rows(2, 40)
     graphdef, adapters, frozen = nnx.split(small_model.fresh(), LoRAParam, ...)
 
     def loss(adapters, frozen):
         model = nnx.merge(graphdef, adapters, frozen)
-        x_btd = qwen2_vl.hidden(model, token_ids_bt, None, None, positions_3bt, segments_bt)
-        return scoring.token_logprobs(model, x_btd, jnp.asarray(token_ids_bt)).sum()
+        x_btd = model.hidden(token_rows, None)
+        return scoring.token_logprobs(model, x_btd, jnp.asarray(token_rows.token_ids_bt)).sum()
 
     text = plan_model.text_forward(cfg, lora, 80, 40, 78)  # a row's first token is not scored
     whole = text.base + text.adapters + text.attention
@@ -259,13 +262,13 @@ def test_published_dimensions_are_those_of_the_published_models():
         cfg = run_config(module)
         model_cfg = plan_programs.read_model_config(cfg.model.path)
         run = plan_programs.abstract_run(cfg, model_cfg, 8, None)
-        assert sum(leaf.size for leaf in jax.tree.leaves(run.frozen)) == parameters
+        assert sum(leaf.size for leaf in jax.tree.leaves(run.model.frozen)) == parameters
 
 
 @pytest.mark.parametrize("module", [grpo_qwen2vl_2b, grpo_qwen2vl_7b])
 def test_training_configs_hold_ten_screenshots_of_1280x800(module):
     cfg = run_config(module)
-    height_px, width_px = vision_inputs.smart_resize(800, 1280, 28, 3136, 12_845_056)
+    height_px, width_px = qwen2_vl_inputs.smart_resize(800, 1280, 28, 3136, 12_845_056)
     patches = (height_px // 14) * (width_px // 14)
     assert cfg.learner.batch.patch_lengths == (patches,) == (cfg.engine.image_row_patches,)
     markers = 12  # chat and vision markers of a turn

@@ -13,8 +13,8 @@ import numpy as np
 
 from tests import actor_world as world
 from tests.chromium import needs_chromium
-from uirl_jax import vision_inputs
 from uirl_jax.demonstrations.scripted import demonstrate
+from uirl_jax.families.screens import decode_image
 from uirl_jax.shards import reader
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop
@@ -53,7 +53,7 @@ class TestInChromium:
         from uirl_jax.verifiers.browser.pool import find_chromium
 
         task = TaskSpec("desktop/enter_text", seed=11, max_turns=6)
-        shown_how = demonstrate(task, world.chat(), world.IMAGE_CFG, np.random.default_rng(0))
+        shown_how = demonstrate(task, world.chat(), world.inputs(), np.random.default_rng(0))
         script = [turn.action for turn in shown_how.turns]
         shown = desktop.open_session(task).screenshot()
 
@@ -79,7 +79,7 @@ class TestInChromium:
                 await page.get_by_text(desktop.open_session(task).instruction).wait_for()
                 screen = page.locator("#screen")
                 box = await screen.bounding_box()
-                seen = vision_inputs.decode_image(await screen.screenshot())
+                seen = decode_image(await screen.screenshot())
                 for number, action in enumerate(script):
                     await act(page, box, action)
                     if action.kind != "type":  # a text goes with the next click

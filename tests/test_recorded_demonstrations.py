@@ -6,15 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from uirl_jax.chat import Chat, ChatConfig
 
 from tests import actor_world as world
 from tests import tiny_model
 from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError
+from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat, ChatConfig
 from uirl_jax.learner import cold_start, recorded_demonstrations
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.models import loading, qwen2_vl_weights
+from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.shards import batching
 from uirl_jax.shards.queue import ShardQueue
@@ -28,7 +29,7 @@ TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=5)
 
 def scripted(task: TaskSpec, talk: Chat | None = None):
     """The scripted demonstrator's episode: in place of a person's."""
-    return demonstrate(task, talk or world.chat(), world.IMAGE_CFG, np.random.default_rng(0))
+    return demonstrate(task, talk or world.chat(), world.inputs(), np.random.default_rng(0))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def recorded(tmp_path_factory) -> Path:
 
 def test_demonstration_is_told_again_in_the_words_of_the_run(recorded):
     other = world.talking("coordinates")
-    told = recorded_demonstrations.load([str(recorded)], other, world.IMAGE_CFG)
+    told = recorded_demonstrations.load([str(recorded)], other, world.inputs())
     assert [len(one.turns) for one in told] == [3, 3, 1]
     assert "3 recorded demonstrations, 2 of them solved, 7 turns" in (
         recorded_demonstrations.describe(told)
@@ -65,9 +66,7 @@ def test_demonstration_is_told_again_in_the_words_of_the_run(recorded):
         image_rows=(16,),
         patch_lengths=(192,),
     )
-    batches = batching.make_batches(
-        told, image_cfg=world.IMAGE_CFG, image_token_id=other.image_token_id, cfg=cfg
-    )
+    batches = batching.make_batches(told, inputs=world.inputs(), cfg=cfg)
     trained = [  # of every turn the action's tokens and no other
         other.decode(batch.token_ids_bt[row][batch.turn_ids_bt[row] == turn])
         for batch in batches
@@ -81,7 +80,7 @@ def test_demonstration_is_told_again_in_the_words_of_the_run(recorded):
 
 
 def test_every_demonstration_is_picked_once_a_pass(recorded):
-    told = recorded_demonstrations.load([str(recorded)], world.chat(), world.IMAGE_CFG)
+    told = recorded_demonstrations.load([str(recorded)], world.chat(), world.inputs())
     picked = [recorded_demonstrations.pick(told, index, seed=1).task.seed for index in range(30)]
     passes = [picked[at : at + 3] for at in range(0, 30, 3)]
     assert all(sorted(one) == [3, 4, 5] for one in passes)
@@ -100,7 +99,7 @@ def test_folder_that_holds_no_demonstrations_is_told_with_all_its_faults(tmp_pat
     )
     with pytest.raises(ConfigError) as told:
         recorded_demonstrations.load(
-            [str(tmp_path), str(tmp_path / "none")], world.talking("ui_tars"), world.IMAGE_CFG
+            [str(tmp_path), str(tmp_path / "none")], world.talking("ui_tars"), world.inputs()
         )
     for part in ("broken.tfrecord", "unsaid.tfrecord: turn 0", "triple_click", "none: no *.tfrec"):
         assert part in str(told.value)
@@ -121,7 +120,7 @@ def cold_start_on(recorded, model, workdir, **options) -> Chat:
     talk = Chat(
         model.path,
         ChatConfig(system_prompt="", prompt_template="{instruction}"),
-        model.image_cfg.merge_size,
+        model.family.chat,
     )
     cold_start.run_cold_start(
         cold_start.ColdStartConfig(
@@ -154,7 +153,7 @@ def test_cold_start_is_given_what_was_recorded(tmp_path, recorded, monkeypatch):
     monkeypatch.setattr(cold_start.supervised, "train", note)
     model = loading.load(SHIPPED, lora=None, seed=0)
     talk = cold_start_on(recorded, model, tmp_path, train="all")
-    told = recorded_demonstrations.load([str(recorded)], talk, model.image_cfg)
+    told = recorded_demonstrations.load([str(recorded)], talk, model.inputs)
     for step, batches in enumerate(given):
         trained = [  # of every turn the action's tokens
             talk.decode(batch.token_ids_bt[row][batch.turn_ids_bt[row] == turn])
@@ -166,9 +165,7 @@ def test_cold_start_is_given_what_was_recorded(tmp_path, recorded, monkeypatch):
         assert sorted(trained) == sorted(turn.text for one in picked for turn in one.turns)
     assert len(given) == 6
     # Held in float32, written as the files that it was read from.
-    dtypes = [
-        qwen2_vl_weights.stored_dtype(of) for of in (SHIPPED, tmp_path / cold_start.MODEL_DIR)
-    ]
+    dtypes = [weights.stored_dtype(of) for of in (SHIPPED, tmp_path / cold_start.MODEL_DIR)]
     assert dtypes == ["bfloat16", "bfloat16"]
 
 

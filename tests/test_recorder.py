@@ -10,13 +10,13 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from uirl_jax.chat import Chat
 
 from tests import actor_world as world
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration, End
 from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError, VerifierError
+from uirl_jax.families.chat import Chat
 from uirl_jax.shards import reader
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import Action, StopReason, TaskSpec
@@ -30,12 +30,12 @@ MOUSE |= {"x2": 9, "y2": 8}
 
 def scripted(task: TaskSpec):
     """The scripted demonstrator's episode: in place of a person's."""
-    return demonstrate(task, world.chat(), world.IMAGE_CFG, np.random.default_rng(0))
+    return demonstrate(task, world.chat(), world.inputs(), np.random.default_rng(0))
 
 
 def agent(talk: Chat | None = None, **changes) -> Agent:
     return dataclasses.replace(
-        Agent(talk or world.chat(), world.IMAGE_CFG, 1024, 64, 1.0), **changes
+        Agent(talk or world.chat(), world.inputs(), 1024, 64, 1.0), **changes
     )
 
 

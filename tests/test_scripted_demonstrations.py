@@ -5,14 +5,14 @@ import threading
 
 import numpy as np
 import pytest
-from uirl_jax.chat import Chat, ChatConfig
 
 from tests import tiny_model
 from uirl_jax import seeds
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, RestartError, ShardError
+from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat, ChatConfig
 from uirl_jax.learner import scripted_demonstrations
-from uirl_jax.models import loading
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec
 
@@ -34,7 +34,7 @@ def make(model):
         return scripted_demonstrations.ScriptedDemonstrations(
             demonstrator,
             model,
-            Chat(model.path, ChatConfig(), model.image_cfg.merge_size),
+            Chat(model.path, ChatConfig(), model.family.chat),
             kinds,
             episodes=episodes,
             seed=5,

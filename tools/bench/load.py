@@ -71,6 +71,7 @@ def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
 
     from uirl_jax.families.qwen2_vl import FAMILY
     from uirl_jax.models import weight_files, weights
+    from uirl_jax.store.files import replacing
 
     table = FAMILY.weights
     abstract = nnx.eval_shape(lambda: FAMILY.make_model(cfg, rngs=nnx.Rngs(0)))
@@ -84,7 +85,7 @@ def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with weight_files.replacing(directory / name) as (file,):
+        with replacing(directory / name) as (file,):
             file.write(weight_files.header(shard))
             for tensor in shard:
                 for start in range(0, tensor.size_bytes, BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""What a batch costs by formula: FLOPs that the algorithm needs, and an estimate of its memory.
+"""What a batch of Qwen2-VL costs by formula: FLOPs that it needs, and an estimate of its memory.
 
 FLOPs are of matrix products, two for a multiplication and an addition, and exclude what is computed
 twice to save memory. Rows are taken as full, one episode each. The memory estimate ranks the
@@ -9,10 +9,10 @@ compiled, the compiler's numbers count.
 import dataclasses
 import math
 
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
-
 from tools.planner.programs import Run, chip_bytes
-from uirl_jax.models.lora import LoraConfig, Projection
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
+from uirl_jax.families.qwen2_vl.names import WEIGHTS
+from uirl_jax.models.lora import LoraConfig
 
 _LOGITS_BYTES = 256 * 2**20  # of a chip's logits that are held at once (scoring.token_logprobs)
 
@@ -31,7 +31,7 @@ class TextFlops:
         return self.projections + self.attention + self.vocabulary
 
 
-def text_projections(cfg: Qwen2VLConfig) -> dict[Projection, tuple[int, int]]:
+def text_projections(cfg: Qwen2VLConfig) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a block's projections."""
     dim, kv, mlp = (
         cfg.hidden_size,
@@ -55,7 +55,7 @@ def text_forward(
     """Args: tokens in all; of an episode, which attends to itself; that meet the vocabulary."""
     layers, projections = cfg.num_hidden_layers, text_projections(cfg)
     per_token = sum(a * b for a, b in projections.values())
-    adapted = lora.projections if lora else ()
+    adapted = WEIGHTS.projections_of(lora.targets) if lora else ()
     per_token_lora = sum(
         lora.rank * (a + b) for name, (a, b) in projections.items() if name in adapted
     )
@@ -83,7 +83,7 @@ def _text_pass(run: Run) -> TextFlops:
     batch, lora = run.cfg.learner.batch, run.cfg.model.lora
     tokens = batch.rows * batch.row_lengths[-1]
     scored = math.prod(run.batch["sampled_index_bs"].shape)
-    return text_forward(run.model_cfg, lora, tokens, batch.row_lengths[-1], scored=scored)
+    return text_forward(run.model.cfg, lora, tokens, batch.row_lengths[-1], scored=scored)
 
 
 def batches_a_step(run: Run) -> int:
@@ -99,7 +99,7 @@ def batch_flops(run: Run) -> dict[str, float]:
     backward = text.projections + text.vocabulary + 2 * text.adapters + 2 * text.attention
     parts = {
         "vision tower": vision_forward(
-            run.model_cfg, batch.image_rows[-1], batch.patch_lengths[-1]
+            run.model.cfg, batch.image_rows[-1], batch.patch_lengths[-1]
         ),
         "new policy, forward": text.base + text.adapters,
         "new policy, backward": backward,
@@ -139,15 +139,15 @@ def resident(run: Run) -> tuple[float, float, float]:
     """Weights, state, and batch with the table of visual tokens: exact, from the shardings."""
     batch = run.cfg.learner.batch
     patches = batch.image_rows[-1] * batch.patch_lengths[-1]
-    tokens = patches // run.model_cfg.vision.spatial_merge_size**2
+    tokens = patches // run.model.cfg.vision.spatial_merge_size**2
     # Whole on every chip: any row may look up any screenshot.
-    table = tokens * run.model_cfg.hidden_size * _activation_bytes(run)
-    return chip_bytes(run.frozen), chip_bytes(run.state), chip_bytes(run.batch) + table
+    table = tokens * run.model.cfg.hidden_size * _activation_bytes(run)
+    return chip_bytes(run.model.frozen), chip_bytes(run.state), chip_bytes(run.batch) + table
 
 
 def estimate_memory(run: Run) -> Memory:
     """Saved and temporaries are estimates: a third off is normal."""
-    cfg, model = run.cfg, run.model_cfg
+    cfg, model = run.cfg, run.model.cfg
     sizes, item = dict(run.mesh.shape), _activation_bytes(run)
     across, wide = sizes["data"] * sizes["fsdp"], sizes["model"]
     batch = cfg.learner.batch

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
-
 from tools.planner import programs as plan_programs
 from tools.planner import report as plan_report
 from tools.planner import search as plan_search
 from tools.planner.machines import Machine
 from uirl_jax.config.schema import RunConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 
 _MOST_CHANGES = 4  # compiled to find one that fits; a compilation takes minutes
 

@@ -2,12 +2,12 @@
 
 What the learner jits (`make_steps`: score, gradients) and what the engine jits (`make_programs`:
 vision tower, prefill and decode steps) are lowered with abstract arrays, placed as the run places
-them, and compiled by the TPU's compiler on this host.
+them, and compiled by the TPU's compiler on this host. Only Qwen2-VL is planned: config.json is all
+that is read of a model directory, and `model` counts FLOPs by this architecture.
 """
 
 import dataclasses
 import functools
-import json
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -16,20 +16,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 from uirl_jax import assets
 from uirl_jax.config.schema import ModelConfig, RunConfig
 from uirl_jax.engine import programs as engine_programs
 from uirl_jax.engine.weights import prepare
 from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.families.border import Inputs
+from uirl_jax.families.chat import Vocabulary
+from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.qwen2_vl import FAMILY
+from uirl_jax.families.qwen2_vl import config as qwen2_vl_config
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.models import hub, qwen2_vl, sharding
+from uirl_jax.models import hub, sharding
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
@@ -43,7 +47,6 @@ _OUT_OF_MEMORY = re.compile(
     r"( of [\d.]+[KMG] hbm|\) exceeds available HBM \([\d.]+[KMG]\))"
 )
 _BATCH_FLOATS = {"behaviour_logprobs_bt", "advantages_bt", "weights_bt"}
-_BATCH_BYTES = {"patches_ipc"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +54,11 @@ class Run:
     """All that the programs are given, as shapes, dtypes and shardings."""
 
     cfg: RunConfig
-    model_cfg: qwen2_vl.Qwen2VLConfig
+    model: PolicyModel  # of no directory and no weights
     mesh: Mesh | AbstractMesh
-    graphdef: nnx.GraphDef
     optimizer: optax.GradientTransformation
     state: learner_state.TrainState
-    frozen: nnx.State
-    batch: dict[str, jax.ShapeDtypeStruct]
+    batch: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Compiled:
     wanted_bytes: float = 0.0  # what it would have taken at least
 
 
-def read_model_config(path: str) -> qwen2_vl.Qwen2VLConfig:
+def read_model_config(path: str) -> Qwen2VLConfig:
     """Dimensions of a model; of a published one also where the directory is missing.
 
     Raises: ModelError.
@@ -85,12 +86,8 @@ def read_model_config(path: str) -> qwen2_vl.Qwen2VLConfig:
     if hub.is_hub_name(path) and not published.is_dir():
         path = str(hub.model_directory(path, weights=False))
     for directory in (assets.find(path), published):
-        file = directory / "config.json"
-        if file.is_file():
-            try:
-                return qwen2_vl.Qwen2VLConfig.from_dict(json.loads(file.read_text("utf-8")))
-            except ValueError as error:
-                raise ModelError(f"{file}: cannot be read as JSON ({error})") from None
+        if (directory / "config.json").is_file():
+            return qwen2_vl_config.read_model_config(directory)
     names = ", ".join(sorted(p.name for p in PUBLISHED.iterdir()))
     raise ModelError(
         f"{path}: has no config.json, and its name is none of the published models that can be "
@@ -100,7 +97,7 @@ def read_model_config(path: str) -> qwen2_vl.Qwen2VLConfig:
 
 def abstract_run(
     cfg: RunConfig,
-    model_cfg: qwen2_vl.Qwen2VLConfig,
+    model_cfg: Qwen2VLConfig,
     chips: int,
     devices: tuple[jax.Device, ...] | None,
 ) -> Run:
@@ -120,27 +117,37 @@ def abstract_run(
     graphdef, frozen, optimizer, state = _abstract_leaves(
         model_cfg, cfg.model, learner.optimizer, learner.steps
     )
+    rules = FAMILY.weights.sharding_rules
+    state = _placed(state, sharding.state_shardings(mesh, state, rules))
+    model = PolicyModel(
+        path=Path(),
+        family=FAMILY,
+        graphdef=graphdef,
+        lora=state.trainable,
+        frozen=_placed(frozen, sharding.state_shardings(mesh, frozen, rules)),
+        cfg=model_cfg,
+        inputs=FAMILY.make_inputs(model_cfg),
+        base_hash="",
+    )
     return Run(
         cfg=cfg,
-        model_cfg=model_cfg,
+        model=model,
         mesh=mesh,
-        graphdef=graphdef,
         optimizer=optimizer,
-        state=_placed(state, sharding.state_shardings(mesh, state)),
-        frozen=_placed(frozen, sharding.state_shardings(mesh, frozen)),
-        batch=abstract_batch(cfg.learner.batch, model_cfg, mesh),
+        state=state,
+        batch=abstract_batch(cfg.learner.batch, model.inputs, mesh),
     )
 
 
 @functools.cache  # a search asks for the same a hundred times, and it takes a second
 def _abstract_leaves(
-    model_cfg: qwen2_vl.Qwen2VLConfig,
+    model_cfg: Qwen2VLConfig,
     cfg: ModelConfig,
     optimizer_cfg: learner_state.OptimizerConfig,
     steps: int,
 ) -> tuple[nnx.GraphDef, nnx.State, optax.GradientTransformation, learner_state.TrainState]:
     model = nnx.eval_shape(
-        lambda: qwen2_vl.Qwen2VL(
+        lambda: FAMILY.make_model(
             model_cfg,
             lora=cfg.lora,
             rngs=nnx.Rngs(0),
@@ -154,31 +161,35 @@ def _abstract_leaves(
     return graphdef, frozen, optimizer, state
 
 
-def abstract_batch(
-    cfg: BatchConfig, model_cfg: qwen2_vl.Qwen2VLConfig, mesh: Mesh | AbstractMesh
-) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(cfg: BatchConfig, inputs: Inputs, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     """The largest TrainBatch that the config allows; shapes by the letters of the fields' names."""
     sizes = {
+        "a": inputs.position_axes,
         "b": cfg.rows,
         "t": cfg.row_lengths[-1],
         "s": (*cfg.sampled_lengths, cfg.row_lengths[-1])[0],
-        "i": cfg.image_rows[-1],
-        "p": cfg.patch_lengths[-1],
-        "c": model_cfg.vision.patch_levels,
-        "2": 2,
-        "3": 3,
     }
-    batch = {}
-    left_out = {*learner_step.HOST_FIELDS, "values_bt", "returns_bt"}  # planned without a critic
+    batch: dict[str, Any] = {
+        "vision": abstract_images(inputs, cfg.image_rows[-1], cfg.patch_lengths[-1])
+    }
+    # Planned without a critic.
+    left_out = {*batch, *learner_step.HOST_FIELDS, "values_bt", "returns_bt"}
     if not cfg.share_prompts:
         left_out.add("prefix_segments_bt")
     for name in {field.name for field in dataclasses.fields(TrainBatch)} - left_out:
         letters = name.rpartition("_")[2]
         dtype = jnp.float32 if name in _BATCH_FLOATS else jnp.int32
-        if name in _BATCH_BYTES:
-            dtype = jnp.uint8
         batch[name] = jax.ShapeDtypeStruct([sizes[letter] for letter in letters], dtype)
     return _placed(batch, sharding.batch_shardings(mesh, batch))
+
+
+def abstract_images(inputs: Inputs, rows: int, row_patches: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the vision tower is given in so many rows."""
+    one_row = inputs.pack_screens((), 1, row_patches).arrays
+    return {
+        name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
+        for name, array in one_row.items()
+    }
 
 
 def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None]) -> list[Compiled]:
@@ -186,23 +197,21 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
 
     Raises: ConfigError where the compiler refuses for another reason than a lack of memory.
     """
-    vision_trainable = "visual" in run.state.trainable
     steps = learner_step.make_steps(
-        run.graphdef,
+        run.model.graphdef,
         run.optimizer,
         learner_step.StepConfig(
             run.cfg.algorithm.loss,
-            vision_trainable=vision_trainable,
+            vision_trainable=run.model.trains_vision,
             use_reference=run.cfg.algorithm.use_reference,
             temperature=run.cfg.actor.rollout.temperature,
-            forbidden_ids=tuple(_forbidden_ids(run.model_cfg)),
-            image_cfg=PUBLISHED_IMAGES,
+            forbidden_ids=_vocabulary(run.model.cfg).forbidden_ids,
         ),
         jax.tree.map(lambda leaf: leaf.sharding, run.state),
     )
     done = []
     with jax.set_mesh(run.mesh):
-        score_args = ((run.state.trainable, None), run.frozen, run.batch)
+        score_args = ((run.state.trainable, None), run.model.frozen, run.batch)
         for name in names:
             if name == "score":
                 lowered = steps.score.lower(*score_args)
@@ -233,7 +242,7 @@ def _scored(run: Run, scored: Any) -> Any:
 
 def _lower_sampling(run: Run, name: str) -> Any:
     """A program of the engine at its largest sizes."""
-    cfg, vision = run.cfg.engine, run.model_cfg.vision
+    cfg, model = run.cfg.engine, run.model
     sizes = dict(run.mesh.shape)
 
     def placed(array: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
@@ -245,42 +254,31 @@ def _lower_sampling(run: Run, name: str) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     cache = jax.eval_shape(
-        lambda: qwen2_vl.init_cache(
-            run.model_cfg, cfg.num_slots, cfg.slot_places, jnp.dtype(cfg.cache_dtype)
+        lambda: model.family.init_cache(
+            model.cfg, cfg.num_slots, cfg.slot_positions, jnp.dtype(cfg.cache_dtype)
         )
     )
     cache = jax.tree.map(lambda array: placed(array, engine_programs.CACHE_AXES), cache)
-    rows_of_table = cfg.table_rows(vision.spatial_merge_size)
-    dtype = run.frozen["text"]["embedding"].dtype
+    dtype = model.frozen["text"]["embedding"].dtype
     table_md = placed(
-        of(dtype, rows_of_table, run.model_cfg.hidden_size), engine_programs.TABLE_AXES
+        of(dtype, cfg.table_rows(model.inputs), model.cfg.hidden_size), engine_programs.TABLE_AXES
     )
-    forbidden_v = np.zeros(run.model_cfg.vocab_size, bool)
-    forbidden_v[list(_forbidden_ids(run.model_cfg))] = True
-    made = engine_programs.make_programs(
-        run.graphdef,
-        end_token_ids=(run.model_cfg.eos_token_id,),
-        forbidden_v=forbidden_v,
-        decode_steps=cfg.decode_steps,
-        image_cfg=PUBLISHED_IMAGES,
-        cache_sharding=jax.tree.leaves(cache)[0].sharding,
+    programs = engine_programs.make_programs(
+        model,
+        _vocabulary(model.cfg),
+        cfg,
+        cache_sharding=jax.tree.map(lambda array: array.sharding, cache),
         table_sharding=table_md.sharding,
     )
-    weights = prepare(run.frozen, run.state.trainable, by_layer=False)
+    weights = prepare(model, model.lora, by_layer=False)
     if name == "encode":
-        shape = (cfg.image_rows[-1], cfg.image_row_patches)
-        tokens = shape[0] * shape[1] // vision.spatial_merge_size**2
-        return made.encode.lower(
-            table_md,
-            weights,
-            of(jnp.uint8, *shape, vision.patch_levels),
-            of(jnp.int32, *shape, 2),
-            of(jnp.int32, *shape),
-            of(jnp.int32, tokens),
-        )
+        rows = cfg.image_rows[-1]
+        images = abstract_images(model.inputs, rows, cfg.image_row_patches)
+        tokens = rows * model.inputs.row_tokens(cfg.image_row_patches)
+        return programs.encode.lower(table_md, weights, images, of(jnp.int32, tokens))
     if name == "prefill":
         shape = (cfg.prefill_rows[-1], cfg.prefill_lengths[-1])
-        return made.prefill.lower(
+        return programs.prefill.lower(
             cache,
             weights,
             table_md,
@@ -288,12 +286,12 @@ def _lower_sampling(run: Run, name: str) -> Any:
             of(jnp.int32, shape[0]),
             of(jnp.int32, *shape),
             of(jnp.int32, *shape),
-            of(jnp.int32, 3, *shape),
-            places=cfg.slot_places,
+            of(jnp.int32, model.inputs.position_axes, *shape),
+            span=cfg.slot_positions,
         )
     rows = jax.eval_shape(lambda: engine_programs.no_rows(cfg.batch_sizes[-1], cfg.num_slots))
-    return made.decode.lower(
-        cache, weights, rows, of(jnp.int32), of(jnp.bool_), places=cfg.slot_places
+    return programs.decode.lower(
+        cache, weights, rows, of(jnp.int32), of(jnp.bool_), span=cfg.slot_positions
     )
 
 
@@ -345,14 +343,15 @@ def chip_bytes(tree: Any) -> int:
     return total
 
 
-def _forbidden_ids(cfg: qwen2_vl.Qwen2VLConfig) -> tuple[int, ...]:
-    """As a run's tokenizer would say; which ids they are changes no cost."""
-    return (
+def _vocabulary(cfg: Qwen2VLConfig) -> Vocabulary:
+    """In place of the tokenizer's; which ids they are changes no cost."""
+    forbidden_ids = (
         cfg.vision_start_token_id,
         cfg.vision_end_token_id,
         cfg.image_token_id,
         cfg.video_token_id,
     )
+    return Vocabulary((cfg.eos_token_id,), forbidden_ids)
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

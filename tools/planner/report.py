@@ -66,12 +66,12 @@ def _sent_by_formula(run: Run, machine: Machine) -> float:
     passes = 3  # reference; forward and backward
     sent = 0.0
     if sizes["fsdp"] > 1:
-        sent += passes * chip_bytes(run.frozen) * (sizes["fsdp"] - 1)
+        sent += passes * chip_bytes(run.model.frozen) * (sizes["fsdp"] - 1)
     if sizes["model"] > 1:
-        batch, dim = run.cfg.learner.batch, run.model_cfg.hidden_size
+        batch, dim = run.cfg.learner.batch, run.model.cfg.hidden_size
         tokens = batch.rows * batch.row_lengths[-1] / (sizes["data"] * sizes["fsdp"])
         ring = 2 * (sizes["model"] - 1) / sizes["model"]
-        sent += 4 * 2 * run.model_cfg.num_hidden_layers * tokens * dim * 2 * ring
+        sent += 4 * 2 * run.model.cfg.num_hidden_layers * tokens * dim * 2 * ring
     return sent
 
 
@@ -83,7 +83,7 @@ def plan_compiled(run: Run, machine: Machine, programs: list[Compiled]) -> dict[
     for program in programs:
         own = 0.0  # the engine's buffers are no part of what the learner holds
         if program.name in SAMPLING and program.argument_bytes:
-            own = program.argument_bytes - chip_bytes((run.frozen, run.state.trainable))
+            own = program.argument_bytes - chip_bytes((run.model.frozen, run.state.trainable))
         peak = program.wanted_bytes or resident + own + program.new_bytes
         entry = {
             "compile_s": program.seconds,
