@@ -120,10 +120,7 @@ def test_verifiers_have_no_import_circle():
         for path in sources()
         if room_of(path) == "verifiers"
     }
-    left = {
-        name: {other for other in files if other in full_names(path)}
-        for name, path in files.items()
-    }
+    left = {name: files.keys() & full_names(path) for name, path in files.items()}
     while leaves := [name for name, below in left.items() if not below & left.keys()]:
         for name in leaves:
             del left[name]
