@@ -7,12 +7,13 @@ import io
 import numpy as np
 from PIL import Image
 
-from uirl_jax import vision_inputs
+from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
 from uirl_jax.shards import batching
 from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
-IMAGE_CFG = vision_inputs.ImageConfig(patch_size=4, min_pixels=8 * 8)
 PLACEHOLDER = 60
+INPUTS = Qwen2VLInputs(ImageConfig(patch_size=4, min_pixels=8 * 8), PLACEHOLDER)
 LAYOUTS = {
     "one sequence a row": batching.BatchConfig(
         rows=20, row_lengths=(64,), image_rows=(12,), patch_lengths=(16,), pack=False
@@ -80,7 +81,7 @@ def records() -> tuple[list[Trajectory], list[float]]:
                     instruction="",
                     turns=tuple(turns),
                     images=used,
-                    image_grids=dict.fromkeys(used, (1, 4, 4)),
+                    image_tokens=dict.fromkeys(used, 4),
                     stop_reason=StopReason.COMPLETED,
                     reward=0.0,
                     success=False,

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from uirl_jax.models.qwen2_vl import Qwen2VL, Remat
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 
 LORA = LoraConfig(rank=2, alpha=8.0)

@@ -5,20 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.learner import state as learner_state
-from uirl_jax.models import qwen2_vl
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch
 
 OPTIMIZER = learner_state.OptimizerConfig(lr=1e-2)
+RULES = WEIGHTS.sharding_rules
 
 
-def tiny_config() -> qwen2_vl.Qwen2VLConfig:
-    vision = qwen2_vl.VisionConfig(
+def tiny_config() -> Qwen2VLConfig:
+    vision = VisionConfig(
         depth=2, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=32, patch_size=4
     )
-    return qwen2_vl.Qwen2VLConfig(
+    return Qwen2VLConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
@@ -34,7 +37,7 @@ def tiny_config() -> qwen2_vl.Qwen2VLConfig:
 
 def make_model(seed: int = 0, **lora):
     """(graphdef, adapters that are not zero, frozen)."""
-    model = qwen2_vl.Qwen2VL(
+    model = Qwen2VL(
         tiny_config(), lora=LoraConfig(rank=4, **lora), rngs=nnx.Rngs(seed), param_dtype=jnp.float32
     )
     graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
@@ -56,7 +59,7 @@ def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) 
         token_ids_bt=rng.integers(0, 64, (rows, tokens)).astype(np.int32) * segments_bt,
         segment_ids_bt=segments_bt,
         prefix_segments_bt=None,
-        positions_3bt=np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, rows, tokens)).copy(),
+        positions_abt=np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, rows, tokens)).copy(),
         completion_mask_bt=mask_bt,
         sampled_index_bs=batching.sampled_index(mask_bt, (16, tokens - 10)),
         vision_index_bt=vision_bt,
@@ -68,9 +71,13 @@ def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) 
         returns_bt=None,
         trajectory_bs=np.full((rows, 1), -1),
         token_bs=np.full((rows, 1), -1),
-        patches_ipc=rng.integers(0, 256, (images, 16, 48), np.uint8),
-        patch_positions_ip2=np.broadcast_to(patch_positions, (images, 16, 2)).astype(np.int32),
-        patch_segments_ip=np.ones((images, 16), np.int32),
+        vision={
+            "patches_ipc": rng.integers(0, 256, (images, 16, 48), np.uint8),
+            "patch_positions_ip2": np.broadcast_to(patch_positions, (images, 16, 2)).astype(
+                np.int32
+            ),
+            "patch_segments_ip": np.ones((images, 16), np.int32),
+        },
     )
 
 

@@ -16,11 +16,12 @@ from tests.eight_devices import on_eight_devices
 from tools.bench import algorithms
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, TrainingError
+from uirl_jax.families import loading
 from uirl_jax.learner import algorithm, cold_start
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig
-from uirl_jax.models import loading, sharding
+from uirl_jax.models import sharding
 from uirl_jax.rl.advantages import AdvantageConfig, group_advantages
 from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.rl.rewards import RewardConfig, token_rewards, turn_lengths
@@ -87,9 +88,11 @@ class Learner:
             critic_optimizer = learner_state.make_critic_optimizer(critic_cfg)
             critic = learner_state.init_critic(32, critic_optimizer)
         self.cfg, self.mesh = cfg, mesh
-        self.state = learner_state.init_state(lora, optimizer, mesh, critic=critic)
+        self.state = learner_state.init_state(
+            lora, optimizer, mesh, step_world.RULES, critic=critic
+        )
         if mesh is not None:
-            placed = sharding.state_shardings(mesh, self.frozen)
+            placed = sharding.state_shardings(mesh, self.frozen, step_world.RULES)
             self.frozen = jax.device_put(self.frozen, placed)
 
     def step(self, records=None, layout: str = "packed", **options) -> dict[str, float]:
@@ -101,8 +104,7 @@ class Learner:
             self.frozen,
             make_batches=functools.partial(
                 batching.make_batches,
-                image_cfg=packed_records.IMAGE_CFG,
-                image_token_id=packed_records.PLACEHOLDER,
+                inputs=packed_records.INPUTS,
                 cfg=packed_records.LAYOUTS[layout],
             ),
             mesh=self.mesh,
@@ -201,8 +203,7 @@ def test_learn_kl_in_the_reward_is_kl_of_the_policy_to_the_base():
     scores = Learner(dataclasses.replace(cfg, minibatches=2))
     (batch,) = batching.make_batches(
         [of for group in groups() for of in group],
-        image_cfg=packed_records.IMAGE_CFG,
-        image_token_id=packed_records.PLACEHOLDER,
+        inputs=packed_records.INPUTS,
         cfg=packed_records.LAYOUTS["packed"],
     )
     scored = scores.steps.score(

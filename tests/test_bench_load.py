@@ -5,7 +5,8 @@ from flax import nnx
 
 from tests import small_model
 from tools.bench import load
-from uirl_jax.models import qwen2_vl_weights
+from uirl_jax.families import loading
+from uirl_jax.families.table import family_of
 
 
 def test_write_checkpoint_is_a_model_of_random_bfloat16(tmp_path, monkeypatch):
@@ -13,8 +14,14 @@ def test_write_checkpoint_is_a_model_of_random_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "BLOCK_BYTES", 1000)  # tensors of several blocks
     total_bytes = load.write_checkpoint(tmp_path, small_model.CONFIG)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model = qwen2_vl_weights.load_pretrained(
-        tmp_path, lora=None, param_dtype=jnp.bfloat16, init_key=jax.random.key(0)
+    family = family_of(tmp_path)
+    model = loading.read_model(
+        family,
+        tmp_path,
+        family.read_config(tmp_path),
+        lora=None,
+        param_dtype=jnp.bfloat16,
+        init_key=jax.random.key(0),
     )
     leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(nnx.state(model))]
     assert total_bytes == 2 * sum(leaf.size for leaf in leaves)

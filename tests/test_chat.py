@@ -285,7 +285,7 @@ def test_model_without_usable_tokenizer_raises_in_one_line(model_dir, tmp_path):
     spec = json.loads(whole)
     spec["added_tokens"] = spec["added_tokens"][:2]
     path.write_text(json.dumps(spec))
-    assert "lacks <|im_end|>, <|vision_start|>" in message(path)
+    assert "lacks <|im_end|>, <|image_pad|>" in message(path)
 
 
 def test_model_whose_merges_make_a_special_token_is_refused(model_dir, tmp_path):

@@ -5,46 +5,44 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from uirl_jax.models.qwen2_vl import Qwen2VL
 
 from tests import small_model
 from uirl_jax.errors import ConfigError
-from uirl_jax.models import qwen2_vl, scoring
-from uirl_jax.models.lora import PROJECTIONS, Linear, LoraConfig, LoRAParam, targets_of
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.families.qwen2_vl.names import WEIGHTS
+from uirl_jax.models import scoring
+from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
 
 IDS_BT = np.random.default_rng(0).integers(0, 50, (2, 6)).astype(np.int32)
-POSITIONS_3BT = np.broadcast_to(np.arange(6, dtype=np.int32), (3, 2, 6))
+ROWS = TokenRows(
+    IDS_BT,
+    positions_abt=np.broadcast_to(np.arange(6, dtype=np.int32), (3, 2, 6)),
+    segment_ids_bt=np.ones((2, 6), np.int32),
+)
 
 
-hidden = jax.jit(qwen2_vl.hidden, static_argnames="adapters")
+hidden = jax.jit(Qwen2VL.hidden, static_argnames="adapters")
 
 
 def forward(
     model: Qwen2VL, *, adapters: bool = True, dropout_key: jax.Array | None = None
 ) -> np.ndarray:
-    x_btd = hidden(
-        model,
-        *(IDS_BT, None, None, POSITIONS_3BT, np.ones((2, 6), np.int32)),
-        adapters=adapters,
-        dropout_key=dropout_key,
-    )
-    return np.asarray(x_btd)
+    return np.asarray(hidden(model, ROWS, None, adapters=adapters, dropout_key=dropout_key))
 
 
-encode_images = jax.jit(qwen2_vl.encode_images, static_argnames="adapters")
-PATCHES_IPF = np.random.default_rng(1).normal(size=(2, 8, 96)).astype(np.float32)
+encode_images = jax.jit(Qwen2VL.encode_images, static_argnames="adapters")
+VISION = {
+    "pixels_ipf": np.random.default_rng(1).normal(size=(2, 8, 96)).astype(np.float32),
+    "patch_positions_ip2": np.zeros((2, 8, 2), np.int32),
+    "patch_segments_ip": np.ones((2, 8), np.int32),
+}
 
 
 def see(
     model: Qwen2VL, *, adapters: bool = True, dropout_key: jax.Array | None = None
 ) -> np.ndarray:
-    visual_md = encode_images(
-        model,
-        *(PATCHES_IPF, np.zeros((2, 8, 2), np.int32), np.ones((2, 8), np.int32)),
-        adapters=adapters,
-        dropout_key=dropout_key,
-    )
-    return np.asarray(visual_md)
+    return np.asarray(encode_images(model, VISION, adapters=adapters, dropout_key=dropout_key))
 
 
 def with_adapters(value: float, lora: LoraConfig = small_model.LORA) -> Qwen2VL:
@@ -127,11 +125,12 @@ def test_split_counts_the_leaves_of_the_vision_tower():
 
 
 def test_targets_of_gives_the_projections_back_with_groups_by_name():
-    assert targets_of(LoraConfig(targets=("all", "qkv")).projections) == ("attention", "mlp", "qkv")
-    assert targets_of(PROJECTIONS) == ("attention", "mlp", "vision", "merger")
+    targets_of, projections_of = WEIGHTS.targets_of, WEIGHTS.projections_of
+    assert targets_of(projections_of(("all", "qkv"))) == ("attention", "mlp", "qkv")
+    assert targets_of(WEIGHTS.projections) == ("attention", "mlp", "vision", "merger")
     assert targets_of({"v_proj", "q_proj"}) == ("q_proj", "v_proj")
-    for name in PROJECTIONS:
-        assert LoraConfig(targets=targets_of({name})).projections == {name}
+    for name in WEIGHTS.projections:
+        assert projections_of(targets_of({name})) == {name}
 
 
 def test_split_without_lora_leaves_no_adapters():
@@ -173,7 +172,7 @@ def test_gradient_of_fresh_adapters_moves_b_and_not_yet_a():
 
     def loss(adapters):
         model = nnx.merge(graphdef, adapters, frozen)
-        x_btd = hidden(model, IDS_BT, None, None, POSITIONS_3BT, np.ones((2, 6), np.int32))
+        x_btd = hidden(model, ROWS, None)
         return scoring.token_logprobs(model, x_btd, IDS_BT).sum()
 
     grads = jax.jit(jax.grad(loss))(adapters)["text"]["blocks"]
@@ -250,8 +249,12 @@ def test_dropout_draws_for_every_layer_and_projection_and_once_more_when_recompu
 
         def loss(adapters):
             model = nnx.merge(graphdef, adapters, frozen)
-            one = (IDS_BT[:1, :1], None, None, POSITIONS_3BT[:, :1, :1], np.ones((1, 1), np.int32))
-            x_btd = qwen2_vl.hidden(model, *one, dropout_key=jax.random.key(0))
+            one_token = TokenRows(
+                ROWS.token_ids_bt[:1, :1],
+                ROWS.positions_abt[:, :1, :1],
+                ROWS.segment_ids_bt[:1, :1],
+            )
+            x_btd = model.hidden(one_token, None, dropout_key=jax.random.key(0))
             return (x_btd * np.arange(32)).sum()
 
         grads = jax.jit(jax.grad(loss))(adapters)["text"]["blocks"]
@@ -270,7 +273,7 @@ def test_dropout_draws_for_every_layer_and_projection_and_once_more_when_recompu
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"rank": 0}, {"targets": ("head",)}, {"targets": ()}, {"dropout": 1.0}, {"dropout": -0.1}],
+    [{"rank": 0}, {"targets": ()}, {"dropout": 1.0}, {"dropout": -0.1}],
 )
 def test_lora_config_impossible_values_are_a_config_error(wrong):
     with pytest.raises(ConfigError, match=f"lora.{next(iter(wrong))}") as error:
@@ -278,6 +281,11 @@ def test_lora_config_impossible_values_are_a_config_error(wrong):
     assert "\n" not in str(error.value)
 
 
-def test_lora_config_unknown_target_says_which_and_what_is_known():
-    with pytest.raises(ConfigError, match=r"'head' is unknown, expected some of \('attention', 'm"):
-        LoraConfig(targets=("attention", "head"))
+def test_projections_of_an_unknown_target_says_which_and_what_is_known():
+    lora = LoraConfig(targets=("attention", "head"))
+    message = r"'head' is unknown, expected some of \('attention', 'm"
+    with pytest.raises(ConfigError, match=rf"^lora\.targets=.*{message}") as error:
+        WEIGHTS.projections_of(lora.targets)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=message):
+        small_model.fresh(lora=lora)

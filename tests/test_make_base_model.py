@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from uirl_jax.chat import Chat
 
 from tools import make_base_model
 from uirl_jax import actions
-from uirl_jax.models import loading
+from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.table import family_of
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop, drawing
 
@@ -37,7 +38,7 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(tmp_path):
     assert 1_000_000 < sum(x.size for x in _leaves(model.frozen)) < 4_000_000
     assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
     assert "--finding_steps=2" in (out / "README.md").read_text()
-    chat = Chat(out, make_base_model.CHAT, model.image_cfg.merge_size)
+    chat = Chat(out, make_base_model.CHAT, model.family.chat)
     assert chat.vocab_size <= model.cfg.vocab_size
     assert chat.image_token_id == model.cfg.image_token_id
 
@@ -51,7 +52,7 @@ def test_shipped_base_model_is_whole():
 
 
 def test_looking_example_answers_hit_what_was_asked_for():
-    chat = Chat(SHIPPED, make_base_model.CHAT, 2)
+    chat = Chat(SHIPPED, make_base_model.CHAT, family_of(SHIPPED).chat)
     asked_for = set()
     for seed in range(20):
         example = make_base_model.looking_example(chat, np.random.default_rng(seed), 1.0, 3, 5)

@@ -12,10 +12,11 @@ import pytest
 from flax import nnx
 
 from tests import step_world
-from tests.packed_records import IMAGE_CFG, LAYOUTS, PLACEHOLDER, records
+from tests.packed_records import INPUTS, LAYOUTS, records
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.models import qwen2_vl, scoring
+from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.rl.weights import token_weights
@@ -31,12 +32,7 @@ def gradients(layout: str, ratio: str = "token") -> tuple[Any, dict[str, float],
     step_cfg = learner_step.StepConfig(cfg, temperature=0.8, forbidden_ids=(3,))
     run = learner_step.make_steps(graphdef, optimizer, step_cfg)
     trajectories, advantages = records()
-    batches = batching.make_batches(
-        trajectories,
-        image_cfg=IMAGE_CFG,
-        image_token_id=PLACEHOLDER,
-        cfg=LAYOUTS[layout],
-    )
+    batches = batching.make_batches(trajectories, inputs=INPUTS, cfg=LAYOUTS[layout])
     tokens = [sum(len(turn.token_ids) for turn in of.turns) for of in trajectories]
     batches = batching.fill(
         batches,
@@ -74,12 +70,7 @@ def test_layouts_of_the_test_above_do_what_they_say():
     trajectories, _ = records()
     slots = {}
     for layout in ("packed", "prompts shared"):
-        (batch,) = batching.make_batches(
-            trajectories,
-            image_cfg=IMAGE_CFG,
-            image_token_id=PLACEHOLDER,
-            cfg=LAYOUTS[layout],
-        )
+        (batch,) = batching.make_batches(trajectories, inputs=INPUTS, cfg=LAYOUTS[layout])
         slots[layout] = np.count_nonzero(batch.segment_ids_bt)
     # Twelve of sixteen prompts of 11 tokens are gone.
     assert slots["packed"] - slots["prompts shared"] == 12 * 11
@@ -88,7 +79,7 @@ def test_layouts_of_the_test_above_do_what_they_say():
 def test_compiled_step_holds_no_array_of_rows_by_tokens_by_vocabulary(monkeypatch):
     """Of the optimized program, whatever its shape: the largest buffer is a chunk of logits."""
     cfg = dataclasses.replace(step_world.tiny_config(), vocab_size=8192)
-    model = qwen2_vl.Qwen2VL(cfg, lora=LoraConfig(rank=4), rngs=nnx.Rngs(0))
+    model = Qwen2VL(cfg, lora=LoraConfig(rank=4), rngs=nnx.Rngs(0))
     graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
     optimizer = learner_state.make_optimizer(step_world.OPTIMIZER, 10)
     batch = step_world.make_batch(rows=4, tokens=48)

@@ -11,9 +11,13 @@ from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
-from uirl_jax import vision_inputs
+from tests.model_files import load_adapter, load_pretrained, save_adapter
 from uirl_jax.errors import ModelError
-from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, read_model_config
+from uirl_jax.families.qwen2_vl.inputs import patch_positions, rope_positions
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.models import peft_adapters, weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 
 # peft 0.21 asks transformers 5.23 for an attribute that will be renamed (2025-11).
@@ -21,10 +25,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:Futu
 
 GRID = (1, 4, 4)  # an image of 16 patches, 4 visual tokens
 IDS_BT = np.array([[3, 17, 90, 90, 90, 90, 5, 44, 8, 71]], np.int32)
-VISION_INDEX_BT = np.array([[-1, -1, 0, 1, 2, 3, -1, -1, -1, -1]], np.int32)
-POSITIONS_3BT = vision_inputs.rope_positions(IDS_BT[0], [GRID], 90, 2)[:, None]
+ROWS = TokenRows(
+    IDS_BT,
+    positions_abt=rope_positions(IDS_BT[0], [GRID], 90, 2)[:, None],
+    segment_ids_bt=np.ones_like(IDS_BT),
+    vision_index_bt=np.array([[-1, -1, 0, 1, 2, 3, -1, -1, -1, -1]], np.int32),
+)
 PATCHES_PF = np.random.default_rng(0).normal(size=(16, 1176)).astype(np.float32)
-PATCH_POSITIONS_P2 = vision_inputs.patch_positions(GRID, 2)
+VISION = {
+    "pixels_ipf": PATCHES_PF[None],
+    "patch_positions_ip2": patch_positions(GRID, 2)[None],
+    "patch_segments_ip": np.ones((1, 16), np.int32),
+}
 
 # Our targets, the same in peft's words, and the rest of the config.
 CASES = {
@@ -48,13 +60,7 @@ CASES = {
 
 @jax.jit
 def our_logits(model: Qwen2VL) -> jax.Array:
-    visual_md = qwen2_vl.encode_images(
-        model, PATCHES_PF[None], PATCH_POSITIONS_P2[None], np.ones((1, 16), np.int32)
-    )
-    x_btd = qwen2_vl.hidden(
-        model, IDS_BT, visual_md, VISION_INDEX_BT, POSITIONS_3BT, np.ones_like(IDS_BT)
-    )
-    return qwen2_vl.logits(model, x_btd)
+    return model.logits(model.hidden(ROWS, model.encode_images(VISION)))
 
 
 def their_logits(reference) -> np.ndarray:
@@ -80,9 +86,7 @@ def base_dir(tmp_path_factory):
 
 def with_lora(base_dir, lora: LoraConfig) -> Qwen2VL:
     """The reference's weights, with random A and B."""
-    model = qwen2_vl_weights.load_pretrained(
-        base_dir, lora=lora, param_dtype=jnp.float32, init_key=jax.random.key(0)
-    )
+    model = load_pretrained(base_dir, lora=lora)
     randomise(model)
     return model
 
@@ -108,7 +112,7 @@ def test_save_adapter_peft_reads_it_and_gives_the_same_logits(case, base_dir, tm
 
     targets, _, options = CASES[case]
     model = with_lora(base_dir, LoraConfig(rank=3, targets=targets, **options))
-    peft_adapters.save_adapter(model, tmp_path / "ours", base_model=base_dir)
+    save_adapter(model, tmp_path / "ours", base_model=base_dir)
     reference = make_reference()
     base_btv = their_logits(reference)
     wrapped = peft.PeftModel.from_pretrained(reference, tmp_path / "ours")
@@ -152,12 +156,12 @@ def test_load_adapter_made_by_peft_gives_the_same_logits(case, base_dir, tmp_pat
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     wrapped.save_pretrained(tmp_path)
 
-    adapter = peft_adapters.load_adapter(tmp_path, qwen2_vl_weights.read_config(base_dir))
+    adapter = load_adapter(tmp_path, read_model_config(base_dir))
     assert adapter.lora == LoraConfig(rank=3, targets=targets, dropout=0.25, **options)
     model = with_lora(base_dir, adapter.lora)
     nnx.update(
         model,
-        qwen2_vl_weights.adapters_from_numpy(adapter.arrays, nnx.state(model, LoRAParam)),
+        weights.adapters_from_numpy(adapter.arrays, nnx.state(model, LoRAParam)),
     )
     assert_same_logits(np.asarray(our_logits(model)), their_logits(reference), base_btv)
 
@@ -167,7 +171,7 @@ def test_load_adapter_of_all_linear_layers_is_every_target(base_dir, tmp_path):
 
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     peft.get_peft_model(make_reference(), config).save_pretrained(tmp_path)
-    adapter = peft_adapters.load_adapter(tmp_path, qwen2_vl_weights.read_config(base_dir))
+    adapter = load_adapter(tmp_path, read_model_config(base_dir))
     assert adapter.lora.targets == ("attention", "mlp", "vision", "merger")
 
 
@@ -184,8 +188,8 @@ def noisy_model() -> Qwen2VL:
 @pytest.fixture
 def saved(tmp_path):
     """A directory of our own writing and what is in it."""
-    peft_adapters.save_adapter(noisy_model(), tmp_path)
-    return tmp_path, qwen2_vl_weights.adapters_to_numpy(nnx.state(noisy_model(), LoRAParam))
+    save_adapter(noisy_model(), tmp_path)
+    return tmp_path, weights.adapters_to_numpy(nnx.state(noisy_model(), LoRAParam))
 
 
 def change_config(directory, **fields):
@@ -194,7 +198,7 @@ def change_config(directory, **fields):
 
 
 def load(directory, cfg: Qwen2VLConfig = small_model.CONFIG) -> peft_adapters.Adapter:
-    return peft_adapters.load_adapter(directory, cfg)
+    return load_adapter(directory, cfg)
 
 
 def assert_same_arrays(got, expected):
@@ -373,7 +377,7 @@ def test_load_adapter_of_a_broken_directory_is_a_model_error(saved, damage, mess
 
 def test_save_adapter_of_a_model_without_adapters_is_a_model_error(tmp_path):
     with pytest.raises(ModelError, match="no adapters to save"):
-        peft_adapters.save_adapter(small_model.fresh(lora=None), tmp_path)
+        save_adapter(small_model.fresh(lora=None), tmp_path)
 
 
 def test_save_adapter_that_fails_leaves_the_old_one(saved, monkeypatch):
@@ -385,5 +389,5 @@ def test_save_adapter_that_fails_leaves_the_old_one(saved, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
-        peft_adapters.save_adapter(noisy_model(), directory, base_model="another")
+        save_adapter(noisy_model(), directory, base_model="another")
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

@@ -13,11 +13,16 @@ from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
 from tests import small_model, step_world
+from tests.model_files import load_pretrained, save_adapter, save_pretrained
 from uirl_jax.config.schema import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
+from uirl_jax.families.qwen2_vl.model import Qwen2VL, init_cache
+from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.models import peft_adapters, quantization, qwen2_vl, qwen2_vl_weights, sharding
+from uirl_jax.models import quantization, sharding
 from uirl_jax.models.lora import Linear, LoraConfig, LoRAParam
 
 # Wide enough for a channel's largest weight to be what it is in a real model, about 3 sigma.
@@ -38,8 +43,13 @@ CONFIG = Qwen2VLConfig(
 TOKENS = 24
 IDS_BT = np.random.default_rng(0).integers(0, 512, (4, TOKENS)).astype(np.int32)
 POSITIONS_3BT = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (3, 4, TOKENS))
-PATCHES_IPF = np.random.default_rng(1).normal(size=(1, 16, 96)).astype(np.float32)
+TEXT = TokenRows(IDS_BT, POSITIONS_3BT, segment_ids_bt=np.ones_like(IDS_BT))
 VISION_INDEX_BT = np.where(np.arange(TOKENS) < 4, np.arange(TOKENS), -1) * np.ones((4, 1), np.int32)
+VISION = {
+    "pixels_ipf": np.random.default_rng(1).normal(size=(1, 16, 96)).astype(np.float32),
+    "patch_positions_ip2": np.zeros((1, 16, 2), np.int32),
+    "patch_segments_ip": np.ones((1, 16), np.int32),
+}
 LORA = LoraConfig(rank=4, targets=("all", "vision", "merger"))
 
 
@@ -47,18 +57,18 @@ LORA = LoraConfig(rank=4, targets=("all", "vision", "merger"))
 def pair() -> tuple[Qwen2VL, Qwen2VL]:
     """The same weights in float32 and with int8 projections; adapters are zero."""
     plain = Qwen2VL(CONFIG, lora=LORA, rngs=nnx.Rngs(0))
-    return plain, quantization.quantized(Qwen2VL(CONFIG, lora=LORA, rngs=nnx.Rngs(0)))
+    return plain, quantized(Qwen2VL(CONFIG, lora=LORA, rngs=nnx.Rngs(0)))
+
+
+def quantized(model: nnx.Module) -> nnx.Module:
+    return quantization.quantized(model, WEIGHTS.projections)
 
 
 @jax.jit
 def outputs(model: Qwen2VL) -> tuple[jax.Array, jax.Array]:
-    visual_md = qwen2_vl.encode_images(
-        model, PATCHES_IPF, np.zeros((1, 16, 2), np.int32), np.ones((1, 16), np.int32)
-    )
-    x_btd = qwen2_vl.hidden(
-        model, IDS_BT, visual_md, VISION_INDEX_BT, POSITIONS_3BT, np.ones_like(IDS_BT)
-    )
-    return x_btd, qwen2_vl.logits(model, x_btd)
+    rows = TEXT._replace(vision_index_bt=VISION_INDEX_BT)
+    x_btd = model.hidden(rows, model.encode_images(VISION))
+    return x_btd, model.logits(x_btd)
 
 
 def distance(left, right) -> float:
@@ -109,7 +119,7 @@ def test_linear_int8_is_the_product_with_the_dequantised_kernel():
     holder = nnx.Dict(q_proj=linear)
     x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
     before = np.asarray(linear(x))
-    quantization.quantized(holder)
+    quantized(holder)
     kernel_io = np.asarray(linear.kernel[...], np.float64) * np.asarray(linear.kernel_scale[...])
     np.testing.assert_allclose(linear(x), x @ kernel_io, rtol=1e-5)
     assert 0 < distance(linear(x), before) < 0.01
@@ -137,7 +147,7 @@ def test_int8_outputs_are_near_those_of_float32():
 def test_int8_in_bfloat16_is_the_float32_computation_rounded():
     """Products of int8 values, which bfloat16 holds exactly: rounding is all there is between."""
     graphdef, state = nnx.split(pair()[1])
-    narrow = nnx.split(quantization.quantized(narrow_model()))[0]
+    narrow = nnx.split(quantized(narrow_model()))[0]
     rounded = jax.tree.map(
         lambda leaf: leaf if leaf.dtype == jnp.int8 else leaf.astype(jnp.bfloat16), state
     )
@@ -156,10 +166,8 @@ def narrow_model() -> Qwen2VL:
 
 def test_int8_adapters_off_equals_fresh_adapters():
     _, model = pair()
-    without = jax.jit(functools.partial(qwen2_vl.hidden, adapters=False))
-    x_btd = without(model, IDS_BT, None, None, POSITIONS_3BT, np.ones_like(IDS_BT))
-    with_fresh = jax.jit(qwen2_vl.hidden)
-    y_btd = with_fresh(model, IDS_BT, None, None, POSITIONS_3BT, np.ones_like(IDS_BT))
+    x_btd = jax.jit(functools.partial(Qwen2VL.hidden, adapters=False))(model, TEXT, None)
+    y_btd = jax.jit(Qwen2VL.hidden)(model, TEXT, None)
     # Not bit for bit, as with float32 weights: the two programs fuse the scaling differently.
     np.testing.assert_allclose(x_btd, y_btd, atol=2e-5)
 
@@ -170,7 +178,7 @@ def test_int8_every_projection_and_nothing_else_is_quantised():
         for path, leaf in jax.tree.leaves_with_path(nnx.state(pair()[1]))
     }
     int8 = {name for name, dtype in dtypes.items() if dtype == "int8"}
-    text = {f"text/blocks/{name}/kernel" for name in LoraConfig(targets=("all",)).projections}
+    text = {f"text/blocks/{name}/kernel" for name in WEIGHTS.projections_of(("all",))}
     vision = {f"visual/blocks/{name}/kernel" for name in ("qkv", "proj", "fc1", "fc2")}
     assert int8 == text | vision | {f"visual/merger_{name}/kernel" for name in ("fc1", "fc2")}
     assert {name for name in dtypes if name.endswith("kernel_scale")} == {
@@ -183,7 +191,7 @@ def test_int8_every_projection_and_nothing_else_is_quantised():
 def test_int8_halves_the_projections_of_qwen2_vl_2b(dtype, share):
     def abstract(quantize: bool):
         model = nnx.eval_shape(lambda: Qwen2VL(qwen2_vl_2b(), rngs=nnx.Rngs(0), param_dtype=dtype))
-        state = nnx.state(quantization.quantized(model) if quantize else model)
+        state = nnx.state(quantized(model) if quantize else model)
         return {
             "/".join(sharding.leaf_names(path)): leaf.size * leaf.dtype.itemsize
             for path, leaf in jax.tree.leaves_with_path(state)
@@ -218,11 +226,11 @@ def test_int8_the_wide_kernels_of_one_layer_are_all_that_is_ever_widened():
 
     def temporary_bytes(quantize: bool) -> tuple[int, int]:
         model = nnx.eval_shape(lambda: Qwen2VL(cfg, rngs=nnx.Rngs(0)))
-        model = quantization.quantized(model) if quantize else model
+        model = quantized(model) if quantize else model
         arrays = [jnp.asarray(x) for x in (IDS_BT, POSITIONS_3BT, np.ones_like(IDS_BT))]
 
         def run(model, ids_bt, positions_3bt, segments_bt):
-            return qwen2_vl.hidden(model, ids_bt, None, None, positions_3bt, segments_bt)
+            return model.hidden(TokenRows(ids_bt, positions_3bt, segments_bt), None)
 
         compiled = jax.jit(run).lower(model, *arrays).compile()
         kernels = model.text.blocks.up_proj.kernel
@@ -239,7 +247,7 @@ def train(quantize: bool):
     """(metrics of two steps, frozen before and after, gradients' stand-in: Adam's first moment)."""
     graphdef, lora, frozen = step_world.make_model(targets=("all",))
     if quantize:
-        model = quantization.quantized(nnx.merge(graphdef, lora, frozen))
+        model = quantized(nnx.merge(graphdef, lora, frozen))
         graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
     before = jax.device_get(frozen)
     optimizer = learner_state.make_optimizer(
@@ -283,10 +291,9 @@ def test_update_with_int8_frozen_weights_trains_the_adapters_alone():
 def test_decode_with_int8_equals_the_whole_rows():
     """What the engine runs on its cache, one token after the other, is what the learner scores."""
     model = pair()[1]
-    rows = np.ones_like(IDS_BT)
-    expected_btd = jax.jit(qwen2_vl.hidden)(model, IDS_BT, None, None, POSITIONS_3BT, rows)
-    cache = qwen2_vl.init_cache(CONFIG, 4, TOKENS, jnp.float32)
-    extend = jax.jit(qwen2_vl.extend)
+    expected_btd = jax.jit(Qwen2VL.hidden)(model, TEXT, None)
+    cache = init_cache(CONFIG, 4, TOKENS, jnp.float32)
+    extend = jax.jit(Qwen2VL.extend)
     for start, stop in ((0, 20), (20, 21), (21, 22)):
         got_btd, cache = extend(
             model,
@@ -302,19 +309,16 @@ def test_decode_with_int8_equals_the_whole_rows():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     model_dir = tmp_path_factory.mktemp("saved")
-    qwen2_vl_weights.save_pretrained(small_model.noisy(small_model.UNTIED, lora=None), model_dir)
+    save_pretrained(small_model.noisy(small_model.UNTIED, lora=None), model_dir)
     return model_dir
 
 
 def load(model_dir, **options) -> Qwen2VL:
-    options = {"lora": None, "param_dtype": jnp.float32} | options
-    return qwen2_vl_weights.load_pretrained(
-        model_dir, init_key=jax.random.key(0), quantize="int8", **options
-    )
+    return load_pretrained(model_dir, quantize="int8", **options)
 
 
 def test_load_int8_equals_the_model_quantised_in_memory(saved):
-    expected = quantization.quantized(small_model.noisy(small_model.UNTIED, lora=None))
+    expected = quantized(small_model.noisy(small_model.UNTIED, lora=None))
     loaded = load(saved, remat="none")
     jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(expected))
     assert nnx.graphdef(loaded) == nnx.graphdef(expected)
@@ -328,18 +332,16 @@ def test_load_int8_equals_the_model_quantised_in_memory(saved):
 
 def test_save_of_an_int8_model_says_what_to_do_instead(saved, tmp_path):
     with pytest.raises(ModelError, match=r"int8 projections.*tools\.export") as error:
-        qwen2_vl_weights.save_pretrained(load(saved), tmp_path / "merged")
+        save_pretrained(load(saved), tmp_path / "merged")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "merged").exists()
 
 
 def test_save_adapter_of_an_int8_model_is_that_of_the_plain_one(saved, tmp_path):
     lora = LoraConfig(rank=2, targets=("all", "vision"))
-    plain = qwen2_vl_weights.load_pretrained(
-        saved, lora=lora, param_dtype=jnp.float32, init_key=jax.random.key(0)
-    )
+    plain = load_pretrained(saved, lora=lora)
     for name, model in (("plain", plain), ("int8", load(saved, lora=lora))):
-        peft_adapters.save_adapter(model, tmp_path / name)
+        save_adapter(model, tmp_path / name)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "int8" / name).read_bytes()
 

@@ -11,15 +11,20 @@ from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
-from uirl_jax import vision_inputs
+from tests.model_files import load_pretrained
 from uirl_jax.errors import ModelError
-from uirl_jax.models import layers, qwen2_vl, qwen2_vl_weights, scoring
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen2_vl import inputs
+from uirl_jax.families.qwen2_vl import model as qwen2_vl
+from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.models import layers, scoring
 from uirl_jax.models.lora import LoRAParam
 
 V = 90  # image token of the oracle's configs
 MERGE = 2
 ROW_TOKENS, ROW_PATCHES, IMAGE_ROWS = 40, 56, 2  # of every parity case: compiled once a config
-IMAGE_CFG = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=140 * 140)
+IMAGE_CFG = ImageConfig(min_pixels=28 * 28, max_pixels=140 * 140)
 
 # Rows of a case: the sizes in pixels of its images, and how many text tokens it has. Visual tokens:
 # 6 for 84 x 56, 2 for 28 x 56, 4 for 56 x 56.
@@ -44,8 +49,8 @@ def text_inputs(rows: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.n
 
 
 # Jitted once for the module: op by op each of these costs seconds.
-hidden = jax.jit(qwen2_vl.hidden)
-extend = jax.jit(qwen2_vl.extend)
+hidden = jax.jit(Qwen2VL.hidden)
+extend = jax.jit(Qwen2VL.extend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +60,9 @@ class Case:
     patches: list[np.ndarray]
     grids: list[tuple[int, int, int]]
     lengths: list[int]
-    ids_bt: np.ndarray
-    positions_3bt: np.ndarray
-    segments_bt: np.ndarray
-    vision_index_bt: np.ndarray
-    patches_ipf: np.ndarray
-    patch_positions_ip2: np.ndarray
-    patch_segments_ip: np.ndarray
-    places: list[tuple[int, slice]]  # of each image in patches_ipf
+    rows: TokenRows
+    vision: dict[str, np.ndarray]
+    spans: list[tuple[int, slice]]  # of each image in the arrays of vision: row, patches
 
 
 def make_case(name: str) -> Case:
@@ -73,14 +73,18 @@ def make_case(name: str) -> Case:
         patches=[],
         grids=[],
         lengths=[],
-        ids_bt=np.zeros((2, ROW_TOKENS), np.int32),
-        positions_3bt=np.zeros((3, 2, ROW_TOKENS), np.int32),
-        segments_bt=np.zeros((2, ROW_TOKENS), np.int32),
-        vision_index_bt=np.full((2, ROW_TOKENS), -1, np.int32),
-        patches_ipf=np.zeros((IMAGE_ROWS, ROW_PATCHES, features), np.float32),
-        patch_positions_ip2=np.zeros((IMAGE_ROWS, ROW_PATCHES, 2), np.int32),
-        patch_segments_ip=np.zeros((IMAGE_ROWS, ROW_PATCHES), np.int32),
-        places=[],
+        rows=TokenRows(
+            token_ids_bt=np.zeros((2, ROW_TOKENS), np.int32),
+            positions_abt=np.zeros((3, 2, ROW_TOKENS), np.int32),
+            segment_ids_bt=np.zeros((2, ROW_TOKENS), np.int32),
+            vision_index_bt=np.full((2, ROW_TOKENS), -1, np.int32),
+        ),
+        vision={
+            "pixels_ipf": np.zeros((IMAGE_ROWS, ROW_PATCHES, features), np.float32),
+            "patch_positions_ip2": np.zeros((IMAGE_ROWS, ROW_PATCHES, 2), np.int32),
+            "patch_segments_ip": np.zeros((IMAGE_ROWS, ROW_PATCHES), np.int32),
+        },
+        spans=[],
     )
     used = [0] * IMAGE_ROWS
     for row, (sizes, text_tokens) in enumerate(CASES[name]):
@@ -88,32 +92,32 @@ def make_case(name: str) -> Case:
         ids, grids, visual = text[:2], [], []
         for size in sizes:
             pixels = rng.integers(0, 256, (size[1], size[0], 3), np.uint8)
-            patches_pf, grid = vision_inputs.process_image(Image.fromarray(pixels), IMAGE_CFG)
+            patches_pf, grid = inputs.process_image(Image.fromarray(pixels), IMAGE_CFG)
             count = len(patches_pf)
             # The first two images share a row of patches, the third has one of its own.
-            at = min(len(case.places) // 2, IMAGE_ROWS - 1)
+            at = min(len(case.spans) // 2, IMAGE_ROWS - 1)
             span = slice(used[at], used[at] + count)
             used[at] += count
-            case.patches_ipf[at, span] = patches_pf
-            case.patch_positions_ip2[at, span] = vision_inputs.patch_positions(grid, MERGE)
-            case.patch_segments_ip[at, span] = len(case.places) + 1
+            case.vision["pixels_ipf"][at, span] = patches_pf
+            case.vision["patch_positions_ip2"][at, span] = inputs.patch_positions(grid, MERGE)
+            case.vision["patch_segments_ip"][at, span] = len(case.spans) + 1
             first = (at * ROW_PATCHES + span.start) // MERGE**2
-            tokens = vision_inputs.num_visual_tokens(grid, MERGE)
+            tokens = inputs.num_visual_tokens(grid, MERGE)
             visual += range(first, first + tokens)
-            ids += [V] * tokens + text[len(case.places) + 2 : len(case.places) + 4]
+            ids += [V] * tokens + text[len(case.spans) + 2 : len(case.spans) + 4]
             case.patches.append(patches_pf)
-            case.places.append((at, span))
+            case.spans.append((at, span))
             grids.append(grid)
         case.grids.extend(grids)
         ids += text[2:]
         length = len(ids)
         case.lengths.append(length)
-        case.ids_bt[row, :length] = ids
-        case.segments_bt[row, :length] = 1
-        case.positions_3bt[:, row, :length] = vision_inputs.rope_positions(
+        case.rows.token_ids_bt[row, :length] = ids
+        case.rows.segment_ids_bt[row, :length] = 1
+        case.rows.positions_abt[:, row, :length] = inputs.rope_positions(
             np.array(ids), grids, V, MERGE
         )
-        case.vision_index_bt[row, :length][np.array(ids) == V] = visual
+        case.rows.vision_index_bt[row, :length][np.array(ids) == V] = visual
     return case
 
 
@@ -130,22 +134,19 @@ def towers(request, tmp_path_factory):
     model_dir = tmp_path_factory.mktemp("reference")
     reference = qwen2_vl_torch.make_reference(**request.param)
     reference.save_pretrained(model_dir)
-    model = qwen2_vl_weights.load_pretrained(
-        model_dir, lora=None, param_dtype=jnp.float32, init_key=jax.random.key(0)
-    )
+    model = load_pretrained(model_dir)
     assert (model.text.lm_head is None) == request.param["tied"]
     assert model.cfg.head_dim == request.param["head_dim"]
     return reference, model
 
 
 @jax.jit
-def all_outputs(model, ids, positions, segments, vision_index, patches, patch_positions, images):
-    visual_md = qwen2_vl.encode_images(model, patches, patch_positions, images)
-    rows = (ids, visual_md, vision_index, positions, segments)
+def all_outputs(model, rows, vision):
+    visual_md = model.encode_images(vision)
     return (
-        qwen2_vl.vision_block_outputs(model, patches, patch_positions, images),
-        qwen2_vl.block_outputs(model, *rows),
-        qwen2_vl.logits(model, qwen2_vl.hidden(model, *rows)),
+        qwen2_vl.vision_block_outputs(model, **vision),
+        qwen2_vl.block_outputs(model, rows, visual_md),
+        model.logits(model.hidden(rows, visual_md)),
     )
 
 
@@ -166,33 +167,24 @@ def test_every_block_and_logits_equal_transformers(name, towers):
     width = max(case.lengths)
     expected = qwen2_vl_torch.run(
         reference,
-        case.ids_bt[:rows, :width],
-        case.segments_bt[:rows, :width],
+        case.rows.token_ids_bt[:rows, :width],
+        case.rows.segment_ids_bt[:rows, :width],
         case.patches,
         case.grids,
     )
-    vision_lipd, text_lbtd, logits_btv = all_outputs(
-        model,
-        case.ids_bt,
-        case.positions_3bt,
-        case.segments_bt,
-        case.vision_index_bt,
-        case.patches_ipf,
-        case.patch_positions_ip2,
-        case.patch_segments_ip,
-    )
+    vision_lipd, text_lbtd, logits_btv = all_outputs(model, case.rows, case.vision)
     # Padding holds nothing of use, but nothing that spreads either.
     assert np.isfinite(vision_lipd).all()
     assert np.isfinite(text_lbtd).all()
     if case.grids:
         vision_lpd = np.concatenate(
-            [np.asarray(vision_lipd)[:, row, span] for row, span in case.places], axis=1
+            [np.asarray(vision_lipd)[:, row, span] for row, span in case.spans], axis=1
         )
         for layer, expected_pd in enumerate(expected.vision_blocks_lpd):
             assert_close_to_largest(vision_lpd[layer], expected_pd, f"vision block {layer}")
     for row, length in enumerate(case.lengths):
         np.testing.assert_array_equal(
-            case.positions_3bt[:, row, :length], expected.positions_3bt[:, row, :length]
+            case.rows.positions_abt[:, row, :length], expected.positions_3bt[:, row, :length]
         )
         for layer, expected_btd in enumerate(expected.text_blocks_lbtd):
             assert_close_to_largest(
@@ -214,24 +206,23 @@ def test_hidden_packed_segments_equal_rows_of_their_own():
     alone = [
         hidden(
             model,
-            ids_bt[row : row + 1, :n],
+            TokenRows(
+                ids_bt[row : row + 1, :n],
+                positions_3bt[:, row : row + 1, :n],
+                np.ones((1, n), np.int32),
+            ),
             None,
-            None,
-            positions_3bt[:, row : row + 1, :n],
-            np.ones((1, n), np.int32),
         )
         for row, n in enumerate(lengths)
     ]
-    packed = hidden(
-        model,
+    packed_rows = TokenRows(
         np.concatenate([ids_bt[0], ids_bt[1, :4], [0, 0]])[None],
-        None,
-        None,
         np.concatenate(
             [positions_3bt[:, 0], positions_3bt[:, 1, :4], np.zeros((3, 2), np.int32)], axis=-1
         )[:, None],
         np.array([[1] * 7 + [2] * 4 + [0] * 2]),
     )
+    packed = hidden(model, packed_rows, None)
     np.testing.assert_allclose(packed[0, :7], alone[0][0], atol=1e-5)
     np.testing.assert_allclose(packed[0, 7:11], alone[1][0], atol=1e-5)
 
@@ -246,11 +237,8 @@ def test_gradients_with_a_row_of_padding_are_finite_and_the_same_without_it():
     def loss(adapters, rows):
         x_btd = hidden(
             nnx.merge(graphdef, adapters, frozen),
-            ids_bt[:rows],
+            TokenRows(ids_bt[:rows], positions_3bt[:, :rows], segments_bt[:rows]),
             None,
-            None,
-            positions_3bt[:, :rows],
-            segments_bt[:rows],
         )
         return (jnp.square(x_btd).sum(-1) * (segments_bt[:rows] > 0)).sum()
 
@@ -266,7 +254,7 @@ def test_remat_policies_give_the_same_gradients():
 
         def loss(adapters):
             model = nnx.merge(graphdef, adapters, frozen)
-            x_btd = hidden(model, ids_bt, None, None, positions_3bt, np.ones((1, 5), np.int32))
+            x_btd = hidden(model, TokenRows(ids_bt, positions_3bt, np.ones((1, 5), np.int32)), None)
             return scoring.token_logprobs(model, x_btd, ids_bt).sum()
 
         return jax.jit(jax.grad(loss))(adapters)
@@ -281,7 +269,7 @@ def test_remat_policies_give_the_same_gradients():
 
 
 def numpy_logprobs(model, x_btd, ids_bt, temperature=1.0, forbidden_v=None) -> np.ndarray:
-    logits_btv = np.asarray(qwen2_vl.logits(model, x_btd), np.float64) / temperature
+    logits_btv = np.asarray(model.logits(x_btd), np.float64) / temperature
     if forbidden_v is not None:
         logits_btv[..., forbidden_v] = -np.inf
     logprobs_btv = logits_btv - np.log(np.exp(logits_btv).sum(-1, keepdims=True))
@@ -333,9 +321,8 @@ def test_extend_prefill_and_decode_equal_hidden():
     vision_index_bt = np.full((2, 11), -1, np.int32)
     vision_index_bt[0, 2:4] = [1, 0]
     visual_md = rng.normal(size=(2, 32)).astype(np.float32)
-    whole_btd = hidden(
-        model, ids_bt, visual_md, vision_index_bt, positions_3bt, np.ones((2, 11), np.int32)
-    )
+    whole = TokenRows(ids_bt, positions_3bt, np.ones((2, 11), np.int32), vision_index_bt)
+    whole_btd = hidden(model, whole, visual_md)
     lengths_b = np.array([7, 4])
     prompt_bt = np.where(np.arange(8) < lengths_b[:, None], ids_bt[:, :8], 49)  # 49: padding
     cache = qwen2_vl.init_cache(model.cfg, 2, 12, jnp.float32)

@@ -15,38 +15,40 @@ from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
+from tests.model_files import load_pretrained as load
+from tests.model_files import save_pretrained as save
 from uirl_jax.errors import ModelError
-from uirl_jax.models import loading, qwen2_vl, qwen2_vl_weights, stacking, weight_files
+from uirl_jax.families import loading
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.models import stacking, weight_files, weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 
-IDS_BT = np.random.default_rng(0).integers(0, 50, (1, 7)).astype(np.int32)
-POSITIONS_3BT = np.broadcast_to(np.arange(7, dtype=np.int32), (3, 1, 7))
 # The vision tower's weights show in the logits through two visual tokens.
-PATCHES_IPF = np.random.default_rng(1).normal(size=(1, 8, 96)).astype(np.float32)
-VISION_INDEX_BT = np.array([[-1, 1, 0, -1, -1, -1, -1]], np.int32)
+VISION = {
+    "pixels_ipf": np.random.default_rng(1).normal(size=(1, 8, 96)).astype(np.float32),
+    "patch_positions_ip2": np.zeros((1, 8, 2), np.int32),
+    "patch_segments_ip": np.ones((1, 8), np.int32),
+}
+ROWS = TokenRows(
+    token_ids_bt=np.random.default_rng(0).integers(0, 50, (1, 7)).astype(np.int32),
+    positions_abt=np.broadcast_to(np.arange(7, dtype=np.int32), (3, 1, 7)),
+    segment_ids_bt=np.ones((1, 7), np.int32),
+    vision_index_bt=np.array([[-1, 1, 0, -1, -1, -1, -1]], np.int32),
+)
 
 
 @jax.jit
 def logits(model: Qwen2VL) -> jax.Array:
-    visual_md = qwen2_vl.encode_images(
-        model, PATCHES_IPF, np.zeros((1, 8, 2), np.int32), np.ones((1, 8), np.int32)
-    )
-    x_btd = qwen2_vl.hidden(
-        model, IDS_BT, visual_md, VISION_INDEX_BT, POSITIONS_3BT, np.ones((1, 7), np.int32)
-    )
-    return qwen2_vl.logits(model, x_btd)
-
-
-def load(model_dir, **options) -> Qwen2VL:
-    options = {"lora": None, "param_dtype": jnp.float32, "init_key": jax.random.key(0)} | options
-    return qwen2_vl_weights.load_pretrained(model_dir, **options)
+    return model.logits(model.hidden(ROWS, model.encode_images(VISION)))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     model_dir = tmp_path_factory.mktemp("saved")
     model = small_model.noisy(small_model.UNTIED, lora=None)
-    qwen2_vl_weights.save_pretrained(model, model_dir)
+    save(model, model_dir)
     return model_dir, model
 
 
@@ -71,7 +73,7 @@ def test_save_merged_adapters_transformers_gives_the_same_logits(tmp_path, tied,
     graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
     adapters = jax.tree.map(lambda x: jnp.full_like(x, 0.1), adapters)
     model = nnx.merge(graphdef, adapters, frozen)
-    qwen2_vl_weights.save_pretrained(model, tmp_path, dtype=dtype)
+    save(model, tmp_path, dtype=dtype)
 
     reference, info = Qwen2VLForConditionalGeneration.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
@@ -80,12 +82,11 @@ def test_save_merged_adapters_transformers_gives_the_same_logits(tmp_path, tied,
     ids_bt = np.arange(3, 15, dtype=np.int32)[None]
     with torch.no_grad():
         expected_btv = reference(input_ids=torch.tensor(ids_bt).long()).logits.numpy()
-    x_btd = jax.jit(qwen2_vl.hidden)(
-        model, ids_bt, None, None, np.broadcast_to(np.arange(12), (3, 1, 12)), np.ones((1, 12))
-    )
+    rows = TokenRows(ids_bt, np.broadcast_to(np.arange(12), (3, 1, 12)), np.ones((1, 12)))
+    x_btd = jax.jit(Qwen2VL.hidden)(model, rows, None)
     # bfloat16 has 8 bits: 0.4 % a weight.
     tolerance = 1e-5 if dtype is None else 3e-2
-    got_btv = np.asarray(qwen2_vl.logits(model, x_btd))
+    got_btv = np.asarray(model.logits(x_btd))
     assert np.abs(got_btv - expected_btv).max() < tolerance * np.abs(expected_btv).max()
     with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         stored = {file.get_slice(name).get_dtype() for name in sorted(file.keys())}
@@ -133,7 +134,7 @@ def test_load_fresh_adapters_leave_the_base_and_follow_the_key(saved):
     models = [load(saved[0], lora=small_model.LORA, init_key=key) for key in keys]
     np.testing.assert_array_equal(logits(models[0]), logits(saved[1]))
     first, same, other = (
-        qwen2_vl_weights.adapters_to_numpy(nnx.state(model, LoRAParam)) for model in models
+        weights.adapters_to_numpy(nnx.state(model, LoRAParam)) for model in models
     )
     for name, array in first.items():
         np.testing.assert_array_equal(array, same[name])
@@ -153,13 +154,13 @@ def test_load_holds_a_few_tensors_in_host_memory_above_the_arrays(
         small_model.CONFIG, intermediate_size=32_768, num_hidden_layers=8, hidden_size=32
     )
     model = small_model.fresh(cfg, lora=None)
-    qwen2_vl_weights.save_pretrained(model, tmp_path)
+    save(model, tmp_path)
     expected = nnx.state(model)
     del model
-    monkeypatch.setattr(qwen2_vl_weights, "start_leaf", kind)
+    monkeypatch.setattr(weights, "start_leaf", kind)
     largest_bytes = 4 * 32 * 32_768
     monkeypatch.setattr(weight_files, "_READ_AHEAD_BYTES", largest_bytes)
-    monkeypatch.setattr(qwen2_vl_weights, "_PLACERS", 1)
+    monkeypatch.setattr(weights, "_PLACERS", 1)
     load(tmp_path, param_dtype=dtype)  # compiles
     tracemalloc.start()
     try:
@@ -267,23 +268,27 @@ def test_load_a_broken_directory_is_a_model_error(saved, tmp_path, damage, messa
 
 
 def test_base_hash_changes_with_any_byte_and_with_nothing_else(saved, tmp_path):
-    first = qwen2_vl_weights.base_hash(saved[0])
+    first = weights.base_hash(saved[0])
     assert re.fullmatch("[0-9a-f]{32}", first)
     copy = tmp_path / "copy"
     shutil.copytree(saved[0], copy)
     (copy / "README.md").write_text("not part of the model")
-    assert qwen2_vl_weights.base_hash(copy) == first
-    weights = copy / "model.safetensors"
-    data = bytearray(weights.read_bytes())
+    assert weights.base_hash(copy) == first
+    tensors_path = copy / "model.safetensors"
+    data = bytearray(tensors_path.read_bytes())
     data[-1] ^= 1
-    weights.write_bytes(data)
-    changed = qwen2_vl_weights.base_hash(copy)
+    tensors_path.write_bytes(data)
+    changed = weights.base_hash(copy)
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
-    assert len({first, changed, qwen2_vl_weights.base_hash(copy)}) == 3
+    assert len({first, changed, weights.base_hash(copy)}) == 3
 
 
-def test_loading_hashes_the_files_meanwhile_and_gives_up_with_the_load(saved, monkeypatch):
-    model_dir, _ = saved
+def test_loading_hashes_the_files_meanwhile_and_gives_up_with_the_load(
+    saved, tmp_path, monkeypatch
+):
+    model_dir = tmp_path / "model"
+    shutil.copytree(saved[0], model_dir)
+    (model_dir / "preprocessor_config.json").write_text(json.dumps(ImageConfig().to_dict()))
     asked = []
 
     def slow_hash(path, stop):
@@ -291,9 +296,9 @@ def test_loading_hashes_the_files_meanwhile_and_gives_up_with_the_load(saved, mo
         assert stop.wait(60)  # a load that fails does not wait for the hash of 15 GB
         return "unused"
 
-    monkeypatch.setattr(qwen2_vl_weights, "base_hash", slow_hash)
+    monkeypatch.setattr(weights, "base_hash", slow_hash)
     broken = dataclasses.replace(small_model.LORA, rank=1)
-    monkeypatch.setattr(qwen2_vl_weights, "load_pretrained", failing)
+    monkeypatch.setattr(weights, "load_pretrained", failing)
     with pytest.raises(ModelError, match="does not fit"):
         loading.load(model_dir, lora=broken, seed=0)
     assert asked == [model_dir]
@@ -307,12 +312,11 @@ def contents(model_dir) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in model_dir.iterdir()}
 
 
-@pytest.mark.parametrize("function", ["uirl_jax.models.qwen2_vl_weights._tensors_of", "os.fsync"])
+@pytest.mark.parametrize("function", ["uirl_jax.models.weights._tensors_of", "os.fsync"])
 @pytest.mark.parametrize("old_shard_bytes", [10**9, 20_000])
 def test_save_that_fails_leaves_the_old_files(
     saved, tmp_path, monkeypatch, function, old_shard_bytes
 ):
-    save = qwen2_vl_weights.save_pretrained
     save(saved[1], tmp_path, max_shard_bytes=old_shard_bytes)
     before = contents(tmp_path)
 
@@ -330,7 +334,7 @@ def test_save_in_shards_transformers_and_we_read_every_tensor(saved, tmp_path):
     from transformers import Qwen2VLForConditionalGeneration
 
     model_dir, model = saved
-    qwen2_vl_weights.save_pretrained(model, tmp_path, max_shard_bytes=20_000)
+    save(model, tmp_path, max_shard_bytes=20_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 3
@@ -355,7 +359,7 @@ def test_save_in_shards_transformers_and_we_read_every_tensor(saved, tmp_path):
 
 
 def test_save_a_tensor_larger_than_a_shard_has_one_of_its_own(saved, tmp_path):
-    qwen2_vl_weights.save_pretrained(saved[1], tmp_path, max_shard_bytes=1)
+    save(saved[1], tmp_path, max_shard_bytes=1)
     shards = list(tmp_path.glob("*.safetensors"))
     assert len(shards) == len(load_file(saved[0] / "model.safetensors"))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(load(tmp_path)), nnx.state(saved[1]))
@@ -366,26 +370,26 @@ def test_save_over_an_earlier_one_leaves_its_own_weights_and_other_files(saved, 
     for name in others:
         (tmp_path / name).write_text("not a weight file of ours")
     for max_shard_bytes in (20_000, 10**9, 50_000, 20_000):
-        qwen2_vl_weights.save_pretrained(saved[1], tmp_path, max_shard_bytes=max_shard_bytes)
-        weights = {path.name for path in tmp_path.iterdir()} - {"config.json", *others}
+        save(saved[1], tmp_path, max_shard_bytes=max_shard_bytes)
+        files = {path.name for path in tmp_path.iterdir()} - {"config.json", *others}
         if max_shard_bytes == 10**9:
-            assert weights == {"model.safetensors"}
+            assert files == {"model.safetensors"}
         else:
             index_path = tmp_path / "model.safetensors.index.json"
             named = set(json.loads(index_path.read_text())["weight_map"].values())
-            assert weights == named | {index_path.name}
+            assert files == named | {index_path.name}
         jax.tree.map(np.testing.assert_array_equal, nnx.state(load(tmp_path)), nnx.state(saved[1]))
 
 
 def test_save_holds_a_few_tensors_in_host_memory_and_not_the_model(tmp_path):
     cfg = dataclasses.replace(small_model.CONFIG, intermediate_size=32_768)
     model = small_model.fresh(cfg, lora=LoraConfig(rank=1, targets=("mlp",)))
-    qwen2_vl_weights.save_pretrained(model, tmp_path)  # compiles what slices a layer
+    save(model, tmp_path)  # compiles what slices a layer
     largest_bytes = 4 * 32 * 32_768
     total_bytes = (tmp_path / "model.safetensors").stat().st_size
     tracemalloc.start()
     try:
-        qwen2_vl_weights.save_pretrained(model, tmp_path, max_shard_bytes=total_bytes // 3)
+        save(model, tmp_path, max_shard_bytes=total_bytes // 3)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -396,22 +400,22 @@ def test_save_holds_a_few_tensors_in_host_memory_and_not_the_model(tmp_path):
 
 def test_adapters_round_trip_gives_every_leaf_back():
     adapters = nnx.state(small_model.noisy(), LoRAParam)
-    flat = qwen2_vl_weights.adapters_to_numpy(adapters)
+    flat = weights.adapters_to_numpy(adapters)
     assert flat["text/blocks/q_proj/lora_a"].shape == (3, 32, 2)
     assert len(flat) == 14
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapters)
     for target in (adapters, abstract):
-        restored = qwen2_vl_weights.adapters_from_numpy(flat, target)
+        restored = weights.adapters_from_numpy(flat, target)
         assert jax.tree.structure(restored) == jax.tree.structure(adapters)
         jax.tree.map(np.testing.assert_array_equal, restored, adapters)
 
 
 def test_adapters_that_do_not_fit_are_all_in_one_error():
     adapters = nnx.state(small_model.noisy(), LoRAParam)
-    flat = qwen2_vl_weights.adapters_to_numpy(adapters)
+    flat = weights.adapters_to_numpy(adapters)
     flat["text/blocks/x"] = flat.pop("text/blocks/q_proj/lora_a")
     flat["text/blocks/v_proj/lora_b"] = flat["text/blocks/v_proj/lora_b"][:1]
     with pytest.raises(ModelError) as error:
-        qwen2_vl_weights.adapters_from_numpy(flat, adapters)
+        weights.adapters_from_numpy(flat, adapters)
     for part in ("missing text/blocks/q_proj/lora_a", "unexpected text/blocks/x", "(1, 2, 16)"):
         assert part in str(error.value)

@@ -19,12 +19,18 @@ from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 from tests.eight_devices import on_eight_devices
+from tests.model_files import load_pretrained, save_pretrained
 from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.learner import state as learner_state
-from uirl_jax.models import quantization, qwen2_vl, qwen2_vl_weights, scoring, sharding, stacking
+from uirl_jax.models import quantization, scoring, sharding, stacking, weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.types import TrainBatch
 
+RULES = WEIGHTS.sharding_rules
 EVERYWHERE = LoraConfig(rank=2, targets=("all", "vision", "merger"))
 SIZES = {"data": 2, "fsdp": 2, "model": 2}
 
@@ -103,7 +109,9 @@ def test_partition_spec_unknown_axis_raises():
 def test_rules_are_frozen_and_none_of_them_collides():
     with pytest.raises(TypeError):
         sharding.AXIS_RULES["batch"] = ("model",)
-    for axes in [*sharding.PARAM_RULES.values(), *sharding.BATCH_RULES.values()]:
+    with pytest.raises(TypeError):
+        RULES["embedding"] = ("vocab",)
+    for axes in [*RULES.values(), *sharding.BATCH_RULES.values()]:
         sharding.partition_spec(axes, (8,) * len(axes), SIZES)
 
 
@@ -114,16 +122,14 @@ def test_state_shardings_every_leaf_of_model_and_optimizer_has_a_rule(tied):
     _, adapters, frozen = nnx.split(abstract, LoRAParam, ...)
     optimizer = jax.eval_shape(optax.adamw(1e-3).init, adapters)
     tree = (adapters, frozen, optimizer)
-    shardings = sharding.state_shardings(sharding.make_mesh(-1), tree)
+    shardings = sharding.state_shardings(sharding.make_mesh(-1), tree, RULES)
     # Every rank fits, and moments go where their adapters go.
     for leaf, placed in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
         assert len(placed.spec) <= len(leaf.shape)
     assert jax.tree.leaves(shardings[2][0].mu) == jax.tree.leaves(shardings[0])
     # Stacked matrices are cut on both sides, of the table's own words.
     specs = {
-        "/".join(sharding.leaf_names(path)): sharding.PARAM_RULES.get(
-            "/".join(sharding.leaf_names(path)[-2:])
-        )
+        "/".join(sharding.leaf_names(path)): RULES.get("/".join(sharding.leaf_names(path)[-2:]))
         for path, _ in jax.tree.leaves_with_path(frozen)
     }
     assert specs["text/blocks/q_proj/kernel"] == ("embed", "wide")
@@ -133,17 +139,30 @@ def test_state_shardings_every_leaf_of_model_and_optimizer_has_a_rule(tied):
 def test_state_shardings_leaves_without_a_rule_are_listed():
     tree = {"new": {"kernel": np.zeros((2, 2))}, "other": np.zeros(3), "step": np.zeros(())}
     with pytest.raises(ModelError, match="new/kernel, other: add"):
-        sharding.state_shardings(sharding.make_mesh(-1), tree)
+        sharding.state_shardings(sharding.make_mesh(-1), tree, RULES)
 
 
 def test_batch_shardings_cover_every_field_of_a_batch():
     mesh = sharding.make_mesh(-1)
     fields = {field.name for field in dataclasses.fields(TrainBatch)}
-    # Which trajectory a token is of stays on the host.
-    assert set(sharding.batch_shardings(mesh)) == fields - {"trajectory_bs", "token_bs"}
-    specs = {name: s.spec for name, s in sharding.batch_shardings(mesh).items()}
-    assert specs["positions_3bt"] == PartitionSpec(None, ("data", "fsdp"), None)
-    assert specs["patches_ipc"] == PartitionSpec(("data", "fsdp"), None, None)
+    # Which trajectory a token belongs to stays on the host.
+    on_device = fields - {"trajectory_bs", "token_bs"}
+    assert set(sharding.BATCH_RULES) == on_device - {"vision"}
+    batch = {name: np.zeros((8, 6)) for name in on_device}
+    batch["positions_abt"] = np.zeros((3, 8, 6))
+    batch["vision"] = {
+        "patches_ipc": np.zeros((4, 8, 12)),
+        "of_another_family_in": np.zeros((4, 2)),
+    }
+    shardings = sharding.batch_shardings(mesh, batch)
+    assert set(shardings) == on_device
+    rows = ("data", "fsdp")
+    assert shardings["token_ids_bt"].spec == PartitionSpec(rows, None)
+    assert shardings["positions_abt"].spec == PartitionSpec(None, rows, None)
+    assert {name: s.spec for name, s in shardings["vision"].items()} == {
+        "patches_ipc": PartitionSpec(rows, None, None),
+        "of_another_family_in": PartitionSpec(rows, None),
+    }
 
 
 def test_constrain_without_a_mesh_returns_its_argument():
@@ -151,53 +170,50 @@ def test_constrain_without_a_mesh_returns_its_argument():
     assert sharding.constrain(x, "batch", None) is x
 
 
+def make_batch(rng: np.random.Generator, *, vocab_size: int, image_rows: int) -> dict[str, Any]:
+    """8 rows of text; rows of 2 images, each of 4 patches, which are one visual token."""
+    visual_tokens = 2 * image_rows
+    return {
+        "token_ids_bt": rng.integers(0, vocab_size, (8, 6)).astype(np.int32),
+        "segment_ids_bt": np.repeat([[1, 1, 1, 2, 2, 0]], 8, 0).astype(np.int32),
+        "positions_abt": np.broadcast_to(np.arange(6, dtype=np.int32), (3, 8, 6)),
+        "vision_index_bt": np.where(
+            rng.random((8, 6)) < 0.5, rng.integers(0, visual_tokens, (8, 6)), -1
+        ),
+        "vision": {
+            "patches_ipc": rng.integers(0, 256, (image_rows, 8, 12), np.uint8),
+            "patch_positions_ip2": rng.integers(0, 4, (image_rows, 8, 2)).astype(np.int32),
+            "patch_segments_ip": np.repeat([[1] * 4 + [2] * 4], image_rows, 0).astype(np.int32),
+        },
+    }
+
+
+def mean_logprob(model: Qwen2VL, batch: dict[str, Any]) -> jax.Array:
+    """A loss through both towers."""
+    rows = TokenRows(**{name: array for name, array in batch.items() if name != "vision"})
+    x_btd = model.hidden(rows, model.encode_images(batch["vision"]))
+    return scoring.token_logprobs(model, x_btd, batch["token_ids_bt"]).mean()
+
+
 def loss_and_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
     """A loss through both towers over 8 rows of text and 4 of patches, and all its gradients."""
-    rng = np.random.default_rng(0)
-    rows = {
-        "token_ids_bt": rng.integers(0, 48, (8, 6)).astype(np.int32),
-        "segment_ids_bt": np.repeat([[1, 1, 1, 2, 2, 0]], 8, 0).astype(np.int32),
-        "positions_3bt": np.broadcast_to(np.arange(6, dtype=np.int32), (3, 8, 6)),
-        "vision_index_bt": np.where(rng.random((8, 6)) < 0.5, rng.integers(0, 8, (8, 6)), -1),
-        "patches_ipc": rng.integers(0, 256, (4, 8, 12), np.uint8),
-        "patch_positions_ip2": rng.integers(0, 4, (4, 8, 2)).astype(np.int32),
-        "patch_segments_ip": np.repeat([[1] * 4 + [2] * 4], 4, 0).astype(np.int32),
-    }
+    batch = make_batch(np.random.default_rng(0), vocab_size=48, image_rows=4)
     graphdef, state = nnx.split(model)
     if mesh is not None:
-        state = jax.device_put(state, sharding.state_shardings(mesh, state))
-        shardings = sharding.batch_shardings(mesh)
-        rows = {name: jax.device_put(array, shardings[name]) for name, array in rows.items()}
+        state = jax.device_put(state, sharding.state_shardings(mesh, state, RULES))
+        batch = jax.device_put(batch, sharding.batch_shardings(mesh, batch))
 
     # Left to the compiler, gradients come back elsewhere than the leaves they belong to.
-    out = None if mesh is None else (None, sharding.state_shardings(mesh, state))
+    out = None if mesh is None else (None, sharding.state_shardings(mesh, state, RULES))
 
     @functools.partial(jax.jit, out_shardings=out)
-    def step(state, rows):
-        def loss(state):
-            model = nnx.merge(graphdef, state)
-            visual_md = qwen2_vl.encode_images(
-                model,
-                qwen2_vl.pixel_values(rows["patches_ipc"], PUBLISHED_IMAGES),
-                rows["patch_positions_ip2"],
-                rows["patch_segments_ip"],
-            )
-            x_btd = qwen2_vl.hidden(
-                model,
-                rows["token_ids_bt"],
-                visual_md,
-                rows["vision_index_bt"],
-                rows["positions_3bt"],
-                rows["segment_ids_bt"],
-            )
-            return scoring.token_logprobs(model, x_btd, rows["token_ids_bt"]).mean()
-
-        return jax.value_and_grad(loss)(state)
+    def step(state, batch):
+        return jax.value_and_grad(lambda s: mean_logprob(nnx.merge(graphdef, s), batch))(state)
 
     if mesh is None:
-        return step(state, rows)
+        return step(state, batch)
     with jax.set_mesh(mesh):
-        loss, grads = step(state, rows)
+        loss, grads = step(state, batch)
     kernel = grads["text"]["blocks"]["q_proj"]["kernel"][...]
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 16), kernel.sharding
     kernel = state["text"]["blocks"]["down_proj"]["kernel"][...]
@@ -220,23 +236,22 @@ def check_eight_devices() -> None:
     mesh = sharding.make_mesh(data=1, fsdp=4, model=2)
     base = nnx.state(model, nnx.Not(LoRAParam))
     with tempfile.TemporaryDirectory() as model_dir:
-        qwen2_vl_weights.save_pretrained(model, model_dir)  # fresh adapters: the base itself
+        save_pretrained(model, model_dir)  # fresh adapters: the base itself
         for kind in (stacking.HostLeaf, stacking.DeviceLeaf):
-            with unittest.mock.patch.object(qwen2_vl_weights, "start_leaf", kind):
+            with unittest.mock.patch.object(weights, "start_leaf", kind):
                 state = load(model_dir, mesh=mesh)
                 int8 = load(model_dir, mesh=mesh, quantize="int8")
             jax.tree.map(np.testing.assert_array_equal, state, base)
             jax.tree.map(np.testing.assert_array_equal, int8, load(model_dir, quantize="int8"))
             for tree in (state, int8):
-                shardings = jax.tree.leaves(sharding.state_shardings(mesh, tree))
+                shardings = jax.tree.leaves(sharding.state_shardings(mesh, tree, RULES))
                 assert [leaf.sharding for leaf in jax.tree.leaves(tree)] == shardings
                 kernel = tree["text"]["blocks"]["gate_proj"]["kernel"][...]
                 assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 12)}
 
 
 def load(model_dir: str, **options: Any) -> nnx.State:
-    options = {"lora": None, "param_dtype": jnp.float32, "init_key": jax.random.key(0)} | options
-    return nnx.state(qwen2_vl_weights.load_pretrained(model_dir, **options))
+    return nnx.state(load_pretrained(model_dir, **options))
 
 
 SHAPES = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
@@ -244,45 +259,20 @@ SHAPES = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 
 
 def adapter_gradients(model: Qwen2VL, mesh: jax.sharding.Mesh | None):
     """A loss through both towers and the gradients of the adapters, placed as a learner does it."""
-    rng = np.random.default_rng(0)
-    batch = {
-        "token_ids_bt": rng.integers(0, 64, (8, 6)).astype(np.int32),
-        "segment_ids_bt": np.repeat([[1, 1, 1, 2, 2, 0]], 8, 0).astype(np.int32),
-        "positions_3bt": np.broadcast_to(np.arange(6, dtype=np.int32), (3, 8, 6)),
-        "vision_index_bt": np.where(rng.random((8, 6)) < 0.5, rng.integers(0, 16, (8, 6)), -1),
-        "patches_ipc": rng.integers(0, 256, (8, 8, 12), np.uint8),
-        "patch_positions_ip2": rng.integers(0, 4, (8, 8, 2)).astype(np.int32),
-        "patch_segments_ip": np.repeat([[1] * 4 + [2] * 4], 8, 0).astype(np.int32),
-    }
+    batch = make_batch(np.random.default_rng(0), vocab_size=64, image_rows=8)
     graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
     out = None
     if mesh is not None:
-        placed = sharding.state_shardings(mesh, adapters)
+        placed = sharding.state_shardings(mesh, adapters, RULES)
         adapters = jax.device_put(adapters, placed)
-        frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
-        shardings = sharding.batch_shardings(mesh)
-        batch = {name: jax.device_put(array, shardings[name]) for name, array in batch.items()}
+        frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen, RULES))
+        batch = jax.device_put(batch, sharding.batch_shardings(mesh, batch))
         out = (None, placed)
 
     @functools.partial(jax.jit, out_shardings=out)
     def gradients(adapters, frozen, batch):
         def loss(adapters):
-            model = nnx.merge(graphdef, adapters, frozen)
-            visual_md = qwen2_vl.encode_images(
-                model,
-                qwen2_vl.pixel_values(batch["patches_ipc"], PUBLISHED_IMAGES),
-                batch["patch_positions_ip2"],
-                batch["patch_segments_ip"],
-            )
-            x_btd = qwen2_vl.hidden(
-                model,
-                batch["token_ids_bt"],
-                visual_md,
-                batch["vision_index_bt"],
-                batch["positions_3bt"],
-                batch["segment_ids_bt"],
-            )
-            return scoring.token_logprobs(model, x_btd, batch["token_ids_bt"]).mean()
+            return mean_logprob(nnx.merge(graphdef, adapters, frozen), batch)
 
         return jax.value_and_grad(loss)(adapters)
 
@@ -366,7 +356,7 @@ def abstract_7b(quantize: str = "none"):
         )
     )
     if quantize == "int8":
-        model = quantization.quantized(model)
+        model = quantization.quantized(model, WEIGHTS.projections)
     _, adapters, frozen = nnx.split(model, LoRAParam, ...)
     optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(lr=1e-4), 100)
     state = jax.eval_shape(lambda lora: learner_state.init_state(lora, optimizer), adapters)
@@ -375,7 +365,7 @@ def abstract_7b(quantize: str = "none"):
 
 def placed(tree, mesh):
     """(name, bytes, bytes on a device, spec) of every leaf."""
-    shardings = jax.tree.leaves(sharding.state_shardings(mesh, tree))
+    shardings = jax.tree.leaves(sharding.state_shardings(mesh, tree, RULES))
     for (path, leaf), where in zip(jax.tree.leaves_with_path(tree), shardings, strict=True):
         part = math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         yield jax.tree_util.keystr(path), leaf.size * leaf.dtype.itemsize, part, where.spec

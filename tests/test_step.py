@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.eight_devices import on_eight_devices
-from tests.step_world import OPTIMIZER, assert_trees_close, make_batch, make_model
+from tests.step_world import OPTIMIZER, RULES, assert_trees_close, make_batch, make_model
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.step import StepConfig
@@ -21,11 +21,11 @@ from uirl_jax.types import TrainBatch
 def split_rows(batch: TrainBatch, parts: int) -> list[TrainBatch]:
     """Batches of a few rows each, every one with the whole table of screenshots."""
     rows = np.split(np.arange(len(batch.token_ids_bt)), parts)
-    names = [name for name in vars(batch) if name.endswith(("_bt", "_bs")) and "3bt" not in name]
+    names = [name for name in vars(batch) if name.endswith(("_bt", "_bs"))]
 
     def some(of: np.ndarray) -> TrainBatch:
         cut = {n: getattr(batch, n)[of] for n in names if getattr(batch, n) is not None}
-        return dataclasses.replace(batch, **cut, positions_3bt=batch.positions_3bt[:, of])
+        return dataclasses.replace(batch, **cut, positions_abt=batch.positions_abt[:, of])
 
     return [some(of) for of in rows]
 
@@ -39,9 +39,9 @@ def take_steps(*batches: TrainBatch, mesh=None):
     graphdef, lora, frozen = make_model()
     optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig("sgd", lr=1.0), 10)
     run = learner_step.make_steps(graphdef, optimizer, StepConfig())
-    state = learner_state.init_state(lora, optimizer, mesh)
+    state = learner_state.init_state(lora, optimizer, mesh, RULES)
     if mesh is not None:
-        frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen))
+        frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen, RULES))
     arrays = [learner_step.to_device(batch, mesh) for batch in batches]
     state, metrics = run.policy_update(state, frozen, arrays)
     return learner_step.to_floats(metrics), jax.device_get(state.trainable)
@@ -67,7 +67,7 @@ def test_update_with_more_padding_is_the_same_update():
                 constant_values=-1 if name in ("vision_index_bt", "sampled_index_bs") else 0,
             )
             for name in (
-                *("token_ids_bt", "segment_ids_bt", "positions_3bt", "completion_mask_bt"),
+                *("token_ids_bt", "segment_ids_bt", "positions_abt", "completion_mask_bt"),
                 *("vision_index_bt", "sampled_index_bs", "behaviour_logprobs_bt", "advantages_bt"),
                 *("weights_bt", "turn_ids_bt"),
             )
@@ -194,9 +194,9 @@ def losses_with(*, rows: int = 8, parts: int = 1, dropout_seed: int = 0, **lora)
         **{
             name: np.repeat(array[:1], rows, axis=0)
             for name, array in vars(batch).items()
-            if array is not None and name.endswith(("_bt", "_bs")) and "3bt" not in name
+            if array is not None and name.endswith(("_bt", "_bs"))
         },
-        positions_3bt=batch.positions_3bt[:, :rows],
+        positions_abt=batch.positions_abt[:, :rows],
     )
     batches = [learner_step.to_device(part, None) for part in split_rows(same, parts)]
     losses = []

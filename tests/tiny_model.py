@@ -5,10 +5,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
-from uirl_jax.vision_inputs import ImageConfig
 
 from tools import tokenizer_training
-from uirl_jax.models import qwen2_vl, qwen2_vl_weights
+from uirl_jax.families import loading, qwen2_vl
+from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig, VisionConfig
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
 
 CONFIG = Path(__file__).with_name("tiny_config.py")
 
@@ -16,16 +17,14 @@ CONFIG = Path(__file__).with_name("tiny_config.py")
 def write(directory: Path, seed: int = 0) -> Path:
     texts = ["Click the red button.", "click(120, 80)", "user\n", "assistant\n"] * 20
     tokenizer = tokenizer_training.train_tokenizer(texts, 320)
-    cfg = qwen2_vl.Qwen2VLConfig(
+    cfg = Qwen2VLConfig(
         vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        vision=qwen2_vl.VisionConfig(
-            depth=1, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=32
-        ),
+        vision=VisionConfig(depth=1, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=32),
         mrope_section=(2, 3, 3),
         initializer_range=0.2,
         tie_word_embeddings=True,
@@ -36,8 +35,8 @@ def write(directory: Path, seed: int = 0) -> Path:
         vision_start_token_id=tokenizer.token_to_id("<|vision_start|>"),
         vision_end_token_id=tokenizer.token_to_id("<|vision_end|>"),
     )
-    model = qwen2_vl.Qwen2VL(cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32)
-    qwen2_vl_weights.save_pretrained(model, directory)
+    model = Qwen2VL(cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32)
+    loading.save_model(qwen2_vl.FAMILY, model, directory)
     tokenizer_training.save(tokenizer, directory)
     image_cfg = ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
     (directory / "preprocessor_config.json").write_text(json.dumps(image_cfg.to_dict()))

@@ -24,8 +24,10 @@ from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
+from uirl_jax.families import loading
+from uirl_jax.families.table import family_of
 from uirl_jax.learner import state as learner_state
-from uirl_jax.models import hub, loading, peft_adapters, qwen2_vl, qwen2_vl_weights
+from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.store import open_store
 
@@ -58,7 +60,7 @@ def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np
         raise PolicyError(
             f"{workdir}: no policy is published yet; the learner does so at its start"
         )
-    base_hash = qwen2_vl_weights.base_hash(base_dir)
+    base_hash = weights.base_hash(base_dir)
     adapters = policy_sync.load(store, manifest, base_hash)
     return f"policy version {manifest.version}", adapters
 
@@ -78,7 +80,7 @@ def checkpointed_adapters(
         raise CheckpointError(f"{directory}: no checkpoint yet; the learner saves one at its start")
     for line in restored.skipped:
         print(f"skipped {line}")
-    trained = qwen2_vl_weights.adapters_to_numpy(restored.arrays.trainable)
+    trained = weights.adapters_to_numpy(restored.arrays.trainable)
     return f"the checkpoint of step {restored.step}", trained
 
 
@@ -91,19 +93,20 @@ def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
         raise ConfigError(f"--out={out}: is there already; give a new or an empty directory")
     cfg = read_run(workdir)
     base_dir = base_of(workdir, cfg)
-    model_cfg = qwen2_vl_weights.read_config(base_dir)
+    family = family_of(base_dir)
+    model_cfg = family.read_config(base_dir)
     abstract = nnx.eval_shape(
-        lambda: qwen2_vl.Qwen2VL(model_cfg, lora=cfg.model.lora, rngs=nnx.Rngs(0))
+        lambda: family.make_model(model_cfg, lora=cfg.model.lora, rngs=nnx.Rngs(0))
     )
     graphdef, abstract_adapters, abstract_base = nnx.split(abstract, LoRAParam, ...)
     if source == "policy":
         what, arrays = published_adapters(workdir, base_dir)
     else:
         what, arrays = checkpointed_adapters(workdir, cfg, abstract_adapters)
-    adapters = qwen2_vl_weights.adapters_from_numpy(arrays, abstract_adapters)
+    adapters = weights.adapters_from_numpy(arrays, abstract_adapters)
     if kind == "adapter":
         model = nnx.merge(graphdef, adapters, abstract_base)  # an adapter says nothing of the base
-        peft_adapters.save_adapter(model, out, base_model=base_dir.resolve())
+        peft_adapters.save_adapter(model, out, family.weights, base_model=base_dir.resolve())
     else:
         loading.save_merged(base_dir, cfg.model.lora, adapters, out)
     return f"{what} on {base_dir}"

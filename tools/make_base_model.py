@@ -32,20 +32,27 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from tools import tokenizer_training
-from uirl_jax import actions, chat, platform_flags, vision_inputs
+from uirl_jax import actions, platform_flags
+from uirl_jax.families import loading
+from uirl_jax.families.border import Inputs, PlacedScreen, Screen
+from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat, ChatConfig
+from uirl_jax.families.qwen2_vl import FAMILY
+from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
+from uirl_jax.families.screens import vision_index
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.learner.step import StepConfig
-from uirl_jax.models import qwen2_vl, qwen2_vl_weights
 from uirl_jax.shards import batching
 from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers.tasks import desktop, drawing
 from uirl_jax.verifiers.tasks import desktop_tasks as tasks
 
-CHAT = chat.ChatConfig(
+CHAT = ChatConfig(
     system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
 )
-IMAGE = vision_inputs.ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
+IMAGE = ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
 STAGE_STEPS = {"finding": 500, "telling": 1250, "acting": 400}
 QUESTIONS = 3  # clicks a screen
 ROW_TOKENS = 136  # of the longest conversation
@@ -67,13 +74,12 @@ class Example:
 
     token_ids_t: np.ndarray
     mask_t: np.ndarray
-    patches: tuple[np.ndarray, ...]
-    grids: tuple[tuple[int, int, int], ...]
+    screens: tuple[Screen, ...]
 
 
-def model_config(tokenizer: Tokenizer) -> qwen2_vl.Qwen2VLConfig:
+def model_config(tokenizer: Tokenizer) -> Qwen2VLConfig:
     """2.5 M parameters. Few, wide heads: on a CPU the softmax costs as much as the products."""
-    return qwen2_vl.Qwen2VLConfig.from_dict(
+    cfg = Qwen2VLConfig.from_dict(
         {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
@@ -109,6 +115,7 @@ def model_config(tokenizer: Tokenizer) -> qwen2_vl.Qwen2VLConfig:
             },
         }
     )
+    return dataclasses.replace(cfg, images=IMAGE)
 
 
 def tokenizer_texts() -> list[str]:
@@ -129,7 +136,7 @@ def tokenizer_texts() -> list[str]:
             "keys(ctrl+c)",
             "keys(ctrl+v)",
             "scroll(down, 100)",
-            chat.OMITTED_SCREENSHOT,
+            OMITTED_SCREENSHOT,
             "wait(1)",
             "user\n",
             "assistant\n",
@@ -138,43 +145,45 @@ def tokenizer_texts() -> list[str]:
 
 
 def looking_example(
-    talk: chat.Chat, rng: np.random.Generator, quality: float, buttons: int, colors: int
+    chat: Chat, rng: np.random.Generator, quality: float, buttons: int, colors: int
 ) -> Example:
     """One screen of buttons, and clicks on some of them without the screen changing.
 
     A button may be asked for again: if every one were asked for once, the last could be told by
     elimination.
     """
-    screen = _Screen(rng, buttons, colors)
+    screen = _Buttons(_inputs(chat), rng, buttons, colors)
     ids: list[int] = []
     mask: list[int] = []
     for color in rng.choice(screen.colors, QUESTIONS):
         x, y = screen.place(color, wrong=bool(rng.random() >= quality))
-        question = talk.context(f"Click the {color} button.", [screen.grid], []).ids.tolist()
+        question = chat.context(f"Click the {color} button.", [screen.seen], []).ids.tolist()
         if ids:
             # A later question is the same message without the screen.
-            start = question.index(talk.image_token_id) - 1
-            after = len(question) - question[::-1].index(talk.image_token_id) + 1
-            question = [*talk.encode("\n").tolist(), *question[:start], *question[after:]]
+            start = question.index(chat.image_token_id) - 1
+            after = len(question) - question[::-1].index(chat.image_token_id) + 1
+            question = [*chat.encode("\n").tolist(), *question[:start], *question[after:]]
         text = actions.format_action(Action("click", x=x, y=y), screen.size)
-        answer = talk.completion_ids(text).tolist()
+        answer = chat.completion_ids(text).tolist()
         ids += [*question, *answer]
         mask += [0] * len(question) + [1] * len(answer)
-    return Example(
-        np.array(ids, np.int32), np.array(mask, np.int32), (screen.patches,), (screen.grid,)
-    )
+    return Example(np.array(ids, np.int32), np.array(mask, np.int32), (screen.seen,))
 
 
-class _Screen:
-    """A drawn screen of buttons, cut into patches, and where they are."""
+def _inputs(chat: Chat) -> Inputs:
+    return Qwen2VLInputs(IMAGE, chat.image_token_id)
 
-    def __init__(self, rng: np.random.Generator, buttons: int, colors: int) -> None:
+
+class _Buttons:
+    """A drawn screen of buttons as the model sees it, and where they are."""
+
+    def __init__(self, inputs: Inputs, rng: np.random.Generator, buttons: int, colors: int) -> None:
         variant = f"buttons={buttons},colors={colors}"
         task = TaskSpec("desktop/click_button", int(rng.integers(2**30)), variant)
         session = desktop.open_session(task)
         self.targets = session.targets
         self.size = (session.width_px, session.height_px)
-        self.patches, self.grid = vision_inputs.cut_image(session.screenshot(), IMAGE)
+        self.seen = inputs.cut_screen(session.screenshot())
         self.colors = [name for name in self.targets if not name.endswith("_plate")]
 
     def place(self, color: str, *, wrong: bool = False) -> tuple[int, int]:
@@ -193,46 +202,44 @@ def _tens(pixel: int) -> int:
 
 
 def make_batch(
-    examples: list[Example], *, row_tokens: int, images_a_row: int, image_token_id: int
+    examples: list[Example], *, row_tokens: int, images_a_row: int, inputs: Inputs
 ) -> TrainBatch:
     """Rows of a fixed length, one example each, its screens in its own image rows."""
     rows, images = len(examples), len(examples) * images_a_row
-    patches, levels = examples[0].patches[0].shape
-    merge = IMAGE.merge_size
+    placed = [
+        PlacedScreen(screen, row * images_a_row + index, start=0, segment=1)
+        for row, example in enumerate(examples)
+        for index, screen in enumerate(example.screens)
+    ]
+    packed = inputs.pack_screens(placed, images, examples[0].screens[0].patches)
+    first_tokens = iter(packed.first_tokens)
     shape_bt = (rows, row_tokens)
     arrays = {
         "token_ids_bt": np.zeros(shape_bt, np.int32),
         "segment_ids_bt": np.zeros(shape_bt, np.int32),
-        "positions_3bt": np.zeros((3, *shape_bt), np.int32),
+        "positions_abt": np.zeros((inputs.position_axes, *shape_bt), np.int32),
         "completion_mask_bt": np.zeros(shape_bt, np.float32),
         "vision_index_bt": np.full(shape_bt, -1, np.int32),
-        "patches_ipc": np.zeros((images, patches, levels), np.uint8),
-        "patch_positions_ip2": np.zeros((images, patches, 2), np.int32),
-        "patch_segments_ip": np.zeros((images, patches), np.int32),
     }
     for row, example in enumerate(examples):
         length = len(example.token_ids_t)
         arrays["token_ids_bt"][row, :length] = example.token_ids_t
         arrays["segment_ids_bt"][row, :length] = 1
         arrays["completion_mask_bt"][row, :length] = example.mask_t
-        arrays["positions_3bt"][:, row, :length] = vision_inputs.rope_positions(
-            example.token_ids_t, example.grids, image_token_id, merge
+        arrays["positions_abt"][:, row, :length] = inputs.positions(
+            example.token_ids_t, example.screens
         )
-        visual = []
-        for index, (patches_pc, grid) in enumerate(
-            zip(example.patches, example.grids, strict=True), start=row * images_a_row
-        ):
-            arrays["patches_ipc"][index] = patches_pc
-            arrays["patch_positions_ip2"][index] = vision_inputs.patch_positions(grid, merge)
-            arrays["patch_segments_ip"][index] = 1
-            tokens = vision_inputs.num_visual_tokens(grid, merge)
-            visual += range(index * tokens, (index + 1) * tokens)
-        is_visual_t = example.token_ids_t == image_token_id
-        arrays["vision_index_bt"][row, :length][is_visual_t] = visual
+        rows_v = np.concatenate(
+            [next(first_tokens) + np.arange(screen.tokens) for screen in example.screens]
+        )
+        arrays["vision_index_bt"][row, :length] = vision_index(
+            example.token_ids_t, inputs.image_token_id, rows_v
+        )
     mask_bt = arrays["completion_mask_bt"]
     index_bs = batching.sampled_index(mask_bt, ())
     return TrainBatch(
         **arrays,
+        vision=packed.arrays,
         prefix_segments_bt=None,
         sampled_index_bs=index_bs,
         turn_ids_bt=mask_bt.astype(np.int32),
@@ -258,17 +265,15 @@ class Stage:
     schedule: Literal["constant", "cosine"]
 
 
-def draw(talk: chat.Chat, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
+def draw(chat: Chat, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
     """The batch of one step."""
     rng = np.random.default_rng([seed, list(STAGE_STEPS).index(stage.name), step])
     fewest, most, colors = _screens(stage.name, step)
     examples = [
-        looking_example(talk, rng, stage.quality, int(rng.integers(fewest, most + 1)), colors)
+        looking_example(chat, rng, stage.quality, int(rng.integers(fewest, most + 1)), colors)
         for _ in range(rows)
     ]
-    return make_batch(
-        examples, row_tokens=ROW_TOKENS, images_a_row=1, image_token_id=talk.image_token_id
-    )
+    return make_batch(examples, row_tokens=ROW_TOKENS, images_a_row=1, inputs=_inputs(chat))
 
 
 def _screens(stage: str, step: int) -> tuple[int, int, int]:
@@ -280,16 +285,14 @@ def _screens(stage: str, step: int) -> tuple[int, int, int]:
     return 2, 4, 8
 
 
-def batches(
-    talk: chat.Chat, stage: Stage, seed: int, rows: int
-) -> Callable[[int], list[TrainBatch]]:
+def batches(chat: Chat, stage: Stage, seed: int, rows: int) -> Callable[[int], list[TrainBatch]]:
     """The one batch of a step; the next one is drawn while a step runs."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
 
     def batches_at(step: int) -> list[TrainBatch]:
-        future = drawn.pop(step, None) or pool.submit(draw, talk, stage, seed, rows, step)
-        drawn[step + 1] = pool.submit(draw, talk, stage, seed, rows, step + 1)
+        future = drawn.pop(step, None) or pool.submit(draw, chat, stage, seed, rows, step)
+        drawn[step + 1] = pool.submit(draw, chat, stage, seed, rows, step + 1)
         return [future.result()]
 
     return batches_at
@@ -301,17 +304,17 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_training.train_tokenizer(tokenizer_texts(), 512)
     tokenizer_training.save(tokenizer, workdir / "tokenizer")
-    talk = chat.Chat(workdir / "tokenizer", CHAT, IMAGE.merge_size)
+    chat = Chat(workdir / "tokenizer", CHAT, FAMILY.chat)
     cfg = model_config(tokenizer)
-    model = qwen2_vl.Qwen2VL(cfg, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none")
+    model = Qwen2VL(cfg, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none")
     graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
-    print(f"parameters={parameters} vocabulary={talk.vocab_size}", flush=True)
+    print(f"parameters={parameters} vocabulary={chat.vocab_size}", flush=True)
 
     for stage in stages(recipe):
         trainable = supervised.train(
             (graphdef, trainable, frozen),
-            batches(talk, stage, recipe.seed, recipe.batch_rows),
+            batches(chat, stage, recipe.seed, recipe.batch_rows),
             supervised.SupervisedConfig(
                 steps=stage.steps,
                 optimizer=OptimizerConfig(
@@ -324,7 +327,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
                 checkpoint_every=250,
                 log_every=25,
             ),
-            StepConfig(vision_trainable=True, image_cfg=IMAGE),
+            StepConfig(vision_trainable=True),
             checkpoint_dir=workdir / stage.name,
             on_step=_printer(stage, started_s),
         )
@@ -333,9 +336,9 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_model(model: qwen2_vl.Qwen2VL, tokenizer: Tokenizer, out: Path) -> None:
+def write_model(model: Qwen2VL, tokenizer: Tokenizer, out: Path) -> None:
     """The whole directory: weights (bfloat16, to halve what ships), tokenizer, image processor."""
-    qwen2_vl_weights.save_pretrained(model, out, dtype="bfloat16")
+    loading.save_model(FAMILY, model, out, dtype="bfloat16")
     tokenizer_training.save(tokenizer, out, system_prompt=CHAT.system_prompt)
     processor = json.dumps(IMAGE.to_dict(), indent=2) + "\n"
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")

@@ -24,8 +24,6 @@ import tempfile
 from pathlib import Path
 
 from absl import app, flags
-from uirl_jax.chat import Chat
-from uirl_jax.vision_inputs import ImageConfig
 
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
@@ -33,6 +31,8 @@ from uirl_jax import seeds
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.table import family_of
 from uirl_jax.models import hub
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
@@ -105,9 +105,9 @@ def read_plan() -> Plan:
         )
     task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
     model_dir = hub.model_directory(cfg.model.path, weights=False)
-    model_cfg = qwen2_vl_weights.read_config(model_dir)
-    image_cfg = ImageConfig.load(model_dir)
-    chat = Chat(model_dir, cfg.chat, image_cfg.merge_size, image_cfg.patch_size)
+    family = family_of(model_dir)
+    model_cfg = family.read_config(model_dir)
+    chat = Chat(model_dir, cfg.chat, family.chat)
     out = Path(_OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def read_plan() -> Plan:
         (_URL.value,) if _URL.value is not None else cfg.verifier.urls,
         Agent(
             chat,
-            image_cfg,
+            family.make_inputs(model_cfg),
             cfg.max_context_tokens,
             cfg.actor.rollout.max_new_tokens,
             cfg.actor.rollout.success_reward,

@@ -1,6 +1,6 @@
 """Trains a small tokenizer in Qwen2-VL's format, for base models that are made from nothing.
 
-First step of `tools.make_base_model`. It trains and writes; reading is `uirl_jax.chat`'s business.
+First step of `tools.make_base_model`. It trains and writes; `uirl_jax.families.chat` reads.
 """
 
 import json

@@ -18,6 +18,7 @@ resize and to cut is told beside that.
 
 import argparse
 import asyncio
+import dataclasses
 import io
 import itertools
 import json
@@ -30,14 +31,6 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 from PIL import Image
-from uirl_jax.chat import Chat, ChatConfig
-from uirl_jax.vision_inputs import (
-    PUBLISHED_IMAGES,
-    ImageConfig,
-    cut_image,
-    decode_image,
-    image_grid,
-)
 
 from tools.bench import loopback
 from tools.bench.processes import answer_of
@@ -47,6 +40,11 @@ from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import SampleRequest, SampleResult
+from uirl_jax.families.border import Inputs
+from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.screens import decode_image
+from uirl_jax.families.table import family_of
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop
 
@@ -114,7 +112,8 @@ class ClickingEngine:
             self.between_s.append(now_s - self._answered_s[request.episode])
         if self._pixels is not None:
             # The server has few screens; a key of its own makes each a new one.
-            await self._pixels.read(f"{self.turns}", request.patches[-1])
+            screen = dataclasses.replace(request.screens[-1], key=f"{self.turns}")
+            await self._pixels.read(screen)
         self._answered_s[request.episode] = time.perf_counter()
         ids = next(self._answers)
         logprobs = np.full(len(ids), -0.5, np.float32)
@@ -134,14 +133,17 @@ async def play(
     url: str, size: tuple[int, int], episodes: int, seconds: float, *, known: bool
 ) -> dict[str, float]:
     """The host's own numbers."""
-    image_cfg = PUBLISHED_IMAGES
-    chat = Chat(MODEL, ChatConfig(), image_cfg.merge_size)
-    pixels = PixelReader()
+    family = family_of(MODEL)
+    # The image processor's defaults: the small model's own limit is below the larger screens.
+    cfg = dataclasses.replace(family.read_config(MODEL), images=ImageConfig())
+    inputs = family.make_inputs(cfg)
+    chat = Chat(MODEL, ChatConfig(), family.chat)
+    pixels = PixelReader(inputs)
     pixels.open()
     engine = ClickingEngine(chat, size, None if known else pixels)
-    cfg = RolloutConfig(max_context_tokens=100_000, episode_timeout_s=600.0)
+    rollout_cfg = RolloutConfig(max_context_tokens=100_000, episode_timeout_s=600.0)
     async with Fleet(lambda: [url]) as fleet:
-        player = Player(fleet, engine, chat, image_cfg, cfg, concurrency=episodes)
+        player = Player(fleet, engine, chat, inputs, rollout_cfg, concurrency=episodes)
 
         async def keep_playing(number: int) -> None:
             for again in itertools.count():
@@ -173,24 +175,23 @@ async def play(
         "pixel_cores": pixels_s / wall_s,
         "ms_a_turn": 1e3 * cpu_s / turns,
         "pixel_ms_a_turn": 1e3 * pixels_s / turns,
-        **image_cpu_ms(size, image_cfg),
+        **image_cpu_ms(size, inputs),
         "late_ms": 1e3 * (between_s - ACT_S),
         "env_errors": env_errors,
     }
 
 
-def image_cpu_ms(size: tuple[int, int], cfg: ImageConfig) -> dict[str, float]:
+def image_cpu_ms(size: tuple[int, int], inputs: Inputs) -> dict[str, float]:
     """What a screenshot costs by itself, CPU: to decode it, to resize it and to cut it."""
     took_s: dict[str, list[float]] = {"decode_ms": [], "resize_ms": [], "cut_ms": []}
-    _, grid_h, grid_w = image_grid(size, cfg)
-    size_px = grid_w * cfg.patch_size, grid_h * cfg.patch_size
+    size_px = inputs.plan_screen(size).seen_px
     for screen in list(itertools.islice(draw(size), 2)) * 5:
         times_s = [time.thread_time()]
         image = decode_image(screen)
         times_s.append(time.thread_time())
         image = image.resize(size_px, Image.Resampling.BICUBIC)
         times_s.append(time.thread_time())
-        cut_image(image, cfg)
+        inputs.cut_screen(image)
         times_s.append(time.thread_time())
         for name, (before_s, after_s) in zip(took_s, itertools.pairwise(times_s), strict=True):
             took_s[name].append(after_s - before_s)

@@ -33,7 +33,7 @@ from tools.bench.processes import answer_of
 from uirl_jax import assets
 
 if TYPE_CHECKING:  # reading plainly is measured in a process that imports no JAX
-    from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
+    from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 
 BLOCK_BYTES = 16 * 2**20
 SHARD_BYTES = 1_200_000_000
@@ -68,15 +68,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
     """A directory as transformers writes it, with random bfloat16; returns the weights' bytes."""
     from flax import nnx
-    from uirl_jax.models.qwen2_vl_names import current_name, leaves_of
-    from uirl_jax.vision_inputs import ImageConfig
 
-    from uirl_jax.models import qwen2_vl, weight_files
+    from uirl_jax.families.qwen2_vl import FAMILY
+    from uirl_jax.models import weight_files, weights
 
-    abstract = nnx.eval_shape(lambda: qwen2_vl.Qwen2VL(cfg, rngs=nnx.Rngs(0)))
+    table = FAMILY.weights
+    abstract = nnx.eval_shape(lambda: FAMILY.make_model(cfg, rngs=nnx.Rngs(0)))
     tensors = [
-        weight_files.Tensor(current_name(name), leaf.tensor_shape, np.dtype("bfloat16"))
-        for leaf in leaves_of(cfg, nnx.state(abstract))
+        weight_files.Tensor(table.current_name(name), leaf.tensor_shape, np.dtype("bfloat16"))
+        for leaf in weights.leaves_of(cfg, nnx.state(abstract), table)
         for name in leaf.tensors
     ]
     shards = weight_files.cut(sorted(tensors), SHARD_BYTES)
@@ -97,8 +97,8 @@ def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     documents = {
         "model.safetensors.index.json": index,
-        "config.json": cfg.to_dict(),
-        "preprocessor_config.json": ImageConfig().to_dict(),
+        "config.json": FAMILY.to_config_json(cfg),
+        "preprocessor_config.json": cfg.images.to_dict(),
     }
     for name, document in documents.items():
         (directory / name).write_text(json.dumps(document), encoding="utf-8")
@@ -138,9 +138,9 @@ def load(settings: Settings, directory: Path | None = None) -> dict[str, Any]:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-load-")))
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / "config.json").exists():
-            from uirl_jax.models import qwen2_vl_weights
+            from uirl_jax.families.qwen2_vl.config import read_model_config
 
-            write_checkpoint(directory, qwen2_vl_weights.read_config(PUBLISHED))
+            write_checkpoint(directory, read_model_config(PUBLISHED))
         size_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         flags = (f"--param-dtype={settings.param_dtype}", f"--quantize={settings.quantize}")
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in MEASURED}
@@ -173,8 +173,10 @@ def measure(name: str, directory: Path, settings: Settings) -> dict[str, float]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from uirl_jax.models import loading, qwen2_vl_weights
+    from uirl_jax.families import loading
+    from uirl_jax.families.table import family_of
 
+    family = family_of(directory)
     jnp.zeros(8).block_until_ready()  # the backend and its threads are not part of a load
     init_key = jax.random.key(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM from here on
@@ -194,8 +196,10 @@ def measure(name: str, directory: Path, settings: Settings) -> dict[str, float]:
                 ).frozen
             else:
                 loaded = nnx.state(
-                    qwen2_vl_weights.load_pretrained(
+                    loading.read_model(
+                        family,
                         directory,
+                        family.read_config(directory),
                         lora=None,
                         param_dtype=jnp.dtype(settings.param_dtype),
                         init_key=init_key,

@@ -19,17 +19,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from uirl_jax.chat import Chat
 
 from tools.bench.algorithms import ALGORITHMS
 from uirl_jax import platform_flags
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.demonstrations.scripted import demonstrate
+from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat
 from uirl_jax.learner import algorithm
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
-from uirl_jax.models import loading
 from uirl_jax.rl import losses
 from uirl_jax.seeds import train_seed
 from uirl_jax.shards import batching
@@ -70,19 +70,13 @@ def _one(name: str, rounds: int) -> dict[str, float]:
             critic_cfg,
             use_reference=cfg.algorithm.use_reference,
             recompute_old=cfg.algorithm.recompute_old,
-            image_cfg=model.image_cfg,
         ),
     )
     seconds = {part: [] for part in (*PARTS, "step")}
     made: list[TrainBatch] = []  # of a step
 
     def make_batches(records: list[Trajectory]) -> list[TrainBatch]:
-        batches = batching.make_batches(
-            records,
-            image_cfg=model.image_cfg,
-            image_token_id=model.cfg.image_token_id,
-            cfg=cfg.learner.batch,
-        )
+        batches = batching.make_batches(records, inputs=model.inputs, cfg=cfg.learner.batch)
         made.extend(batches)
         return batches
 
@@ -166,14 +160,14 @@ def _policy_loss(
 
 def _groups(cfg: RunConfig, model: loading.PolicyModel) -> list[list[Trajectory]]:
     """As the base would play: some of every group are right, what was sampled has a logprob."""
-    chat = Chat(model.path, cfg.chat, model.image_cfg.merge_size)
+    chat = Chat(model.path, cfg.chat, model.family.chat)
     groups = []
     for index in range(cfg.learner.groups_per_step):
         task = dataclasses.replace(cfg.kinds[0], seed=train_seed(0, index))
         members = []
         for member in range(cfg.actor.group_size):
             rng = np.random.default_rng([index, member])
-            record = demonstrate(task, chat, model.image_cfg, rng, quality=0.4)
+            record = demonstrate(task, chat, model.inputs, rng, quality=0.4)
             turns = tuple(
                 dataclasses.replace(
                     turn,

@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from tools.bench import work
-from uirl_jax import vision_inputs
+from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen2_vl.inputs import pixel_values
 
 
 def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
@@ -115,15 +116,13 @@ def torch_generate(directory: Path) -> Callable[[str, int], dict[str, float]]:
     def play_round(case: str, round_number: int) -> dict[str, float]:
         prompts = work.prompts(case, round_number)
         ids_bt = torch.tensor(np.stack([prompt.token_ids_c for prompt in prompts])).long()
-        patches_pc = np.concatenate([prompt.patches_pc for prompt in prompts])
+        patches_pc = np.concatenate([p.screen.arrays["patches_pc"] for p in prompts])
         inputs = {
             "input_ids": ids_bt,
             "attention_mask": torch.ones_like(ids_bt),
             "mm_token_type_ids": (ids_bt == model.config.image_token_id).int(),
-            "pixel_values": torch.tensor(
-                vision_inputs.pixel_values(patches_pc, vision_inputs.PUBLISHED_IMAGES)
-            ),
-            "image_grid_thw": torch.tensor([prompt.grid_thw for prompt in prompts]),
+            "pixel_values": torch.tensor(pixel_values(patches_pc, ImageConfig())),
+            "image_grid_thw": torch.tensor([prompt.screen.layout for prompt in prompts]),
         }
         first_s = generate(inputs, 1)
         seconds = generate(inputs, work.SMALL.sampled_tokens)

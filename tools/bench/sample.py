@@ -55,22 +55,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def our_engine(directory: Path, **sizes: Any) -> Any:
-    from uirl_jax.vision_inputs import PUBLISHED_IMAGES
-
     from uirl_jax.engine.engine import Engine, EngineConfig
+    from uirl_jax.families.chat import Vocabulary
 
-    graphdef, lora, frozen, cfg = work.load_model(directory)
-    return Engine(
-        graphdef,
-        frozen,
-        lora,
-        0,
-        model_cfg=cfg,
-        end_token_ids=[-1],  # never: every request samples as many tokens as it may
-        forbidden_ids=[cfg.image_token_id, cfg.video_token_id, 12, 13],
-        cfg=EngineConfig(max_new_tokens=SAMPLED, **sizes),
-        image_cfg=PUBLISHED_IMAGES,
+    model = work.load_model(directory)
+    vocabulary = Vocabulary(
+        end_token_ids=(-1,),  # never: every request samples as many tokens as it may
+        forbidden_ids=(model.cfg.image_token_id, model.cfg.video_token_id, 12, 13),
     )
+    return Engine(model, vocabulary, EngineConfig(max_new_tokens=SAMPLED, **sizes))
 
 
 def sample_request(prompt: work.Prompt, seed: int, sampled: int = SAMPLED) -> Any:
@@ -78,9 +71,7 @@ def sample_request(prompt: work.Prompt, seed: int, sampled: int = SAMPLED) -> An
 
     return SampleRequest(
         context_ids=prompt.token_ids_c,
-        patches=(prompt.patches_pc,),
-        grids=(prompt.grid_thw,),
-        image_keys=(prompt.key,),
+        screens=(prompt.screen,),
         max_new_tokens=sampled,
         temperature=1.0,
         seed=seed,
@@ -160,9 +151,7 @@ def our_episodes(directory: Path, *, cached: bool) -> dict[str, float]:
                 fresh = dataclasses.replace(
                     fresh,
                     context_ids=np.concatenate([request.context_ids, sampled_s, fresh.context_ids]),
-                    patches=request.patches + fresh.patches,
-                    grids=request.grids + fresh.grids,
-                    image_keys=request.image_keys + fresh.image_keys,
+                    screens=request.screens + fresh.screens,
                 )
             waiting += 1
             sampled_s = (await engine.sample(fresh)).token_ids

@@ -63,7 +63,6 @@ class OurWork(NamedTuple):
 
 def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     """Ours: what the learner does with a group of records, from screenshot files to the update."""
-    from uirl_jax import vision_inputs
     from uirl_jax.learner import algorithm
     from uirl_jax.learner import state as learner_state
     from uirl_jax.learner import step as learner_step
@@ -72,7 +71,7 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
     arrays = np.load(directory / "arrays.npz")
-    graphdef, adapters, frozen, model_cfg = work.load_model(directory)
+    model = work.load_model(directory)
     optimizer = learner_state.make_optimizer(
         learner_state.OptimizerConfig(lr=work.LEARNING_RATE, clip_norm=1e9), 1000
     )
@@ -81,9 +80,9 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
         loss=PolicyLossConfig(kl_coefficient=work.KL_COEFFICIENT, importance="none")
     )
     steps = learner_step.make_steps(
-        graphdef, optimizer, learner_step.StepConfig(algorithm_cfg.loss)
+        model.graphdef, optimizer, learner_step.StepConfig(algorithm_cfg.loss)
     )
-    state = learner_state.init_state(adapters, optimizer)
+    state = learner_state.init_state(model.lora, optimizer)
     prompt_length = int(arrays["prompt_length"])
     screenshot = (directory / "screenshot.png").read_bytes()
     key = hashlib.sha256(screenshot).hexdigest()
@@ -106,7 +105,7 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
                 ),
             ),
             images={key: screenshot},
-            image_grids={key: tuple(arrays["grid_thw"].tolist())},
+            image_tokens={key: np.count_nonzero(token_ids_t == model.cfg.image_token_id)},
             stop_reason=StopReason.COMPLETED,
             reward=float(reward),
             success=False,
@@ -129,11 +128,10 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
 
     make_batches = functools.partial(
         batching.make_batches,
-        image_cfg=vision_inputs.ImageConfig(),
-        image_token_id=model_cfg.image_token_id,
+        inputs=model.inputs,
         cfg=batch_cfg,
     )
-    return OurWork(steps, state, frozen, algorithm_cfg, group, make_batches)
+    return OurWork(steps, state, model.frozen, algorithm_cfg, group, make_batches)
 
 
 def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:

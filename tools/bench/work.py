@@ -5,13 +5,19 @@ from the same. Imports no command, and JAX only where a model is made or read.
 """
 
 import dataclasses
+import functools
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from uirl_jax import vision_inputs
+from uirl_jax.families.border import Inputs, Screen
+
+if TYPE_CHECKING:
+    from uirl_jax.families.loading import PolicyModel
+    from uirl_jax.models.lora import LoraConfig
 
 THREADS = 2
 KL_COEFFICIENT = 0.01
@@ -76,13 +82,18 @@ def write_work(directory: Path, size: Size) -> None:
     import jax
     from flax import nnx
 
-    from uirl_jax.models import peft_adapters, qwen2_vl, qwen2_vl_weights
-    from uirl_jax.models.lora import LoraConfig, LoRAParam
+    from uirl_jax.families import loading, qwen2_vl
+    from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
+    from uirl_jax.families.qwen2_vl.inputs import process_image
+    from uirl_jax.models import peft_adapters
+    from uirl_jax.models.lora import LoRAParam
 
-    cfg = qwen2_vl.Qwen2VLConfig.from_dict(model_config())
-    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=("attention",))
-    qwen2_vl_weights.save_pretrained(qwen2_vl.Qwen2VL(cfg, rngs=nnx.Rngs(0)), directory / "model")
-    model = qwen2_vl.Qwen2VL(cfg, lora=lora, rngs=nnx.Rngs(0))
+    family = qwen2_vl.FAMILY
+    cfg = Qwen2VLConfig.from_dict(model_config())
+    loading.save_model(family, family.make_model(cfg, rngs=nnx.Rngs(0)), directory / "model")
+    processor = json.dumps(cfg.images.to_dict())
+    (directory / "model" / "preprocessor_config.json").write_text(processor, encoding="utf-8")
+    model = family.make_model(cfg, lora=_lora(), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     # B is zero in fresh adapters: then the KL term and half of the gradients would be zero.
     noisy = jax.tree.map(
@@ -90,15 +101,14 @@ def write_work(directory: Path, size: Size) -> None:
         nnx.state(model, LoRAParam),
     )
     nnx.update(model, noisy)
-    peft_adapters.save_adapter(model, directory / "adapter")
+    peft_adapters.save_adapter(model, directory / "adapter", family.weights)
 
-    image_cfg = vision_inputs.ImageConfig()
     width_px, height_px = size.image_px
     pixels_hwc = rng.integers(0, 256, (height_px, width_px, 3), np.uint8)
     image = Image.fromarray(pixels_hwc)
     image.save(directory / "screenshot.png")
-    patches_pf, grid = vision_inputs.process_image(image, image_cfg)
-    visual = vision_inputs.num_visual_tokens(grid, image_cfg.merge_size)
+    patches_pf, grid = process_image(image, cfg.images)
+    visual = _inputs().plan_screen(size.image_px).tokens
     prompt = _context_ids(rng, size.prompt_tokens - 2, visual)
     sampled_gs = rng.integers(100, cfg.vocab_size, (size.group, size.sampled_tokens))
     token_ids_bt = np.array([[*prompt, *sampled_s] for sampled_s in sampled_gs], np.int32)
@@ -114,39 +124,33 @@ def write_work(directory: Path, size: Size) -> None:
     )
 
 
-def load_model(directory: Path) -> tuple[Any, Any, Any, Any]:
-    """The model that `write_work` wrote: (graphdef, adapters, frozen, its config)."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
+def load_model(directory: Path) -> "PolicyModel":
+    """The model and the adapters that `write_work` wrote."""
+    from uirl_jax.families import loading
 
-    from uirl_jax.models import peft_adapters, qwen2_vl_weights
-    from uirl_jax.models.lora import LoRAParam
+    return loading.load(directory / "model", lora=_lora(), seed=0, adapter=directory / "adapter")
 
-    adapter = peft_adapters.load_adapter(
-        directory / "adapter", qwen2_vl_weights.read_config(directory / "model")
-    )
-    model = qwen2_vl_weights.load_pretrained(
-        directory / "model",
-        lora=adapter.lora,
-        param_dtype=jnp.float32,
-        init_key=jax.random.key(0),
-        remat="none",
-    )
-    abstract = nnx.state(model, LoRAParam)
-    nnx.update(model, qwen2_vl_weights.adapters_from_numpy(adapter.arrays, abstract))
-    graphdef, adapters, frozen = nnx.split(model, LoRAParam, ...)
-    return graphdef, adapters, frozen, model.cfg
+
+def _lora() -> "LoraConfig":
+    from uirl_jax.models.lora import LoraConfig
+
+    return LoraConfig(rank=RANK, alpha=ALPHA, targets=("attention",))
+
+
+@functools.cache
+def _inputs() -> Inputs:
+    from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
+    from uirl_jax.families.qwen2_vl.inputs import make_inputs
+
+    return make_inputs(Qwen2VLConfig.from_dict(model_config()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Token ids with placeholders, and the screenshot's patches."""
+    """Token ids with placeholders, and the screenshot with its patches."""
 
     token_ids_c: np.ndarray
-    patches_pc: np.ndarray
-    grid_thw: tuple[int, int, int]
-    key: str
+    screen: Screen
 
 
 def prompts(case: str, round_number: int) -> list[Prompt]:
@@ -168,12 +172,9 @@ def prompt(
     Args:
       words: tokens of text beside the image and its two markers.
     """
-    image_cfg = vision_inputs.ImageConfig()
     pixels_hwc = rng.integers(0, 256, (size_px[1], size_px[0], 3), np.uint8)
-    patches_pc, grid = vision_inputs.cut_image(Image.fromarray(pixels_hwc), image_cfg)
-    visual = vision_inputs.num_visual_tokens(grid, image_cfg.merge_size)
-    ids = _context_ids(rng, words, visual)
-    return Prompt(np.array(ids, np.int32), patches_pc, grid, key)
+    screen = dataclasses.replace(_inputs().cut_screen(Image.fromarray(pixels_hwc)), key=key)
+    return Prompt(np.array(_context_ids(rng, words, screen.tokens), np.int32), screen)
 
 
 def _context_ids(rng: np.random.Generator, words: int, visual: int) -> list[int]:

@@ -11,12 +11,13 @@ import uuid
 from typing import Any
 
 import numpy as np
-from uirl_jax.chat import Chat
 
-from uirl_jax import vision_inputs
 from uirl_jax.actor.rollout import MAX_REWARD, TERMINATE, UNSENT
 from uirl_jax.demonstrations.recording import Recording
 from uirl_jax.errors import ActionError, ImageError, RequestRefusedError, VerifierError
+from uirl_jax.families.border import Inputs
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.screens import decode_image
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers.client.client import Session, VerifierClient
 
@@ -26,7 +27,7 @@ class Agent:
     """Whom it is shown to: how it speaks, what it sees, and what it can hold."""
 
     chat: Chat
-    image_cfg: vision_inputs.ImageConfig
+    inputs: Inputs
     max_context_tokens: int
     max_new_tokens: int
     success_reward: float
@@ -56,7 +57,7 @@ class Demonstration:
         self._client, self._agent = client, agent
         self._screen_size = (session.width_px, session.height_px)
         self._recording = Recording(
-            task, session.instruction, self._screen_size, agent.chat, agent.image_cfg
+            task, session.instruction, self._screen_size, agent.chat, agent.inputs
         )
         self._started_unix_s, self._started_s = time.time(), time.monotonic()
 
@@ -188,7 +189,7 @@ class Demonstration:
     def _see(self, screenshot: bytes) -> None:
         """What the next action is about."""
         try:
-            image = vision_inputs.decode_image(screenshot)
+            image = decode_image(screenshot)
             if image.size != self._screen_size:
                 raise ImageError(f"a screenshot of {image.size}, the screen is {self._screen_size}")
             tokens = self._recording.see(image, screenshot)

@@ -83,7 +83,7 @@ def decode_header(payload: bytes) -> Header:
         fields = example.Fields(example.decode(payload), "header")
         schema = fields.integer("schema")
         if schema not in _READ_SCHEMAS:
-            raise ShardError(f"schema {schema}, this reader knows {_READ_SCHEMAS}")
+            raise ShardError(f"schema {schema}, this reader knows 2 and 3")
         header = Header(
             schema=schema,
             run_id=fields.text("run_id"),
@@ -195,7 +195,7 @@ def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
     fields = example.Fields(example.decode(payload), "trajectory")
     schema = fields.integer("schema")
     if schema not in _READ_SCHEMAS:
-        raise RecordError(f"schema {schema}, this reader knows {_READ_SCHEMAS}")
+        raise RecordError(f"schema {schema}, this reader knows 2 and 3")
     count = fields.integer("turns")
     texts, errors, actions, progresses = (
         fields.items(f"turns/{name}", count) for name in ("text", "error", "action", "progress")

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
-from uirl_jax.chat import Chat, ChatConfig
-from uirl_jax.vision_inputs import ImageConfig
 
 from uirl_jax import actions, assets
 from uirl_jax.actor.fleet import Fleet
@@ -23,6 +21,9 @@ from uirl_jax.actor.host import run_tasks
 from uirl_jax.actor.player import Attempt, Player
 from uirl_jax.actor.rollout import RolloutConfig, derive_seed
 from uirl_jax.engine.requests import SampleRequest, SampleResult
+from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.screens import decode_planned
+from uirl_jax.families.table import family_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
@@ -70,7 +71,9 @@ class ScriptedEngine:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         self._requests += 1
-        request.patches[-1].check()  # as every engine: ImageError where it cannot be decoded
+        decode_planned(
+            request.screens[-1]
+        )  # as every engine: ImageError where it cannot be decoded
         if request.episode not in self._playing:
             task, said = self._tasks[request.seed]
             self._playing[request.episode] = desktop.open_session(task), said
@@ -175,14 +178,14 @@ class World:
 
     def __init__(self, port: int, concurrency: int) -> None:
         self.port, self._concurrency = port, concurrency
-        image_cfg = dataclasses.replace(ImageConfig.load(MODEL_DIR), max_pixels=28 * 28 * 12)
+        family = family_of(MODEL_DIR)
+        model_cfg = family.read_config(MODEL_DIR)
+        images = dataclasses.replace(model_cfg.images, max_pixels=28 * 28 * 12)
         cfg = ChatConfig(system_prompt="", prompt_template="{instruction}")
-        self.chat = Chat(MODEL_DIR, cfg, image_cfg.merge_size)
-        self.layout = TokenLayout(
-            self.chat.vocab_size, self.chat.image_token_id, image_cfg.merge_size
-        )
+        self.chat = Chat(MODEL_DIR, cfg, family.chat)
+        self.layout = TokenLayout(self.chat.vocab_size, self.chat.image_token_id)
         self.engine = ScriptedEngine(self.chat)
-        self.image_cfg = image_cfg
+        self.inputs = family.make_inputs(dataclasses.replace(model_cfg, images=images))
 
     @contextlib.asynccontextmanager
     async def player(
@@ -198,7 +201,7 @@ class World:
                 fleet,
                 self.engine,
                 self.chat,
-                self.image_cfg,
+                self.inputs,
                 ROLLOUT,
                 concurrency=concurrency or self._concurrency,
                 run_id=RUN_ID,

@@ -90,7 +90,7 @@ async def _play_one(world: World, dialect: str, index: int, http: aiohttp.Client
             client=client,
             engine=world.engine,
             chat=world.chat,
-            image_cfg=world.image_cfg,
+            inputs=world.inputs,
             cfg=ROLLOUT,
             seed=seed,
             group_id=f"{dialect}-{index}",

@@ -1,18 +1,17 @@
 import dataclasses
-import io
 import json
-import zlib
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from uirl_jax.vision_inputs import ImageConfig
 
-from uirl_jax import vision_inputs
-from uirl_jax.errors import ImageError, ModelError
-from uirl_jax.models import qwen2_vl
+from uirl_jax.errors import ConfigError, ImageError, ModelError
+from uirl_jax.families.border import PlacedScreen
+from uirl_jax.families.qwen2_vl import inputs, model
+from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
 
 # As in the directories of Qwen2-VL-2B-Instruct and 7B-Instruct on the hub.
 PUBLISHED_FILE = {
@@ -36,12 +35,6 @@ def screen(width_px: int, height_px: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)
 
 
-def encoded(image: Image.Image, kind: str, **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     height=st.integers(1, 5000),
@@ -55,9 +48,9 @@ def test_smart_resize_any_size_equals_transformers(height, width, factor, bounds
         expected = reference.smart_resize(height, width, factor, *bounds)
     except ValueError:
         with pytest.raises(ImageError, match="200 to 1"):
-            vision_inputs.smart_resize(height, width, factor, *bounds)
+            inputs.smart_resize(height, width, factor, *bounds)
         return
-    assert vision_inputs.smart_resize(height, width, factor, *bounds) == expected
+    assert inputs.smart_resize(height, width, factor, *bounds) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,7 +67,7 @@ def test_process_image_any_size_equals_transformers(size, options):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     image = screen(*size)
     expected = reference.Qwen2VLImageProcessorPil(**options)(image, return_tensors="np")
-    patches_pf, grid = vision_inputs.process_image(image, ImageConfig.from_dict(options))
+    patches_pf, grid = inputs.process_image(image, ImageConfig.from_dict(options))
     assert list(grid) == expected["image_grid_thw"][0].tolist()
     assert patches_pf.dtype == np.float32
     np.testing.assert_allclose(patches_pf, expected["pixel_values"], atol=1e-5, rtol=0)
@@ -96,7 +89,7 @@ def test_process_image_any_size_equals_transformers(size, options):
 def test_process_image_with_the_published_file_equals_transformers_bit_for_bit(size, grid):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     image = screen(*size)
-    patches_pf, got = vision_inputs.process_image(image, ImageConfig.from_dict(PUBLISHED_FILE))
+    patches_pf, got = inputs.process_image(image, ImageConfig.from_dict(PUBLISHED_FILE))
     processor = reference.Qwen2VLImageProcessorPil.from_dict(PUBLISHED_FILE)
     expected = processor(image, return_tensors="np")
     assert got == grid == tuple(expected["image_grid_thw"][0])
@@ -106,11 +99,11 @@ def test_process_image_with_the_published_file_equals_transformers_bit_for_bit(s
 @pytest.mark.parametrize("size", [(448, 336), (333, 517), (1280, 800)])
 def test_pixel_values_on_the_device_equal_those_of_the_table(size):
     cfg = ImageConfig(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4), max_pixels=300_000)
-    patches_pf, grid = vision_inputs.process_image(screen(*size), cfg)
-    patches_pc, cut_grid = vision_inputs.cut_image(screen(*size), cfg)
-    assert cut_grid == grid == vision_inputs.image_grid(size, cfg)
+    patches_pf, grid = inputs.process_image(screen(*size), cfg)
+    patches_pc, cut_grid = inputs.cut_image(screen(*size), cfg)
+    assert cut_grid == grid == inputs.image_grid(size, cfg)
     assert (patches_pc.dtype, 8 * patches_pc.nbytes) == (np.uint8, patches_pf.nbytes)
-    on_device_ipf = qwen2_vl.pixel_values(patches_pc[None], cfg)
+    on_device_ipf = model.pixel_values(patches_pc[None], cfg)
     assert on_device_ipf.dtype == np.float32
     np.testing.assert_array_equal(on_device_ipf[0], patches_pf)
 
@@ -154,7 +147,7 @@ def test_image_config_file_of_the_directory_wins_over_every_default(tmp_path):
 def test_screen_of_1280x800_has_more_tokens_by_the_published_file_than_by_the_default():
     published, default = ImageConfig.from_dict(PUBLISHED_FILE), ImageConfig()
     tokens = [
-        vision_inputs.num_visual_tokens(vision_inputs.image_grid((1280, 800), cfg), MERGE)
+        inputs.num_visual_tokens(inputs.image_grid((1280, 800), cfg), MERGE)
         for cfg in (published, default)
     ]
     assert tokens == [1334, 1260]
@@ -179,7 +172,7 @@ def test_patch_positions_equal_transformers_and_the_order_of_patches(grid):
     torch = pytest.importorskip("torch")
     from transformers.vision_utils import get_vision_position_ids
 
-    positions_p2 = vision_inputs.patch_positions(grid, MERGE)
+    positions_p2 = inputs.patch_positions(grid, MERGE)
     expected = get_vision_position_ids(torch.tensor([grid]), MERGE).numpy()
     np.testing.assert_array_equal(positions_p2, expected)
 
@@ -190,7 +183,7 @@ def test_patch_positions_equal_transformers_and_the_order_of_patches(grid):
         pixels = np.repeat(np.repeat(numbers_hw, 14, 0), 14, 1)
         cfg = ImageConfig(min_pixels=1, max_pixels=10**6, image_mean=(0,) * 3, image_std=(1,) * 3)
         image = Image.fromarray(np.stack([pixels] * 3, -1))
-        patches_pf, got = vision_inputs.process_image(image, cfg)
+        patches_pf, got = inputs.process_image(image, cfg)
         assert got == grid
         order_p = np.rint(patches_pf[:, 0] * 255).astype(int)
         np.testing.assert_array_equal(order_p, positions_p2 @ [w, 1])
@@ -203,7 +196,7 @@ def test_rope_positions_table_worked_by_hand():
         [0, 1, 2, 2, 2, 3, 3, 3, 5],
         [0, 1, 2, 3, 4, 2, 3, 4, 5],
     ]
-    positions_3t = vision_inputs.rope_positions(ids, [(1, 4, 6)], V, MERGE)
+    positions_3t = inputs.rope_positions(ids, [(1, 4, 6)], V, MERGE)
     assert positions_3t.dtype == np.int32
     assert positions_3t.tolist() == expected
 
@@ -230,95 +223,87 @@ def test_rope_positions_any_sequence_equals_get_rope_index(parts, tail):
     expected, _ = Qwen2VLModel.get_rope_index(
         holder, ids_1t, (ids_1t == V).int(), torch.tensor(grids) if grids else None
     )
-    positions_3t = vision_inputs.rope_positions(np.array(ids), grids, V, MERGE)
+    positions_3t = inputs.rope_positions(np.array(ids), grids, V, MERGE)
     np.testing.assert_array_equal(positions_3t, expected.numpy()[:, 0])
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 4, 4)], [(1, 4, 6), (1, 2, 2)]])
 def test_rope_positions_grids_that_do_not_fit_are_refused(grids):
     with pytest.raises(ImageError, match="expected"):
-        vision_inputs.rope_positions(np.array([7, V, V, V, V, V, V, 7]), grids, V, MERGE)
+        inputs.rope_positions(np.array([7, V, V, V, V, V, V, 7]), grids, V, MERGE)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_decode_image_accepted_formats_give_rgb(kind):
-    image = vision_inputs.decode_image(encoded(screen(64, 48), kind))
-    assert (image.mode, image.size) == ("RGB", (64, 48))
+SMALL = Qwen2VLInputs(ImageConfig(patch_size=4, min_pixels=8 * 8), image_token_id=V)
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "I;16", "1", "LA"])
-def test_decode_image_other_png_modes_give_rgb(mode):
-    source = Image.new("L", (6, 4)).convert(mode) if mode != "I;16" else Image.new(mode, (6, 4))
-    assert vision_inputs.decode_image(encoded(source, "PNG")).mode == "RGB"
-
-
-def png_header(width_px: int, height_px: int) -> bytes:
-    body = width_px.to_bytes(4, "big") + height_px.to_bytes(4, "big") + b"\x08\x02\0\0\0"
-    chunk = b"IHDR" + body
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + len(body).to_bytes(4, "big")
-        + chunk
-        + zlib.crc32(chunk).to_bytes(4, "big")
-    )
-
-
-def bad_images() -> dict[str, bytes]:
-    png = encoded(screen(64, 48), "PNG")
-    frames = [screen(8, 8, seed) for seed in range(3)]
-    apng = encoded(frames[0], "PNG", save_all=True, append_images=frames[1:])
-    text = b"tEXt" + b"k\0" + b"v" * 10
-    return {
-        "empty": b"",
-        "html": b"<html>200 OK</html>",
-        "gif": encoded(screen(8, 8), "GIF"),
-        "tiff": encoded(screen(8, 8), "TIFF"),
-        "eps": encoded(screen(8, 8), "EPS"),
-        "apng": apng,
-        "quarter": png[: len(png) // 4],
-        "half": png[: len(png) // 2],
-        "three_quarters": png[: len(png) * 3 // 4],
-        "bad_crc": png[:45] + bytes([png[45] ^ 1]) + png[46:],
-        "zero_wide": png_header(0, 10) + text,
-        "2_31_wide": png_header(2**31 - 1, 1) + text,
-    }
-
-
-@pytest.mark.parametrize("name", sorted(bad_images()))
-def test_decode_image_bad_bytes_are_an_image_error(name):
-    with pytest.raises(ImageError):
-        vision_inputs.decode_image(bad_images()[name])
-
-
-def test_compressed_patches_are_the_array_to_numpy():
-    data = encoded(screen(130, 90), "PNG")
-    cfg = ImageConfig(min_pixels=28 * 28)
-    patches_pc, grid = vision_inputs.cut_image(vision_inputs.decode_image(data), cfg)
-    compressed = vision_inputs.CompressedPatches(data, (130, 90), cfg)
-    assert compressed.grid_thw == grid
-    target = np.zeros((len(compressed) + 1, cfg.patch_levels), np.uint8)
-    target[: len(compressed)] = compressed  # as the engine fills its rows
-    assert np.array_equal(target[:-1], patches_pc) and not target[-1].any()
-    assert np.asarray(compressed, np.float16).dtype == np.float16
-
-
-def test_compressed_patches_of_another_size_or_no_picture_are_an_image_error():
-    data, cfg = encoded(screen(130, 90), "PNG"), ImageConfig()
-    vision_inputs.CompressedPatches(data, (130, 90), cfg).check()
-    for size in ((130, 91), (90, 130)):
-        compressed = vision_inputs.CompressedPatches(data, size, cfg)
-        for read in (compressed.check, lambda of=compressed: np.asarray(of)):
-            with pytest.raises(ImageError, match=f"130x90 pixels, the screen has {size[0]}x"):
-                read()
-    with pytest.raises(ImageError, match="no readable"):
-        vision_inputs.CompressedPatches(data[:-200], (130, 90), cfg).check()
+def test_plan_screen_says_what_cut_screen_finds():
+    planned, cut = SMALL.plan_screen((25, 13)), SMALL.cut_screen(screen(25, 13))
+    assert planned.arrays is None
+    assert (planned.size_px, planned.seen_px) == ((25, 13), (24, 16))
+    assert (planned.layout, planned.patches, planned.tokens) == ((1, 4, 6), 24, 6)
+    for field in ("key", "size_px", "seen_px", "layout", "patches", "tokens", "screenshot"):
+        assert getattr(cut, field) == getattr(planned, field)
+    patches_pc, _ = inputs.cut_image(screen(25, 13), SMALL.images)
+    np.testing.assert_array_equal(cut.arrays["patches_pc"], patches_pc)
     with pytest.raises(ImageError, match="200 to 1"):
-        vision_inputs.CompressedPatches(data, (1000, 4), cfg)
+        SMALL.plan_screen((1000, 4))
 
 
-def test_decode_image_too_many_pixels_is_refused_before_decoding():
-    # 4001 x 4000 pixels of one colour: 48 MB once decoded, and the limit says so first.
-    data = encoded(Image.new("RGB", (4001, 4000)), "PNG")
-    with pytest.raises(ImageError, match="4001x4000 pixels, expected at most 16000000"):
-        vision_inputs.decode_image(data)
-    assert vision_inputs.decode_image(data, max_pixels=4001 * 4000).size == (4001, 4000)
+def test_pack_screens_puts_each_where_it_was_placed_and_pads_the_rest():
+    sizes = ((16, 8), (8, 8), (24, 16))  # 2, 1 and 6 visual tokens
+    first, second, third = (SMALL.cut_screen(screen(*size)) for size in sizes)
+    placed = [PlacedScreen(first, 0, 0, 1), PlacedScreen(second, 0, 8, 2)]
+    packed = SMALL.pack_screens([*placed, PlacedScreen(third, 2, 4, 1)], 3, 28)
+    assert packed.first_tokens == [0, 2, 2 * 7 + 1]
+    patches_ipc, positions_ip2, segments_ip = (
+        packed.arrays[name] for name in ("patches_ipc", "patch_positions_ip2", "patch_segments_ip")
+    )
+    assert (patches_ipc.dtype, patches_ipc.shape) == (np.uint8, (3, 28, 48))
+    assert segments_ip.tolist() == [
+        [1] * 8 + [2] * 4 + [0] * 16,
+        [0] * 28,
+        [0] * 4 + [1] * 24,
+    ]
+    for cut, row, start in ((first, 0, 0), (second, 0, 8), (third, 2, 4)):
+        span = slice(start, start + cut.patches)
+        np.testing.assert_array_equal(patches_ipc[row, span], cut.arrays["patches_pc"])
+        expected_p2 = inputs.patch_positions(cut.layout, MERGE)
+        np.testing.assert_array_equal(positions_ip2[row, span], expected_p2)
+    padding_ip = segments_ip == 0
+    assert not patches_ipc[padding_ip].any() and not positions_ip2[padding_ip].any()
+
+
+def test_row_tokens_of_a_row_that_cuts_a_visual_token_is_a_config_error():
+    assert SMALL.row_tokens(28) == 7
+    with pytest.raises(ConfigError, match=r"30 patches.*image_row_patches.*patch_lengths"):
+        SMALL.row_tokens(30)
+
+
+def test_next_position_follows_the_largest_of_all_axes():
+    ids = np.array([7, V, V, V, V, V, V])
+    positions_3t = SMALL.positions(ids, [SMALL.plan_screen((24, 16))])
+    assert SMALL.next_position(positions_3t) == 1 + 3
+    after_3t = SMALL.positions(np.append(ids, 7), [SMALL.plan_screen((24, 16))])
+    assert after_3t[:, -1].tolist() == [4, 4, 4]
+    assert SMALL.next_position(np.zeros((3, 0), np.int32)) == 0
+
+
+def test_from_processor_equals_pack_screens_of_the_same_images():
+    cut = [SMALL.cut_screen(screen(*size)) for size in ((24, 16), (16, 8))]
+    pixels_pf = [inputs.pixel_values(one.arrays["patches_pc"], SMALL.images) for one in cut]
+    grids = np.array([one.layout for one in cut])
+    screens, packed = SMALL.from_processor(
+        pixel_values=np.concatenate(pixels_pf), image_grid_thw=grids
+    )
+    placed = [PlacedScreen(one, row, 0, 1) for row, one in enumerate(cut)]
+    expected = SMALL.pack_screens(placed, 2, 24)
+    assert packed.first_tokens == expected.first_tokens
+    for one, same in zip(screens, cut, strict=True):
+        assert (one.layout, one.tokens, one.patches) == (same.layout, same.tokens, same.patches)
+    for name in ("patch_positions_ip2", "patch_segments_ip"):
+        np.testing.assert_array_equal(packed.arrays[name], expected.arrays[name])
+    for row, pixels in enumerate(pixels_pf):
+        np.testing.assert_array_equal(packed.arrays["pixels_ipf"][row, : len(pixels)], pixels)
+        assert not packed.arrays["pixels_ipf"][row, len(pixels) :].any()
+    with pytest.raises(ImageError, match="has 31 patches, image_grid_thw says 32"):
+        SMALL.from_processor(pixel_values=np.concatenate(pixels_pf)[:-1], image_grid_thw=grids)
