@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.test_actions import any_action
+from tests.any_action import any_action
 from uirl_jax import actions
 from uirl_jax.actions.coordinates import convert
 from uirl_jax.errors import ActionError

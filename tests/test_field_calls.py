@@ -17,8 +17,8 @@ from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.server import open_session, server, sessions
 from uirl_jax.verifiers.server.open_session import ActionRate, ServerLimits
 from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.server.session_types import SessionTypes
 from uirl_jax.verifiers.tasks import desktop
-from uirl_jax.verifiers.tasks.session_types import SessionTypes
 
 SHEET = TaskSpec("desktop/data_entry", seed=5, variant="rows=3,columns=1")
 # The client's own task on that sheet: all three rows.

@@ -20,6 +20,16 @@ LAYERS = (
     {"run"},
     {"main", "vlm"},
 )
+# The same inside uirl_jax/verifiers: the client imports neither a task nor the server.
+VERIFIERS = (
+    {"wire"},
+    {"dialects"},
+    {"client", "tasks"},
+    {"own_tasks", "containers"},
+    {"browser"},
+    {"server"},
+    {"doctor"},
+)
 ALLOWED = {
     ("players", "actor"),  # and no learner: an evaluation or a replay builds none
     ("players", "evaluation"),
@@ -85,6 +95,42 @@ def test_rooms_import_only_what_lies_below_them():
             if level(other) >= level(room) and (room, other) not in ALLOWED:
                 wrong.append(f"{room} ({path.name}) imports {other}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_verifiers_import_only_what_lies_below_them():
+    levels = {room: number for number, rooms in enumerate(VERIFIERS) for room in rooms}
+    wrong = []
+    for path in sources():
+        if room_of(path) != "verifiers":
+            continue
+        room = path.relative_to(PACKAGE / "verifiers").parts[0].removesuffix(".py")
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[:2] != ["uirl_jax", "verifiers"] or parts[2] == room:
+                continue
+            if levels[parts[2]] >= levels[room]:
+                wrong.append(f"{room} ({path.name}) imports {parts[2]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_verifiers_have_no_import_circle():
+    """Imports inside functions count too."""
+    files = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+        for path in sources()
+        if room_of(path) == "verifiers"
+    }
+    left = {name: files.keys() & full_names(path) for name, path in files.items()}
+    while leaves := [name for name, below in left.items() if not below & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert not left, f"a circle among {sorted(left)}"
+
+
+def full_names(path: Path) -> set[str]:
+    """The modules that a file imports, and those whose names it imports."""
+    names = imports(path)
+    return names | {name.rpartition(".")[0] for name in names}
 
 
 def test_rooms_without_jax_import_none():

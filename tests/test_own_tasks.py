@@ -20,7 +20,7 @@ from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.server import server, supervisor
 from uirl_jax.verifiers.server.server import serve
-from uirl_jax.verifiers.tasks.session_types import OwnDrawing, SessionTypes
+from uirl_jax.verifiers.server.session_types import OwnDrawing, SessionTypes
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "own_tasks"
 THERMOSTAT, GROCERIES = EXAMPLES / "thermostat", EXAMPLES / "groceries"

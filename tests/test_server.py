@@ -19,13 +19,13 @@ from PIL import Image
 from tests.served import BUTTON, TEXT, ask, create, served
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.server import session_types
 from uirl_jax.verifiers.server import sessions as sessions_module
 from uirl_jax.verifiers.server.open_session import OpenSession
 from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.server.session_types import DesktopTask
 from uirl_jax.verifiers.server.sessions import ServerLimits
-from uirl_jax.verifiers.tasks import session_types
 from uirl_jax.verifiers.tasks.desktop import open_session, scripted_action
-from uirl_jax.verifiers.tasks.session_types import DesktopTask
 from uirl_jax.verifiers.wire import action_fields
 
 REPO = Path(__file__).parents[1]

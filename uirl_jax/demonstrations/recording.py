@@ -3,7 +3,7 @@
 It looks like an actor's, but that nobody sampled it: its logprobs are 0 and its policy version is
 -1. What was done is kept as actions in pixels beside the tokens, so that a model of another
 tokenizer, action format or context is told the same demonstration again (`retell`). Here: what is
-seen, said and written down. Who plays is in `demonstrations` and, for people, `tools.record_demo`.
+seen, said and written down. Who plays is in `scripted` and, for people, `tools.record_demo`.
 """
 
 import dataclasses

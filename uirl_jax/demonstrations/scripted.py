@@ -18,8 +18,8 @@ from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.server.session_types import RunningTask, SessionTypes
 from uirl_jax.verifiers.tasks import desktop
-from uirl_jax.verifiers.tasks.session_types import RunningTask, SessionTypes
 
 
 def _record(

@@ -16,7 +16,13 @@ import aiohttp
 from uirl_jax.engine.requests import OpenAIConfig
 from uirl_jax.errors import ConfigError, EngineError
 from uirl_jax.untrusted import json as untrusted_json
-from uirl_jax.untrusted.http import check_base_url, open_session, read_body, retry_after_s
+from uirl_jax.untrusted.http import (
+    check_base_url,
+    check_encoding,
+    open_session,
+    read_body,
+    retry_after_s,
+)
 
 _RETRIED_STATUS = frozenset({429, 503})
 _MAX_RETRY_AFTER_S = 30.0
@@ -134,10 +140,7 @@ class ServerCalls:
                 if status != 200:
                     detail = await _detail(response)
                     raise EngineError(f"{where}: HTTP {status}{detail}{_HINTS.get(status, '')}")
-                encoding = response.headers.get("Content-Encoding", "identity").lower()
-                if encoding != "identity":
-                    shown = untrusted_json.printable(encoding)
-                    raise EngineError(f"{where}: a body in {shown!r}, which was not asked for")
+                check_encoding(response, where, EngineError)
                 return await read_body(response, cfg.max_answer_bytes, where, EngineError)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise _TryAgain("cannot connect", seen=False) from error

@@ -41,6 +41,9 @@ def open_session(
 ) -> aiohttp.ClientSession:
     """The one client session for servers that are not trusted; the caller closes it.
 
+    Takes no proxy and no netrc from the environment, keeps no cookies, unpacks nothing. A request
+    must pass `allow_redirects=False` itself: aiohttp has no such option for a session.
+
     Args:
       max_connections: at a time; 0: no limit.
       keep_alive_s: below the time after which the server drops an idle connection.
@@ -53,6 +56,15 @@ def open_session(
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity", **headers},
     )
+
+
+def check_encoding(
+    response: aiohttp.ClientResponse, where: str, error_type: type[UirlError]
+) -> None:
+    """Raises error_type for a compressed body, which `open_session` does not ask for."""
+    encoding = response.headers.get("Content-Encoding", "identity").lower()
+    if encoding != "identity":
+        raise error_type(f"{where}: a body in {printable(encoding)!r}, which was not asked for")
 
 
 async def read_body(

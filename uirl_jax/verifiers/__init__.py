@@ -1,7 +1,7 @@
-"""The UI verifiers: the hermetic desktop, real browsers, the server that offers them, the client.
+"""The UI verifiers: tasks on a screen, the server that offers them, and the actor's client.
 
-`desktop` (with `tasks`, `window` and `drawing` below it) and `browser` are the environments,
-with `own_tasks` for what people write themselves; `session_types` is their common face. `server`
-speaks the bundled dialect G1+ over it (`sessions`), G2 and G3 too (`field_calls`); `client` is what
-the actor talks through. Nothing in here knows JAX.
+`tasks` (the hermetic desktop), `browser` and a user's `own_tasks` are the environments. `server`
+offers them over HTTP, `client` plays any verifier, `containers` starts one container per session.
+`dialects` and `wire` are what client and server share. `doctor` is a command that examines a
+server. Nothing here imports JAX, and the client imports neither a task nor the server.
 """

@@ -7,7 +7,7 @@
     g3   a proxy in front of g2a or g2b: base_url is http://host/proxy/{session_id}
 
 `doctor` finds out which one a server speaks; a config pins it (verifier.dialect). Not here: HTTP
-(`transport`) and what a session's life is (`client`).
+(`client.transport`) and what a session's life is (`client`).
 Source: TobiasNorlund/ui-verifiers (f82ccc2 for g1, 88c365e^ for g2a, f53cfb2) and ui-rl (b590d56).
 """
 

@@ -5,7 +5,7 @@
 Loaded once, at the start, from the folders that whoever starts the server names, and checked there
 and then; a request names a task (own/<folder's name>), never a path. task.py is run: it is trusted
 as any program is. A task is a class `Task` in it, of one of the two kinds below. How to write one
-is in docs/own_task.md. Not here: sessions (`session_types`) and the browser (`browser.own_page`).
+is in docs/own_task.md. Not here: sessions (`server.session_types`), browsers (`browser.own_page`).
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 `tab` is one page with a mouse, a keyboard and a screen, `pool` keeps such tabs warm, `data_entry`
 and `miniwob` are the tasks. All of them need the extra `browser`, and are imported when a session
-of such a type is asked for (`verifiers.session_types`).
+of such a type is asked for (`server.session_types`).
 """
 
 from uirl_jax.errors import VerifierError

@@ -127,7 +127,7 @@ def make_sheet(task: TaskSpec) -> Sheet:
 
 
 class DataEntry:
-    """A running session (session_types.RunningTask)."""
+    """A running session (server.session_types.RunningTask)."""
 
     def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
         self._pool = pool

@@ -141,7 +141,7 @@ def _inlined(page: Path, reference: re.Match[bytes], tag: bytes, *, unfit: bytes
 
 
 class MiniWob:
-    """A running session (session_types.RunningTask)."""
+    """A running session (server.session_types.RunningTask)."""
 
     def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
         self._pool = pool

@@ -13,7 +13,7 @@ _URL = "https://own.invalid/"
 
 
 class OwnPage:
-    """A running session (session_types.RunningTask)."""
+    """A running session (server.session_types.RunningTask)."""
 
     def __init__(self, pool: BrowserPool, tab: Tab, own: OwnTask, instance: PageTask) -> None:
         self._pool = pool

@@ -16,7 +16,13 @@ import aiohttp
 
 from uirl_jax.errors import RequestRefusedError, VerifierError
 from uirl_jax.untrusted import json as untrusted_json
-from uirl_jax.untrusted.http import check_base_url, open_session, read_body, retry_after_s
+from uirl_jax.untrusted.http import (
+    check_base_url,
+    check_encoding,
+    open_session,
+    read_body,
+    retry_after_s,
+)
 
 JSON_TYPE = "application/json"
 _RETRIED_STATUS = frozenset({429, 500, 502, 503, 504})
@@ -194,10 +200,7 @@ class Transport:
                     refused = 400 <= response.status < 500
                     kind = RequestRefusedError if refused else VerifierError
                     raise kind(f"{where}: HTTP {response.status}{await _detail(response)}")
-                encoding = response.headers.get("Content-Encoding", "identity").lower()
-                if encoding != "identity":
-                    shown = untrusted_json.printable(encoding)
-                    raise VerifierError(f"{where}: a body in {shown!r}, which was not asked for")
+                check_encoding(response, where, VerifierError)
                 if response.content_type not in content_types:
                     raise VerifierError(
                         f"{where}: an answer of type "

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from uirl_jax.errors import ConfigError
 from uirl_jax.verifiers import wire
-from uirl_jax.verifiers.tasks.session_types import RunningTask
+from uirl_jax.verifiers.server.session_types import RunningTask
 
 _ANSWERS_KEPT = 4  # per session: a client repeats its latest request, never an older one
 

@@ -31,8 +31,8 @@ from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.server.field_calls import SingleSession
 from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
+from uirl_jax.verifiers.server.session_types import SessionTypes
 from uirl_jax.verifiers.server.sessions import Sessions
-from uirl_jax.verifiers.tasks.session_types import SessionTypes
 
 logger = logging.getLogger(__name__)
 

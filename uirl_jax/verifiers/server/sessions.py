@@ -45,7 +45,7 @@ from uirl_jax.verifiers.server.open_session import (
     ServerLimits,
     refusal,
 )
-from uirl_jax.verifiers.tasks.session_types import RunningTask, SessionTypes
+from uirl_jax.verifiers.server.session_types import RunningTask, SessionTypes
 
 logger = logging.getLogger(__name__)
 

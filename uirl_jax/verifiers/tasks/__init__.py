@@ -1,1 +1,1 @@
-"""What the bundled verifier offers: the hermetic desktop, and one interface to every type."""
+"""The hermetic desktop: `desktop` opens it, `window` is its input side, `drawing` its pixels."""

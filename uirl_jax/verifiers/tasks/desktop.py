@@ -3,7 +3,7 @@
 The environment end of the data path: a `TaskSpec` goes in, pixels come out, actions go in.
 Everything follows from (name, seed, variant): two equal specs give the same pixels and the same
 instruction on every machine with the same Pillow. No processes, no browser, no clock; the tasks
-are in `tasks`, HTTP in `server`.
+are in `desktop_tasks`, HTTP in `server`.
 """
 
 import dataclasses
@@ -14,15 +14,14 @@ from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers.tasks import desktop_tasks as tasks
-from uirl_jax.verifiers.tasks import variants
+from uirl_jax.verifiers.tasks import desktop_tasks, variants
 from uirl_jax.verifiers.tasks.drawing import Box
 from uirl_jax.verifiers.tasks.window import Window
 
 TASKS = {
-    "desktop/click_button": tasks.ClickButton,
-    "desktop/enter_text": tasks.EnterText,
-    "desktop/data_entry": tasks.DataEntry,
+    "desktop/click_button": desktop_tasks.ClickButton,
+    "desktop/enter_text": desktop_tasks.EnterText,
+    "desktop/data_entry": desktop_tasks.DataEntry,
 }
 _EVERYWHERE: dict[str, tuple[str, ...]] = {"popup": ("0", "1"), "shift": ("0", "1")}
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -34,23 +33,23 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         **_EVERYWHERE,
     },
     "desktop/enter_text": {
-        "words": tuple(str(count) for count in range(1, len(tasks.WORDS) + 1)),
+        "words": tuple(str(count) for count in range(1, len(desktop_tasks.WORDS) + 1)),
         **_EVERYWHERE,
     },
     "desktop/data_entry": {"rows": tuple("12345678"), "columns": ("1", "2", "3"), **_EVERYWHERE},
 }
 
 
-def _told(options: tasks.Options) -> tuple[int | str, ...]:
+def _told(options: desktop_tasks.Options) -> tuple[int | str, ...]:
     """What instances follow from. An option that came later counts only where it is used: the
     instances of everybody else stay what they were."""
     values = dataclasses.asdict(options)
-    if options.words == len(tasks.WORDS):
+    if options.words == len(desktop_tasks.WORDS):
         del values["words"]
     return tuple(values.values())
 
 
-def parse_variant(name: str, variant: str) -> tasks.Options:
+def parse_variant(name: str, variant: str) -> desktop_tasks.Options:
     """Reads "buttons=5,by=label,popup=1".
 
     Raises:
@@ -59,7 +58,7 @@ def parse_variant(name: str, variant: str) -> tasks.Options:
     if name not in VARIANTS:
         raise VerifierError(f"unknown task {name!r}{variants.nearest(name, VARIANTS)}")
     values = variants.read(name, variant, VARIANTS[name])
-    options = tasks.Options(**values)
+    options = desktop_tasks.Options(**values)
     if options.buttons > options.colors:
         raise VerifierError(
             f"variant {variant!r} of {name}: {options.buttons} buttons of {options.colors} colors, "
@@ -86,7 +85,7 @@ class Session:
         self.height_px: int = self.judge.height_px
         screen = (self.width_px, self.height_px)
         widgets = self.judge.layout(self._rng)
-        popup = tasks.popup_widgets(self._rng, screen) if options.popup else []
+        popup = desktop_tasks.popup_widgets(self._rng, screen) if options.popup else []
         self.window = Window(*screen, widgets, popup)
         self._shift_pending = bool(options.shift)
 
@@ -135,5 +134,5 @@ def scripted_action(session: Session, rng: np.random.Generator, quality: float =
     wrong = bool(rng.random() >= quality)
     if session.window.popup:
         name = "popup_title" if wrong else "popup_close"
-        return tasks.click_middle(session.targets[name])
+        return desktop_tasks.click_middle(session.targets[name])
     return session.judge.script(session.window, rng, wrong)

@@ -3,7 +3,7 @@
 First stage of the data path: what is drawn here is what the policy sees. It is made to be drawn
 fast (hundreds of screens a second on one core: the wallpaper and every word are drawn once and
 then pasted) and to be learnt from: the wallpaper tells position strongly and stays away from the
-widgets' colours. Not here: where widgets are (`tasks`) and what a click does to them (`window`).
+widgets' colours. Not here: where widgets are (`desktop_tasks`) and what clicks do (`window`).
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The desktop's input side: what a click hits, where typed text goes, copy and paste, the popup.
 
-Sits between a task (`tasks`, which lays the widgets out and judges) and the pixels (`drawing`).
+Between a task (`desktop_tasks`, which lays the widgets out and judges) and the pixels (`drawing`).
 An action goes in, at most one `Event` comes out; everything a real desktop would ignore is
 ignored here. Not here: what is right or wrong, and when an episode ends.
 """
