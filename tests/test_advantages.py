@@ -111,7 +111,7 @@ def test_batch_normalised_is_over_all_tokens():
     [
         ([np.array([1.0, np.nan])], [[2]], "not all finite: member 0"),
         ([np.zeros(1), np.array([np.inf])], [[1], [1]], "not all finite: member 1"),
-        ([], [], "without a member"),
+        ([], [], "the group has no member"),
         ([np.zeros(3)], [[1, 1]], r"3 sampled tokens in turns of \[1, 1\]"),
         ([np.zeros(2)], [[2, 0]], r"turns of \[2, 0\]"),
     ],

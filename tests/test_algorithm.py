@@ -374,7 +374,7 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
     [
         ({"aggregation": "constant_length"}, "needs algorithm.max_tokens"),
         ({"advantage": {"estimator": "gae"}}, "advantage.normalise='group_std'"),
-        ({"advantage": {"credit": "token"}}, "credit='token' it is 'batch' or 'none'"),
+        ({"advantage": {"credit": "token"}}, "credit='token'; use 'batch' or 'none'"),
         *(
             ({"advantage": {"virtual_return": 1.0, **other}}, "needs advantage.credit='episode'")
             for other in ({"credit": "turn"}, {"normalise": "batch"})

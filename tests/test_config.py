@@ -252,7 +252,7 @@ def test_command_line_overrides_what_the_file_leaves_out(run_main: Any) -> None:
         ("--config=good.py --config.learner.steps.x=5", "did you mean config.learner.steps?"),
         ("--config=good.py --config.learner.steps=five", "--config.learner.steps=five: invalid"),
         ("--config=good.py --workdi=x", "Did you mean: workdir"),
-        ("--config=good.py extra", "'extra': is no flag"),
+        ("--config=good.py extra", "'extra': not a flag"),
         ("--config=gone.py", "--config=gone.py: no such file"),
         ("--config.learner.steps=5", "add --config=FILE"),
         ("--config=broken.py", "broken.py, line 2: NameError: name 'nowhere' is not defined"),

@@ -472,9 +472,9 @@ def test_config_names_what_does_not_go_together():
         return str(caught.value)
 
     docker = {"runtime": "docker", "image": IMAGE}
-    assert "speaks g2a or g2b, or g3" in fault_of(containers=docker)
-    assert "set one of them" in fault_of(containers=docker, urls=["http://a"], dialect="g2b")
+    assert "need g2a or g2b, or g3" in fault_of(containers=docker)
+    assert "set only one of them" in fault_of(containers=docker, urls=["http://a"], dialect="g2b")
     short = {**docker, "start_timeout_s": 60.0, "lifetime_s": 200.0}
-    assert "lifetime_s=200: an episode may take" in fault_of(containers=short, dialect="g2b")
+    assert "lifetime_s=200: must be more than" in fault_of(containers=short, dialect="g2b")
     assert "set both or none" in fault_of(containers={"image": IMAGE}, dialect="g2b")
     assert "{host}, {port} and {name}" in fault_of(containers={**docker, "address": "{ip}"})

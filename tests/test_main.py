@@ -190,7 +190,7 @@ def test_main_step_that_finds_nothing_to_learn_ends(tmp_path, model_dir, objecti
     process = run(tmp_path, model_dir, *flags, "--config.algorithm.skip_equal_groups=True")
     if objective == "imitation":
         assert process.returncode == 1
-        said = "error: step 1: none of the 20 groups played for it has an episode to imitate"
+        said = "error: step 1: none of its 20 groups has an episode to imitate"
         assert said in process.stderr.splitlines()[-1]
         return
     assert process.returncode == 0, process.stderr[-2000:]

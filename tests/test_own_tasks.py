@@ -216,7 +216,7 @@ def test_config_with_a_task_in_no_folder_is_refused():
     cfg("own/thermostat", task_dirs=("examples/own_tasks/thermostat/",))
     cfg("own/thermostat", urls=("http://127.0.0.1:1",))  # that server's business
     for name in ("own/thermostat", "own/groceries"):
-        with pytest.raises(ConfigError, match=rf"'{name}' is in none of verifier\.task_dirs"):
+        with pytest.raises(ConfigError, match=rf"'{name}' is not in verifier\.task_dirs"):
             cfg(name, task_dirs=("examples/own_tasks/other",))
 
 

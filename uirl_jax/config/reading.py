@@ -1,20 +1,19 @@
-"""From the ml_collections ConfigDict of a config file to the frozen dataclasses of every room.
+"""Builds frozen dataclasses from the ml_collections ConfigDict of a config file.
 
-On the data path: before it. `main` parses its flags with `parse_flags`, builds one dataclass from
-the ConfigDict with `from_config`, and hands its parts down; nothing below sees a flag or a
-ConfigDict. A dataclass is the schema: its field names are the known keys, its type hints the types,
-its defaults the defaults, and a field's metadata what else must hold:
+`main` parses its flags with `parse_flags`, builds one dataclass from the ConfigDict with
+`from_config` and passes its parts on; no other module sees a flag or a ConfigDict. The dataclass is
+the schema: field names are the known keys, with their type hints, defaults and metadata:
 
     steps: int = dataclasses.field(default=60, metadata={"min": 1, "help": "the curve flattens"})
 
     min, max    inclusive bounds of a number, or of every number in a tuple
     above       exclusive lower bound
-    help        one line: why this default
+    help        one line: the reason for the default
 
 A dataclass may check fields against each other in `__post_init__`, raising ConfigError or
-ValueError. All faults of a config are told at once, each with its full dotted path.
+ValueError. All faults of a config are reported together, each with its full dotted path.
 
-What this file does not do: know any key. The rooms' dataclasses do.
+This module defines no keys; `schema` and the packages' own dataclasses do.
 """
 
 import dataclasses
@@ -47,9 +46,9 @@ def from_config(cls: type[T], cfg: Any, path: str = "config") -> T:
     Args:
         cls: a dataclass with fields of int, float, bool, str, tuples, Literal, enums (by value),
             `X | None`, dict[str, X] and other dataclasses.
-        cfg: its keys are the fields' names; a field with a default may be missing. An int is taken
-            where a float is expected, and a list where a tuple is; nothing else is converted.
-        path: of cfg, for messages.
+        cfg: its keys are the field names; a field with a default may be missing. An int is accepted
+            for a float, and a list for a tuple; nothing else is converted.
+        path: of cfg, for error messages.
 
     Raises:
         ConfigError: one error with every fault: unknown keys (with the nearest known key), missing
@@ -64,13 +63,12 @@ def from_config(cls: type[T], cfg: Any, path: str = "config") -> T:
 
 
 def define_config_file(schema: type, name: str = "config", help: str = "") -> Any:
-    """The flag `--config=FILE`, with `--config.x.y=` for every key of the schema.
+    """Defines the flag `--config=FILE`, with `--config.x.y=` for every key of the schema.
 
-    Also for keys that the file leaves at their defaults: ml_collections alone takes only those
-    that the file sets.
+    This includes keys that the file does not set; ml_collections alone accepts only those it sets.
 
     Args:
-        schema: the dataclass that `from_config` will build of it.
+        schema: the dataclass that `from_config` will build.
 
     Returns:
         The flag's holder; its value is the ConfigDict.
@@ -83,7 +81,7 @@ def define_config_file(schema: type, name: str = "config", help: str = "") -> An
 
 
 class _ConfigFile(flags.ArgumentParser):
-    """What a config file returns, with an empty section for each that it leaves out."""
+    """Parses a config file; adds an empty section for each section that the file leaves out."""
 
     def __init__(self, schema: type) -> None:
         self.schema = schema
@@ -109,17 +107,17 @@ def _add_sections(config: config_dict.ConfigDict, schema: type) -> None:
 
 
 def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
-    """For app.run(main, flags_parser=parse_flags): a user's mistake is one line and exit code 1.
+    """For app.run(main, flags_parser=parse_flags): prints a user error in one line, exit code 1.
 
-    absl and ml_collections alone answer an unknown `--config.x.y` or a missing config file with a
-    traceback, an unknown flag with two lines, and say nothing about stray arguments.
+    absl and ml_collections alone print a traceback for an unknown `--config.x.y` or a missing
+    config file, two lines for an unknown flag, and accept stray arguments.
 
     Args:
         argv: as sys.argv.
         name: of the flag that define_config_file defined.
 
     Returns:
-        argv[0] alone: arguments that are no flags are refused.
+        Only argv[0]: positional arguments are refused.
     """
     try:
         file = _config_of_argv(argv, name)
@@ -131,7 +129,7 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
         except (flags.Error, ValueError, TypeError) as error:
             raise ConfigError(f"{_one_line(error)}; --help lists the flags") from error
         if len(rest) > 1:
-            raise ConfigError(f"{rest[1]!r}: is no flag; write --flag=value")
+            raise ConfigError(f"{rest[1]!r}: not a flag; write --flag=value")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -141,12 +139,12 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
 def check_overrides(
     argv: Sequence[str], config: config_dict.ConfigDict, schema: type, name: str = "config"
 ) -> None:
-    """Refuse every `--config.x.y` whose key neither the config file nor the schema has.
+    """Refuse every `--config.x.y` whose key is in neither the config file nor the schema.
 
     Args:
-        argv: as sys.argv; other flags are passed over.
-        config: what the config file returned.
-        schema: the dataclass that will be built of it.
+        argv: as sys.argv; other flags are ignored.
+        config: the ConfigDict of the config file.
+        schema: the dataclass that will be built.
         name: of the config flag.
 
     Raises:
@@ -164,13 +162,14 @@ def check_overrides(
 
 
 def resolved_config_json(cfg: Any) -> str:
-    """A config as JSON text with sorted keys: equal configs give equal bytes (config.json).
+    """The config as JSON text with sorted keys: equal configs give equal bytes (config.json).
 
     Args:
-        cfg: a ConfigDict, a dataclass or a dict of plain values; tuples become lists, enums values.
+        cfg: a ConfigDict, dataclass or dict of plain values; tuples become lists, enums their
+            values.
 
     Raises:
-        ConfigError: a value that JSON does not have (NaN, infinity, an object).
+        ConfigError: a value that JSON cannot represent (NaN, infinity, an object).
     """
     try:
         return json.dumps(_to_plain(cfg), sort_keys=True, indent=2, allow_nan=False) + "\n"
@@ -179,7 +178,7 @@ def resolved_config_json(cfg: Any) -> str:
 
 
 def _build(cls: type, cfg: Any, path: str, faults: list[str]) -> Any:
-    """An instance of a dataclass, or None after adding to faults."""
+    """An instance of the dataclass; None, with entries added to faults, if cfg is invalid."""
     if not isinstance(cfg, config_dict.ConfigDict | Mapping):
         faults.append(f"{path}: got {_shown(cfg)}, expected keys of {cls.__name__}")
         return None
@@ -195,7 +194,7 @@ def _build(cls: type, cfg: Any, path: str, faults: list[str]) -> Any:
         try:
             value = cfg[key]
         except config_dict.RequiredValueError:
-            faults.append(f"{path}.{key}: has no value; set it in the config file or as a flag")
+            faults.append(f"{path}.{key}: has no value; set it in the config file or with a flag")
             continue
         values[key] = _convert(hints[key], value, f"{path}.{key}", faults)
         _check_bounds(fields[key].metadata, values[key], f"{path}.{key}", faults)
@@ -213,7 +212,7 @@ def _build(cls: type, cfg: Any, path: str, faults: list[str]) -> Any:
 
 
 def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
-    """The value as the hint wants it, or None after adding to faults."""
+    """The value converted to the hint's type; None, with an entry added to faults, if invalid."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else _build(hint, value, path, faults)
@@ -226,7 +225,7 @@ def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
             converted = _convert(option, value, path, attempt)
             if not attempt:
                 return converted
-        # With one option, say what is wrong inside it; with several, what they are.
+        # With one option, report the fault inside it; with several, list the options.
         faults.extend(attempt if len(options) == 1 else [_mismatch(path, value, hint)])
         return None
     if origin is typing.Literal:
@@ -251,7 +250,7 @@ def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
                 return float(value)
             faults.append(f"{path}: got {value}, expected a finite number")
             return None
-    elif type(value) is hint:  # not isinstance: True is no int
+    elif type(value) is hint:  # not isinstance, which would accept True as an int
         return value
     faults.append(_mismatch(path, value, hint))
     return None
@@ -288,7 +287,7 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, path: str, faults: li
 
 
 def _config_of_argv(argv: Sequence[str], name: str) -> str | None:
-    """The file of `--config=file` or `--config file`; None where it is not given."""
+    """The file of `--config=file` or `--config file`; None if neither is given."""
     pattern = re.compile(rf"--?{re.escape(name)}(=(?P<file>.*))?$")
     for idx, argument in enumerate(argv[1:], start=1):
         match = pattern.match(argument)
@@ -298,13 +297,15 @@ def _config_of_argv(argv: Sequence[str], name: str) -> str | None:
             return match["file"]
         return argv[idx + 1] if idx + 1 < len(argv) else ""
     if _overrides(argv, name):
-        raise ConfigError(f"--{name}.* changes a config file, and none is given; add --{name}=FILE")
+        raise ConfigError(
+            f"--{name}.* overrides a config file, but none is given; add --{name}=FILE"
+        )
     return None
 
 
 def _load_config_file(argument: str) -> config_dict.ConfigDict:
-    """What get_config() returns, of "file.py" or "file.py:string"; file.py may be the name of a
-    shipped config. Raises ConfigError."""
+    """The result of get_config() in "file.py" or "file.py:string", where file.py may also be the
+    name of a shipped config. Raises ConfigError."""
     name, colon, config_string = argument.partition(":")
     file = str(assets.find_config(name))
     if not Path(file).is_file():
@@ -313,7 +314,7 @@ def _load_config_file(argument: str) -> config_dict.ConfigDict:
     try:
         get_config = runpy.run_path(file).get("get_config")
         config = get_config(*([config_string] if colon else [])) if get_config else None
-    except Exception as error:  # whatever a config file, which is Python, can raise
+    except Exception as error:  # a config file is Python and can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         where = f"{file}, line {lines[-1]}" if lines else file
@@ -324,14 +325,17 @@ def _load_config_file(argument: str) -> config_dict.ConfigDict:
 
 
 def _overrides(argv: Sequence[str], name: str) -> list[str]:
-    """["config.learner.step"] of ["main.py", "--config.learner.step=5", "--workdir=runs/1"]."""
+    """["config.learner.step"] for ["main.py", "--config.learner.step=5", "--workdir=runs/1"]."""
     pattern = re.compile(rf"--?(?:no)?({re.escape(name)}\.[^=]*)")
     matches = [pattern.match(argument) for argument in argv[1:]]
     return [match[1] for match in matches if match]
 
 
 def _did_you_mean(path: str, known: Sequence[str]) -> str:
-    """ "did you mean <nearest known path>?": a sibling, a namesake elsewhere, or one alike."""
+    """ "did you mean <path>?": a similar sibling, the same name elsewhere or a similar path.
+
+    Without any of these, the list of known keys.
+    """
     parent, _, last = path.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
     namesakes = [key for key in known if key.rpartition(".")[2] == last]
@@ -342,7 +346,7 @@ def _did_you_mean(path: str, known: Sequence[str]) -> str:
     )
     if nearest:
         return f"did you mean {nearest[0]}?"
-    while parent and not siblings:  # what is known at the deepest place that exists
+    while parent and not siblings:  # the known keys of the deepest existing section
         parent = parent.rpartition(".")[0]
         siblings = {key: key for key in known if key.rpartition(".")[0] == parent}
     return f"known are {', '.join(siblings.values()) or 'none'}"
@@ -355,7 +359,7 @@ def _paths_of_config(config: config_dict.ConfigDict) -> list[str]:
         paths.append(key)
         try:
             value = config[key]
-        except config_dict.RequiredValueError:  # a placeholder, waiting for its flag
+        except config_dict.RequiredValueError:  # a placeholder without a value yet
             continue
         if isinstance(value, config_dict.ConfigDict):
             paths += [f"{key}.{below}" for below in _paths_of_config(value)]

@@ -1,7 +1,7 @@
-"""The schema of a config file: one frozen dataclass a section, most of them the rooms' own.
+"""The schema of a config file: one frozen dataclass per section, most defined where they are used.
 
-`main` builds a RunConfig from the ConfigDict and hands its parts down. What two rooms must agree on
-is checked here, before anything starts. `reading` reads files and flags.
+`main` builds a RunConfig from the ConfigDict and passes its parts on. Constraints between sections
+are checked here, before anything starts. `reading` reads files and flags.
 """
 
 import dataclasses
@@ -31,19 +31,19 @@ class ModelConfig:
     """The base model and its adapters."""
 
     path: str  # a directory, or a name on the Hugging Face hub (see models.hub)
-    # A PEFT adapter to start from, trained on this base; lora must be what it was made with. It is
-    # trained on; the reference of the KL term is the base without it.
+    # A PEFT adapter to continue from; it must belong to this base and match lora. The reference of
+    # the KL term is the base without it.
     adapter: str = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    # int8: the base's projections take half the memory of bfloat16; their rounding is the price.
+    # int8: the base's projections take half the memory of bfloat16, with rounding errors.
     quantize: Quantize = "none"
     remat: Remat = "none"
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """One kind of task; its instances differ by their seed."""
+    """One kind of task; its instances differ in their seed."""
 
     name: str
     variant: str = ""
@@ -52,45 +52,45 @@ class TaskConfig:
 
 @dataclasses.dataclass(frozen=True)
 class VerifierConfig:
-    """Which verifiers the actor plays against."""
+    """The verifiers that the actor uses."""
 
-    urls: tuple[str, ...] = ()  # none: the bundled server, through verifier.port in the workdir
-    port: int = 0  # of the bundled server; 0 takes a free one
+    urls: tuple[str, ...] = ()  # empty: the bundled server, found by verifier.port in the workdir
+    port: int = 0  # of the bundled server; 0: a free one
     dialect: DialectName = "g1+"  # python -m uirl_jax.verifiers.doctor URL finds out which
     action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
-    task_dirs: tuple[str, ...] = ()  # folders of tasks of one's own: own/<name>; docs/own_task.md
-    # In place of urls: a container for every episode, started and deleted by the actor.
+    task_dirs: tuple[str, ...] = ()  # folders of the user's own tasks own/<name>; docs/own_task.md
+    # Instead of urls: one container per episode, started and deleted by the actor.
     containers: ContainerConfig = dataclasses.field(default_factory=ContainerConfig)
 
     @property
     def is_bundled(self) -> bool:
-        """Whether the run's own server is the verifier."""
+        """Whether the verifier is the run's bundled server."""
         return not self.urls and self.containers.runtime == "none"
 
 
 @dataclasses.dataclass(frozen=True)
 class ActorSection:
-    """How many episodes at a time, and how each is sampled."""
+    """How many episodes run at a time, and how each is sampled."""
 
     group_size: int = dataclasses.field(default=8, metadata={"min": 1})
     concurrency: int = dataclasses.field(default=64, metadata={"min": 1})
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    # Versions that actors stay behind the learner on purpose, to study what staleness does.
+    # Policy versions that actors deliberately stay behind the learner, to study staleness.
     policy_lag: int = dataclasses.field(default=0, metadata={"min": 0})
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out instances, before and after."""
+    """Evaluation on held-out instances, before and after training."""
 
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
     temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0})  # 0 is greedy
-    random: bool = False  # first of all what random actions achieve: the stage `random`
+    random: bool = False  # first evaluate random actions, as the stage `random`
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh's axes; -1 takes what the others leave."""
+    """Sizes of the mesh's axes; -1: the devices that the other axes leave."""
 
     data: int = -1
     fsdp: int = 1
@@ -99,7 +99,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything that `main` hands down."""
+    """The whole config of a run."""
 
     model: ModelConfig
     tasks: tuple[TaskConfig, ...]
@@ -122,8 +122,8 @@ class RunConfig:
         dialect = DIALECTS[self.verifier.dialect]
         if self.verifier.is_bundled and not dialect.judges:
             faults.append(
-                f"verifier.dialect={dialect.name!r}: the bundled server speaks g1+; give "
-                "verifier.urls of servers that speak another"
+                f"verifier.dialect={dialect.name!r}: the bundled server speaks g1+; set "
+                "verifier.urls to servers that speak this dialect"
             )
         names = {own_tasks.PREFIX + Path(folder).name for folder in self.verifier.task_dirs}
         for task in self.tasks:
@@ -133,22 +133,22 @@ class RunConfig:
                 and self.verifier.is_bundled
             ):
                 faults.append(
-                    f"tasks: {task.name!r} is in none of verifier.task_dirs="
-                    f"{self.verifier.task_dirs}; name its folder there"
+                    f"tasks: {task.name!r} is not in verifier.task_dirs="
+                    f"{self.verifier.task_dirs}; add its folder there"
                 )
         containers = self.verifier.containers
         if containers.runtime != "none":
             if self.verifier.urls:
-                faults.append("verifier.urls and verifier.containers: set one of them")
+                faults.append("verifier.urls and verifier.containers: set only one of them")
             if dialect.has_sessions:
                 faults.append(
-                    f"verifier.dialect={dialect.name!r}: a container that is one session speaks "
-                    "g2a or g2b, or g3 behind a proxy"
+                    f"verifier.dialect={dialect.name!r}: containers, which hold one session each, "
+                    "need g2a or g2b, or g3 behind a proxy"
                 )
             if containers.lifetime_s <= self.actor.rollout.episode_timeout_s:
                 faults.append(
-                    f"verifier.containers.lifetime_s={containers.lifetime_s:g}: an episode may "
-                    f"take actor.rollout.episode_timeout_s="
+                    f"verifier.containers.lifetime_s={containers.lifetime_s:g}: must be more than "
+                    f"actor.rollout.episode_timeout_s="
                     f"{self.actor.rollout.episode_timeout_s:g}"
                 )
         if self.verifier.action_delay_s > dialect.max_delay_s:
@@ -159,7 +159,8 @@ class RunConfig:
         new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
         if new_tokens > most_new:
             faults.append(
-                f"actor.rollout.max_new_tokens={new_tokens}: engine.max_new_tokens is {most_new}"
+                f"actor.rollout.max_new_tokens={new_tokens}: at most engine.max_new_tokens="
+                f"{most_new}"
             )
         batch = self.learner.batch
         if self.max_context_tokens + new_tokens > batch.row_lengths[-1]:
@@ -169,41 +170,41 @@ class RunConfig:
             )
         if self.model.quantize != "none" and self.cold_start.steps:
             faults.append(
-                f"model.quantize={self.model.quantize!r}: a cold start writes a merged model, "
-                "which int8 weights cannot become; set cold_start.steps=0 or quantize='none'"
+                f"model.quantize={self.model.quantize!r}: a cold start cannot merge adapters into "
+                "int8 weights; set cold_start.steps=0 or model.quantize='none'"
             )
         rollout = self.actor.rollout
         if self.engine.kind == "openai" and (rollout.top_p != 1.0 or rollout.top_k != 0):
             faults.append(
-                "engine.kind='openai': a record has logprobs from before top-p and top-k cut the "
-                "distribution, which a server does not tell; set actor.rollout.top_p=1 and top_k=0"
+                "engine.kind='openai': records need the logprobs before top-p and top-k, which a "
+                "server does not return; set actor.rollout.top_p=1 and top_k=0"
             )
         if self.engine.kind == "openai" and self.cold_start.steps:
             faults.append(
-                "engine.kind='openai': a cold start writes a new base model, which the server does "
-                "not hold; set cold_start.steps=0, serve what an earlier run wrote and name it in "
-                "model.path"
+                "engine.kind='openai': a cold start writes a new base model, which the server has "
+                "not loaded; set cold_start.steps=0, serve the model that an earlier run wrote and "
+                "set model.path to it"
             )
         if self.actor.policy_lag > self.learner.max_staleness:
             faults.append(
-                f"actor.policy_lag={self.actor.policy_lag}: the learner refuses what is more than "
-                f"learner.max_staleness={self.learner.max_staleness} versions old"
+                f"actor.policy_lag={self.actor.policy_lag}: the learner drops groups that are more "
+                f"than learner.max_staleness={self.learner.max_staleness} versions old"
             )
         if self.algorithm.replay and not self.curriculum.instances:
             faults.append(
-                "algorithm.replay=True: with curriculum.instances=0 no instance comes back, and "
-                "nothing stored is ever used; say how many instances there are"
+                "algorithm.replay=True: with curriculum.instances=0 no instance repeats, so stored "
+                "successes are never used; set curriculum.instances"
             )
         if self.curriculum.weight_by != "none" and len(set(self.kinds)) < len(self.kinds):
             twice = next(kind for kind in self.kinds if self.kinds.count(kind) > 1)
             faults.append(
-                f"tasks: {twice.name!r} is there more than once; curriculum.weight_by="
-                f"{self.curriculum.weight_by!r} draws each as often as it needs, so list it once"
+                f"tasks: {twice.name!r} is listed more than once; curriculum.weight_by="
+                f"{self.curriculum.weight_by!r} sets how often a task is drawn, so list it once"
             )
         if len(self.tasks) * self.curriculum.instances > MAX_ENTRIES:
             faults.append(
-                f"curriculum.instances={self.curriculum.instances}: with {len(self.tasks)} tasks "
-                f"more than {MAX_ENTRIES} in all"
+                f"curriculum.instances={self.curriculum.instances}: times {len(self.tasks)} tasks "
+                f"is more than {MAX_ENTRIES}"
             )
         if faults:
             raise ConfigError("; ".join(faults))

@@ -1,1 +1,1 @@
-"""The learner: what is trained (state), one optimizer step (step), the run around it (loop)."""
+"""The learner: train state (state), one optimizer step (step) and the training run (loop)."""

@@ -1,11 +1,11 @@
-"""From the config to the formula: what a step does with the groups that it was given.
+"""One learner step on a list of groups, as the algorithm config defines it.
 
     records -> rewards of tokens (rl.rewards) -> advantages (rl.advantages)
             -> batches (shards.batching), shares of tokens (rl.weights)
             -> scores, gradients and updates (learner.step, rl.losses)
 
-Every algorithm is a choice of these: see configs/ and docs/algorithms.md. `learner.loop` decides
-which groups a step gets; nothing here reads a shard, publishes or saves.
+Each algorithm is a combination of these parts: see configs/ and docs/algorithms.md. `learner.loop`
+selects the groups of a step; this module reads no shards, publishes nothing and saves nothing.
 """
 
 import dataclasses
@@ -29,14 +29,15 @@ from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch, Trajectory
 
 Group = list[Trajectory]
-Advantages = Callable[[list[np.ndarray]], list[np.ndarray]]  # of a step's tokens; for tests
+# Replaces the per-token advantages of a step; for tests.
+Advantages = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
     """Which algorithm the learner runs. Defaults are GRPO with DAPO's token mean."""
 
-    # policy: the clipped policy gradient. imitation: cross-entropy of what was kept (rejection
+    # policy: clipped policy gradient. imitation: cross-entropy on the kept episodes (rejection
     # sampling).
     objective: Literal["policy", "imitation"] = "policy"
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
@@ -44,29 +45,31 @@ class AlgorithmConfig:
     loss: PolicyLossConfig = dataclasses.field(default_factory=PolicyLossConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)  # with estimator "gae"
     aggregation: Aggregation = "token_mean"
-    max_tokens: int = 0  # that an episode may sample; for aggregation "constant_length"
+    max_tokens: int = 0  # most tokens an episode may sample; for aggregation "constant_length"
     epochs: int = dataclasses.field(default=1, metadata={"min": 1})  # over a step's records
-    minibatches: int = dataclasses.field(default=1, metadata={"min": 1})  # updates an epoch
-    stop_kl: float = 0.0  # KL(old || policy) after which a step makes no more updates; 0: none
-    # Groups whose rewards are all equal teach nothing: taken out and refilled (DAPO's dynamic
-    # sampling, arXiv:2503.14476, section 3.2).
+    minibatches: int = dataclasses.field(default=1, metadata={"min": 1})  # updates per epoch
+    # A step stops updating once KL(old || policy) exceeds this; 0: no limit.
+    stop_kl: float = 0.0
+    # Replace groups whose rewards are all equal by fresh ones: their advantages are all 0 (DAPO's
+    # dynamic sampling, arXiv:2503.14476, section 3.2).
     skip_equal_groups: bool = False
-    # Those groups are not computed: means, and what the loss adds for KL and entropy, are over the
-    # other groups then.
+    # Leave those groups out of the computation. Means, and the KL and entropy terms of the loss,
+    # are then over the other groups.
     drop_equal_groups: bool = False
-    # A group that failed as a whole gets a stored success of its instance (learner.replay); needs
-    # curriculum.instances, so that instances come back.
+    # Add a stored success of the same instance to a group without any success (learner.replay);
+    # needs curriculum.instances, so that instances repeat.
     replay: bool = False
-    keep_reward: float = 1.0  # imitation: episodes that were paid at least this are kept
-    # imitation: at most so many of a group, the best first; 1 is best-of-n, 0 keeps all.
+    keep_reward: float = 1.0  # imitation: keep episodes with at least this reward
+    # imitation: most episodes kept per group, the best first; 1 is best-of-n, 0 keeps all.
     keep_per_group: int = 0
-    min_kept: int = dataclasses.field(default=1, metadata={"min": 1})  # imitation: else refilled
+    # imitation: episodes a step needs; more groups are sampled until it has them.
+    min_kept: int = dataclasses.field(default=1, metadata={"min": 1})
 
     def __post_init__(self) -> None:
         if self.aggregation == "constant_length" and self.max_tokens < 1:
             raise ConfigError(
-                "algorithm.aggregation='constant_length' needs algorithm.max_tokens, the most "
-                "tokens that an episode may sample (max_turns x max_new_tokens)"
+                "algorithm.aggregation='constant_length' needs algorithm.max_tokens: the maximum "
+                "number of tokens an episode may sample (max_turns x max_new_tokens)"
             )
         within_groups = self.advantage.normalise not in ("batch", "none")
         if self.drop_equal_groups and not (
@@ -76,14 +79,14 @@ class AlgorithmConfig:
             and not self.reward.overlong_max_tokens
         ):
             raise ConfigError(
-                "algorithm.drop_equal_groups: advantages of such a group need not be 0 here; it "
-                "needs advantage.credit='episode', advantages within groups, "
-                "loss.kl_in='loss' and no overlong shaping"
+                "algorithm.drop_equal_groups: a group with equal rewards may have non-zero "
+                "advantages with this config; it needs advantage.credit='episode', advantages "
+                "within groups, loss.kl_in='loss' and no overlong shaping"
             )
         if self.replay and self.objective == "policy" and self.loss.importance == "none":
             raise ConfigError(
-                "algorithm.replay brings episodes of old policies, which "
-                "algorithm.loss.importance='none' takes for new ones: use truncate or mask"
+                "algorithm.replay adds episodes of old policies, which "
+                "algorithm.loss.importance='none' treats as on-policy: use truncate or mask"
             )
 
     @property
@@ -108,26 +111,26 @@ class AlgorithmConfig:
 
 
 def useful(group: Group, cfg: AlgorithmConfig) -> bool:
-    """Whether a step may learn from the group; others are counted and replaced by fresh ones."""
+    """Whether a step trains on the group; other groups are counted and replaced by fresh ones."""
     if cfg.objective == "policy" and not cfg.skip_equal_groups:
         return True
     return teaches(group, cfg)
 
 
 def teaches(group: Group, cfg: AlgorithmConfig) -> bool:
-    """Whether there is something in it to imitate, or to compare."""
+    """Whether the group has an episode to imitate, or returns that differ."""
     return bool(kept(group, cfg)) if cfg.objective == "imitation" else differs(group, cfg)
 
 
 def differs(group: Group, cfg: AlgorithmConfig) -> bool:
-    """Whether its episodes' returns differ, from each other or the virtual one beside them.
+    """Whether the group's returns, with the virtual return if there is one, are not all equal.
 
-    What is taken off for length is no part of it: that groups of equal outcomes are left out is
-    what DAPO asks for.
+    Length penalties do not count: DAPO leaves out groups with equal outcomes.
     """
     returns = [
-        cfg.reward.outcome * of.reward + cfg.reward.turns * sum(turn.reward for turn in of.turns)
-        for of in group
+        cfg.reward.outcome * record.reward
+        + cfg.reward.turns * sum(turn.reward for turn in record.turns)
+        for record in group
     ]
     if cfg.advantage.virtual_return is not None:
         returns.append(cfg.advantage.virtual_return)
@@ -135,15 +138,15 @@ def differs(group: Group, cfg: AlgorithmConfig) -> bool:
 
 
 def kept(group: Group, cfg: AlgorithmConfig) -> Group:
-    """The episodes that imitation trains on, the best first."""
-    good = [of for of in group if of.reward >= cfg.keep_reward]
-    good.sort(key=lambda of: -of.reward)
+    """The episodes that imitation trains on, highest reward first."""
+    good = [record for record in group if record.reward >= cfg.keep_reward]
+    good.sort(key=lambda record: -record.reward)
     return good[: cfg.keep_per_group] if cfg.keep_per_group else good
 
 
 @dataclasses.dataclass
 class _Minibatch:
-    """The records of one update, in batches, and what was scored of them before the first one."""
+    """The records of one update, their batches, and the scores from before the first update."""
 
     trajectories: list[Trajectory]
     batches: list[TrainBatch]
@@ -162,13 +165,13 @@ def learn(
     seed: int,
     replace_advantages: Advantages | None = None,
 ) -> tuple[TrainState, dict[str, float], int]:
-    """One step of the learner on these groups. The state is donated.
+    """One learner step on these groups. The state is donated.
 
     Args:
-      make_batches: of the records of one update.
-      seed: of the order in which several epochs go through the groups.
-      replace_advantages: for tests; with zeros nothing may be learnt.
-    Returns: (state, metrics: means over the updates, tokens in the rows that were computed).
+      make_batches: makes the batches of one update from its records.
+      seed: of the minibatch order in epochs after the first.
+      replace_advantages: for tests; with zeros the policy must not change.
+    Returns: (state, metrics as means over the updates, number of tokens that are not padding).
     """
     started_s = time.monotonic()
     if cfg.objective == "imitation":
@@ -176,53 +179,56 @@ def learn(
     elif cfg.drop_equal_groups:
         groups = [group for group in groups if differs(group, cfg)] or groups
     rng = np.random.default_rng([seed, int(state.step)])
-    parts = [_Minibatch(of, make_batches(of)) for of in _split(groups, cfg.minibatches)]
+    minibatches = [
+        _Minibatch(records, make_batches(records)) for records in _split(groups, cfg.minibatches)
+    ]
     batched_s = time.monotonic()
-    scored_s = 0.0  # the model's passes before the advantages
+    scored_s = 0.0  # forward passes before the advantages
     if cfg.objective == "imitation":
-        for part in parts:
-            part.batches = batching.fill(part.batches, weights_bt=_weights(part.trajectories, cfg))
+        for minibatch in minibatches:
+            weights = _weights(minibatch.trajectories, cfg)
+            minibatch.batches = batching.fill(minibatch.batches, weights_bt=weights)
     else:
         if cfg.recompute_old or cfg.has_critic:
-            for part in parts:
-                part.scored = [
+            for minibatch in minibatches:
+                minibatch.scored = [
                     steps.score(learner_step.params_of(state), frozen, arrays)
-                    for arrays in _on_device(part.batches, mesh)
+                    for arrays in _on_device(minibatch.batches, mesh)
                 ]
-            jax.block_until_ready([part.scored for part in parts])
+            jax.block_until_ready([minibatch.scored for minibatch in minibatches])
             scored_s = time.monotonic() - batched_s
-        _fill_in_advantages(groups, parts, cfg, replace_advantages)
+        _fill_in_advantages(groups, minibatches, cfg, replace_advantages)
 
     filled_s = time.monotonic()
-    made: list[dict[str, float]] = []
+    updates: list[dict[str, float]] = []  # metrics of each
     for epoch in range(cfg.epochs):
-        order = rng.permutation(len(parts)) if epoch else range(len(parts))
-        for place in order:
-            part = parts[place]
-            arrays, number = _on_device(part.batches, mesh), len(made)
+        order = rng.permutation(len(minibatches)) if epoch else range(len(minibatches))
+        for index in order:
+            minibatch = minibatches[index]
+            arrays, number = _on_device(minibatch.batches, mesh), len(updates)
             if cfg.objective == "imitation":
                 state, metrics = steps.supervised_update(state, frozen, arrays, number=number)
             else:
                 state, metrics = steps.policy_update(
-                    state, frozen, arrays, part.scored, number=number
+                    state, frozen, arrays, minibatch.scored, number=number
                 )
-            made.append(learner_step.to_floats(metrics))
-            if cfg.stop_kl and made[-1].get("actor/old_kl", 0.0) > cfg.stop_kl:
+            updates.append(learner_step.to_floats(metrics))
+            if cfg.stop_kl and updates[-1].get("actor/old_kl", 0.0) > cfg.stop_kl:
                 break
         else:
             continue
         break
     state = steps.next_step(state)
-    metrics = {name: float(np.mean([of[name] for of in made])) for name in made[0]}
-    metrics["learner/updates"] = len(made)
-    metrics["learner/tokens"] = sum(of["learner/tokens"] for of in made)
+    metrics = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
+    metrics["learner/updates"] = len(updates)
+    metrics["learner/tokens"] = sum(update["learner/tokens"] for update in updates)
     metrics["time/batches_s"] = batched_s - started_s
     metrics["time/advantages_s"] = filled_s - batched_s - scored_s
-    return state, metrics, sum(learner_step.tokens_in(part.batches) for part in parts)
+    return state, metrics, sum(learner_step.tokens_in(part.batches) for part in minibatches)
 
 
 def _split(groups: Sequence[Group], count: int) -> list[list[Trajectory]]:
-    """The records of whole groups, in at most `count` parts of about the same number of groups."""
+    """The records of whole groups, split into at most `count` parts of about equal group count."""
     count = min(count, len(groups))
     cuts = np.array_split(np.arange(len(groups)), count)
     return [[record for n in cut for record in groups[n]] for cut in cuts]
@@ -231,28 +237,28 @@ def _split(groups: Sequence[Group], count: int) -> list[list[Trajectory]]:
 def _on_device(
     batches: Sequence[TrainBatch], mesh: jax.sharding.Mesh | None
 ) -> Iterator[learner_step.Arrays]:
-    """One after the other: screenshots are large, and a batch's go when its gradients are there."""
+    """Transfers one batch at a time: screenshots are large and are freed after the gradients."""
     return (learner_step.to_device(batch, mesh) for batch in batches)
 
 
 def _weights(trajectories: Sequence[Trajectory], cfg: AlgorithmConfig) -> list[float]:
-    tokens = [sum(rewards.turn_lengths(of)) for of in trajectories]
+    tokens = [sum(rewards.turn_lengths(trajectory)) for trajectory in trajectories]
     return token_weights(tokens, cfg.aggregation, max_tokens=cfg.max_tokens)
 
 
 def _fill_in_advantages(
     groups: Sequence[Group],
-    parts: Sequence[_Minibatch],
+    minibatches: Sequence[_Minibatch],
     cfg: AlgorithmConfig,
     replace_advantages: Advantages | None,
 ) -> None:
-    """Sets the parts' batches' advantages and weights, with a critic also values and returns."""
+    """Sets advantages and weights in the batches; with a critic also values and returns."""
     lengths = [rewards.turn_lengths(record) for group in groups for record in group]
-    kl = (
-        _gathered(parts, lambda scored: scored.old_bt - scored.ref_bt) if cfg.kl_in_reward else None
-    )
+    kl = None
+    if cfg.kl_in_reward:
+        kl = _gathered(minibatches, lambda scored: scored.old_bt - scored.ref_bt)
     records = [record for group in groups for record in group]
-    paid = [
+    token_rewards = [
         rewards.token_rewards(
             record,
             cfg.reward,
@@ -263,13 +269,13 @@ def _fill_in_advantages(
     ]
     fields: dict[str, list[np.ndarray]] = {}
     if cfg.has_critic:
-        after = _gathered(parts, lambda scored: scored.values_after_bt)
+        after = _gathered(minibatches, lambda scored: scored.values_after_bt)
         before = _gathered(
-            parts, lambda scored: np.pad(scored.values_after_bt, ((0, 0), (1, 0)))[:, :-1]
+            minibatches, lambda scored: np.pad(scored.values_after_bt, ((0, 0), (1, 0)))[:, :-1]
         )
         estimated = [
             advantages.generalised_advantages(
-                paid[n],
+                token_rewards[n],
                 before[n],
                 lengths[n],
                 discount=cfg.advantage.turn_discount,
@@ -278,40 +284,44 @@ def _fill_in_advantages(
             )
             for n, record in enumerate(records)
         ]
-        tokens = [of for of, _ in estimated]
-        fields = {"values_bt": before, "returns_bt": [of for _, of in estimated]}
+        token_advantages = [advantages_s for advantages_s, _ in estimated]
+        fields = {"values_bt": before, "returns_bt": [returns_s for _, returns_s in estimated]}
     else:
-        tokens, first = [], 0
+        token_advantages, first = [], 0
         for group in groups:
-            of = slice(first, first + len(group))
-            tokens += advantages.group_advantages(paid[of], lengths[of], cfg.advantage)
+            members = slice(first, first + len(group))
+            token_advantages += advantages.group_advantages(
+                token_rewards[members], lengths[members], cfg.advantage
+            )
             first += len(group)
     if cfg.advantage.normalise == "batch":
-        tokens = advantages.batch_normalised(tokens, epsilon=cfg.advantage.epsilon)
+        token_advantages = advantages.batch_normalised(
+            token_advantages, epsilon=cfg.advantage.epsilon
+        )
     if replace_advantages is not None:
-        tokens = replace_advantages(tokens)
-    fields["advantages_bt"] = tokens
+        token_advantages = replace_advantages(token_advantages)
+    fields["advantages_bt"] = token_advantages
 
     first = 0
-    for part in parts:
-        of = slice(first, first + len(part.trajectories))
-        part.batches = batching.fill(
-            part.batches,
-            weights_bt=_weights(part.trajectories, cfg),
-            **{name: values[of] for name, values in fields.items()},
+    for minibatch in minibatches:
+        members = slice(first, first + len(minibatch.trajectories))
+        minibatch.batches = batching.fill(
+            minibatch.batches,
+            weights_bt=_weights(minibatch.trajectories, cfg),
+            **{name: values[members] for name, values in fields.items()},
         )
-        first += len(part.trajectories)
+        first += len(minibatch.trajectories)
 
 
 def _gathered(
-    parts: Sequence[_Minibatch], array_of: Callable[[learner_step.Scored], np.ndarray]
+    minibatches: Sequence[_Minibatch], array_of: Callable[[learner_step.Scored], np.ndarray]
 ) -> list[np.ndarray]:
-    """float32[S] of every record, in the order of the groups."""
-    out = []
-    for part in parts:
+    """One array of scores per record: float32[S], in the order of the groups."""
+    gathered = []
+    for minibatch in minibatches:
         arrays = [
-            array_of(jax.device_get(scored._replace(visual_md=None))) for scored in part.scored
+            array_of(jax.device_get(scored._replace(visual_md=None))) for scored in minibatch.scored
         ]
-        counts = [sum(rewards.turn_lengths(of)) for of in part.trajectories]
-        out += batching.gather(part.batches, arrays, counts)
-    return out
+        counts = [sum(rewards.turn_lengths(record)) for record in minibatch.trajectories]
+        gathered += batching.gather(minibatch.batches, arrays, counts)
+    return gathered

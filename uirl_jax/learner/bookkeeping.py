@@ -1,15 +1,17 @@
-"""What a step of the learner leaves behind: metrics, checkpoint, policy, and the shards it used.
+"""What a learner step writes to the workdir: metrics, checkpoint, policy; and what it deletes.
 
-Between `loop`, which decides when, and the workdir. A step ends with these calls, in this order:
+`loop` calls this module. A step ends with these calls, in this order:
 
-    write_metrics   the metrics line. Killed before `save`, the step is taken again and `restore`
-                    drops its line; in the other order a saved step could lack its line.
-    save            the checkpoint is committed, with the data cursor in it.
-    publish         the policy, which no actor may sample with before its checkpoint is safe.
-    delete_used     the shards and stored successes that no kept checkpoint needs.
+    write_metrics   writes the metrics line. If the process is killed before `save`, the step is
+                    repeated and `restore` drops the line; in the other order a saved step could
+                    lack its line.
+    save            commits the checkpoint, including the data cursor.
+    publish         publishes the policy. Actors may sample with it only once its checkpoint is
+                    committed.
+    delete_used     deletes the shards and stored successes that no kept checkpoint needs.
 
-So a SIGKILL at any point is harmless: a run that starts again finds the step whole, or its records
-unread. It computes nothing and knows no algorithm.
+A SIGKILL at any point is therefore harmless: after a restart either the step is complete or its
+records are unread. This module computes nothing and does not depend on the algorithm.
 """
 
 import collections
@@ -36,7 +38,7 @@ from uirl_jax.shards.queue import QUARANTINE, ShardQueue
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import open_store
 
-# The data cursor, beside the arrays of a checkpoint.
+# The data cursor: the JSON part of a checkpoint.
 _EMPTY_META: Mapping[str, Any] = {
     "shards": None,
     "groups": [],
@@ -49,17 +51,17 @@ _EMPTY_META: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """Where a run's files are, and the id that marks them as this run's."""
+    """The directory of a run's files, and the run id that they carry."""
 
     workdir: Path
     run_id: str
 
 
 class Bookkeeping:
-    """One learner process's view of its run; made by `restore`.
+    """Queue, replay store, tallies, checkpoints and metrics of one learner; made by `restore`.
 
     Attributes:
-      is_fresh: there was no checkpoint, so none is saved yet.
+      is_fresh: whether the run started without a checkpoint.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Bookkeeping:
         *,
         keep_checkpoints: int,
     ) -> None:
-        """Args: meta: of the checkpoint that was restored; None if there is none."""
+        """Args: meta: JSON of the restored checkpoint; None if there is none."""
         self.is_fresh = meta is None
         meta = {**_EMPTY_META, **(meta or {})}
         self._run, self._model, self._curriculum = run, model, curriculum
@@ -82,7 +84,7 @@ class Bookkeeping:
         self._store = open_store(run.workdir)
         self._queue = ShardQueue(self._store, run.run_id, model.base_hash, meta["shards"])
         self._trained = GroupRanges(meta["groups"])
-        self._extra = int(meta["extra"])  # groups on top of groups_per_step, over all steps
+        self._extra = int(meta["extra"])  # groups beyond groups_per_step, over all steps
         self._tallies = curriculum.tallies(meta["tallies"])
         self._replay = Replay(self._store, model.base_hash, self._layout, meta["replay"])
         self._earlier_s, self._started_s = float(meta["train_seconds"]), time.monotonic()
@@ -91,10 +93,10 @@ class Bookkeeping:
     # ------------------------------------------------------------------------------ records in
 
     def take(self, count: int, version: int, max_staleness: int) -> list[Group] | None:
-        """The next `count` whole groups, counted as trained; None if there are not that many yet.
+        """Takes the next `count` whole groups and counts them as trained; None if too few arrived.
 
         Args:
-          version: the one that is being trained.
+          version: the policy version that the learner holds.
         """
         self._queue.poll()
         groups = self._queue.take_groups(count, version, max_staleness)
@@ -104,12 +106,12 @@ class Bookkeeping:
         return groups
 
     def allow_extra(self, more: int, regular: int) -> bool:
-        """Lets actors start `more` groups beyond those trained so far.
+        """Allows actors to start `more` groups beyond those trained so far.
 
         Args:
-          regular: groups that the steps so far take when none is useless. Actors start no more
-            than that, and the extra groups that the policy's manifest grants.
-        Returns: whether extra groups were granted; actors see them once the policy is published.
+          regular: groups that the steps so far need if every group is useful. Actors start at most
+            these and the extra groups in the policy's manifest.
+        Returns: whether the limit was raised; actors see it when the policy is published again.
         """
         extra = self._trained.count + more - regular
         if extra <= self._extra:
@@ -118,16 +120,16 @@ class Bookkeeping:
         return True
 
     def replay(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Adds a stored success to each group that failed as a whole; stores the groups' own."""
+        """Adds a stored success to each group that has none, and stores the groups' successes."""
         completed = [self._replay.complete(group) for group in groups]
         self._replay.remember(completed, step)
         return completed
 
     def set_aside(self, step: int, groups: Sequence[Group]) -> str:
-        """Writes the records of a step that failed under quarantine/, one shard a group.
+        """Writes the records of a failed step below quarantine/, one shard per group.
 
-        Returns: where they are, or why they are not. It raises nothing: the step's own error is
-        what must be reported.
+        Returns: where they are, or why they could not be written. It does not raise, so that the
+          step's own error is reported.
         """
         prefix = f"{QUARANTINE}/step-{step}"
         try:
@@ -138,19 +140,19 @@ class Bookkeeping:
                     self._store, name, fresh, base_hash=self._model.base_hash, layout=self._layout
                 )
         except UirlError as error:
-            return f"nowhere whole ({error})"
+            return f"no shard, or not all of them ({error})"
         return self._store.location(prefix)
 
-    # ------------------------------------------------------------------- a step out, in this order
+    # --------------------------------------------------------------- after a step, in this order
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The step's metrics line, with the accounts of records and tasks."""
+        """Writes the step's metrics line, with the metrics of the queue and the curriculum."""
         accounts = {f"records/{name}": n for name, n in self._queue.accounting().items()}
         curriculum = self._curriculum.describe(self._tallies)
         self._metrics_writer.write(step, {**metrics, **curriculum, **accounts})
 
     def save(self, step: int, state: TrainState) -> None:
-        """Commits a checkpoint: the state, and how far the run's records are read."""
+        """Commits a checkpoint: the train state and the data cursor."""
         meta = {
             "shards": self._queue.state(),
             "groups": self._trained.pairs,
@@ -163,7 +165,7 @@ class Bookkeeping:
         self._saved.append(meta)
 
     def publish(self, step: int, state: TrainState) -> None:
-        """Makes the state's adapters the policy that actors sample with."""
+        """Publishes the state's adapters as the policy that actors sample with."""
         policy_sync.publish(
             self._store,
             version=step,
@@ -179,20 +181,20 @@ class Bookkeeping:
         )
 
     def delete_used(self) -> None:
-        """Deletes the shards and stored successes that no checkpoint that is kept could ask for."""
+        """Deletes the shards and stored successes that no kept checkpoint refers to."""
         if len(self._saved) == self._saved.maxlen:
             self._queue.committed(self._saved[0]["shards"])
             self._replay.prune(meta["replay"] for meta in self._saved)
 
-    # ------------------------------------------------------------------------------ accounts
+    # ------------------------------------------------------------------------------ totals
 
     @property
     def train_seconds(self) -> float:
-        """In this and all earlier processes of the run."""
+        """Over this and all earlier processes of the run."""
         return self._earlier_s + time.monotonic() - self._started_s
 
     def final_accounting(self) -> dict[str, int]:
-        """Records by fate, those that arrived since the last step included."""
+        """Records by outcome, including those that arrived since the last step."""
         self._queue.poll()
         return self._queue.accounting()
 
@@ -206,12 +208,12 @@ def restore(
     *,
     keep_checkpoints: int,
 ) -> Iterator[tuple[Bookkeeping, TrainState]]:
-    """Opens a run's books; yields them and the state of the newest checkpoint that is whole.
+    """Opens a run; yields its bookkeeping and the state of the newest undamaged checkpoint.
 
     Args:
-      state: a fresh one, which is yielded if there is no checkpoint.
+      state: a fresh state; yielded if there is no checkpoint.
     Raises:
-      CheckpointError: there are checkpoints and none is whole.
+      CheckpointError: there are checkpoints and all are damaged.
     """
     checkpointer = Checkpointer(run.workdir / "checkpoints", keep=keep_checkpoints)
     metrics_writer = MetricsWriter(run.workdir)
@@ -236,7 +238,7 @@ def restore(
 
 
 class GroupRanges:
-    """Which group indices were trained, as ascending [start, stop) pairs: actors skip these."""
+    """Indices of the trained groups, as ascending [start, stop) pairs. Actors skip these groups."""
 
     def __init__(self, pairs: list[list[int]]) -> None:
         self.pairs = [list(pair) for pair in pairs]

@@ -1,10 +1,10 @@
-"""The stage before RL: supervised steps on demonstrations, written as a new base model.
+"""The stage before RL: supervised training on demonstrations, saved as a new base model.
 
-Scripts demonstrate the run's tasks, or people did: `cold_start.demonstrations`.
+Demonstrations are played by scripts, or recorded by people (`cold_start.demonstrations`).
 
-What comes out is a model directory like any other (workdir/cold_start/model), so that GRPO starts
-from it with fresh adapters and takes it, adapters off, as its reference. Uses `supervised` for the
-steps; publishes nothing.
+The result is an ordinary model directory (workdir/cold_start/model). GRPO starts from it with fresh
+adapters and uses it, adapters off, as the reference. `supervised` runs the steps; no policy is
+published.
 """
 
 import dataclasses
@@ -37,16 +37,16 @@ MODEL_DIR = Path("cold_start") / "model"  # in the workdir
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartConfig:
-    """How long, on what, and which weights move."""
+    """Number of steps, the demonstrations, and which weights are trained."""
 
-    steps: int = dataclasses.field(default=0, metadata={"min": 0, "help": "0: no such stage"})
+    steps: int = dataclasses.field(default=0, metadata={"min": 0, "help": "0: no cold start"})
     episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1})
     quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
-    # Scripted demonstrations that are played, kept and come back in epochs; 0: always new ones.
+    # Number of scripted demonstrations, played once and repeated in epochs; 0: new ones each step.
     episodes: int = dataclasses.field(default=0, metadata={"min": 0})
-    browsers: int = dataclasses.field(default=2, metadata={"min": 1})  # that play them at once
+    browsers: int = dataclasses.field(default=2, metadata={"min": 1})  # play them in parallel
     train: Literal["lora", "all"] = "lora"
-    # Folders that tools.record_demo wrote: what people did there is learnt instead of scripts.
+    # Folders written by tools.record_demo: recorded demonstrations in place of scripted ones.
     demonstrations: tuple[str, ...] = ()
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
@@ -63,21 +63,21 @@ def run_cold_start(
     task_dirs: Sequence[str] = (),
     stop: threading.Event | None = None,
 ) -> Path:
-    """Trains, and writes the merged model; returns its directory. Done once a workdir.
+    """Trains and writes the merged model; returns its directory. Runs once per workdir.
 
     Args:
       kinds: the tasks that scripts demonstrate, in turn.
-      seed: of the instances, which come from the training range.
-      task_dirs: where tasks of one's own are (own/<name>).
+      seed: of the task instances, which come from the training range.
+      task_dirs: folders of the user's own tasks (own/<name>).
 
     Raises:
-      RestartError: `stop` was set; the same call carries on.
-      ConfigError: cfg.demonstrations has none, or some that this run cannot learn from; or no
-        script solved its task.
-      VerifierError: a task that no script demonstrates, or no browser.
+      RestartError: `stop` was set; the same call continues.
+      ConfigError: cfg.demonstrations has no usable demonstration, or one that cannot be expressed
+        in this run's action format; or no script solved its task.
+      VerifierError: a task without a scripted demonstration, or no browser.
     """
     target = workdir / MODEL_DIR
-    if target.is_dir():  # renamed into place when it was whole
+    if target.is_dir():  # complete: it is renamed into place at the end
         return target
     whole = nnx.merge(model.graphdef, model.lora, model.frozen)
     kind_of_weight = nnx.Param if cfg.train == "all" else LoRAParam
@@ -120,7 +120,8 @@ def run_cold_start(
             scripted.keep(workdir / "cold_start" / "demonstrations", stop)
 
         def on_restore(first_step: int) -> None:
-            nonlocal progress  # anew: neither demonstrations nor older steps tell its speed
+            # Restarted, because the time of demonstrations and earlier steps does not count.
+            nonlocal progress
             progress = metrics.Progress("cold start", cfg.steps, first_step=first_step - 1)
             writer.truncate_from(first_step)
 
@@ -142,7 +143,7 @@ def run_cold_start(
             stop=stop,
         )
     progress.close()
-    # In the files' own dtype, whatever a run holds weights in: a base of bfloat16 stays as small.
+    # In the dtype of the base's files, whatever the run computes in: bfloat16 files stay bfloat16.
     dtype = stored_dtype(model.path)
     with new_directory(target) as directory:
         save_model(model.family, nnx.merge(graphdef, trained, frozen), directory, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Which task a group plays: kinds in turn, instances that come back, more of what fails.
+"""Which task a group plays: kinds in turn, repeated instances, more of the tasks that fail.
 
-Between the learner, which counts how episodes ended (`Tallies`, published with every policy), and
-the actor, which asks for the task of a group (`Curriculum.task`). A pure choice: the same index and
-the same tallies give the same task in any process. numpy only; nothing here plays or learns.
+The learner counts how episodes ended (`Tallies`, published with every policy); the actor asks for
+the task of a group (`Curriculum.task`). The choice is deterministic: the same index and the same
+tallies give the same task in any process. numpy only.
 """
 
 import dataclasses
@@ -15,31 +15,31 @@ from uirl_jax import seeds
 from uirl_jax.errors import PolicyError
 from uirl_jax.types import TaskSpec, Trajectory
 
-MAX_ENTRIES = 20_000  # of the pool: what is counted of each travels in the policy manifest
+MAX_ENTRIES = 20_000  # in the pool; the tallies of all entries are part of the policy manifest
 
 
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
-    """How the tasks of a run are drawn; held-out instances are never among them (`seeds`)."""
+    """How the tasks of a run are drawn; held-out instances are never drawn (`seeds`)."""
 
-    # Instances of every kind that training knows; 0: every group gets one that was never seen.
+    # Training instances of each kind; 0: every group gets a new instance.
     instances: int = dataclasses.field(default=0, metadata={"min": 0, "max": MAX_ENTRIES})
-    # A task's share grows with the rate p at which it fails, or with p (1 - p): what always fails
-    # or never teaches nothing to a group (Foster et al., arXiv:2502.12272).
+    # A task's share grows with its failure rate p, or with p (1 - p): a group in which all members
+    # fail or all succeed gives no advantage (Foster et al., arXiv:2502.12272).
     weight_by: Literal["none", "failure", "variance"] = "none"
-    # Exponent of the weights: at 8 a task that always fails comes four times as often as one that
-    # fails four times of five (alpha of prioritized replay, arXiv:1511.05952, eq. 1).
+    # Exponent of the weights: at 8 a task that always fails is drawn four times as often as one
+    # that fails four times of five (alpha of prioritized replay, arXiv:1511.05952, eq. 1).
     sharpness: float = dataclasses.field(default=1.0, metadata={"above": 0.0})
-    # Of a task of weight 0, beside one of the greatest: what is solved is not forgotten.
+    # Share of a task of weight 0, relative to one of weight 1: solved tasks are still practised.
     min_share: float = dataclasses.field(default=0.1, metadata={"above": 0.0, "max": 1.0})
-    window: int = dataclasses.field(default=64, metadata={"min": 1})  # episodes a rate remembers
+    window: int = dataclasses.field(default=64, metadata={"min": 1})  # episodes a rate is over
 
 
 class Tallies:
-    """How many of the latest episodes of every entry of the pool failed. JSON in, JSON out."""
+    """Failed and played episodes of each entry of the pool, recent ones weighted more."""
 
     def __init__(self, content: Any, entries: int, window: int) -> None:
-        """Raises PolicyError for content that is not as `to_json` makes it."""
+        """Args: content: what `to_json` returned, or None. Raises: PolicyError if it is invalid."""
         self.failed_e = np.zeros(entries)
         self.played_e = np.zeros(entries)
         self._window = window
@@ -52,28 +52,28 @@ class Tallies:
         except (TypeError, ValueError, IndexError, AttributeError):
             self.failed_e[:] = np.nan
         with np.errstate(invalid="ignore"):
-            whole = np.isfinite(self.played_e) & (self.failed_e >= 0)
-            whole &= self.failed_e <= self.played_e
-        if not whole.all():
+            valid = np.isfinite(self.played_e) & (self.failed_e >= 0)
+            valid &= self.failed_e <= self.played_e
+        if not valid.all():
             raise PolicyError(
                 f"the policy's tallies of tasks are {str(content)[:80]}, expected failed and "
-                f"played episodes of up to {entries} tasks; has the run another config?"
+                f"played episodes of up to {entries} tasks; does the learner use another config?"
             )
 
     def add(self, entry: int, failed: int, played: int) -> None:
-        """Older episodes fade, so that a rate is about the last `window` or so."""
+        """Adds episodes; older counts are scaled down so that they sum to at most `window`."""
         total = self.played_e[entry] + played
         fade = min(1.0, self._window / total) if total else 1.0
-        # Rounded here: a run that carries on from the JSON must choose what this one would have.
+        # Rounded here, so that a run restored from the JSON draws the same tasks as this one.
         self.failed_e[entry] = round(fade * (self.failed_e[entry] + failed), 3)
         self.played_e[entry] = round(fade * total, 3)
 
     def failure_rates(self) -> np.ndarray:
-        """float64[entries] in (0, 1]; a task that was never played counts as one that fails."""
+        """float64[entries] in (0, 1]; 1 for a task that was never played."""
         return (self.failed_e + 1.0) / (self.played_e + 1.0)
 
     def variances(self) -> np.ndarray:
-        """float64[entries] in (0, 1]: of success, 1 where half fails, as if never played."""
+        """float64[entries] in (0, 1]: 4 p (1 - p), so 1 where half fail, and for unplayed tasks."""
         rates_e = (self.failed_e + 1.0) / (self.played_e + 2.0)
         return 4.0 * rates_e * (1.0 - rates_e)
 
@@ -86,7 +86,7 @@ class Tallies:
 
 
 class Curriculum:
-    """The pool of a run's tasks: its kinds, or `instances` of each."""
+    """The pool of a run's tasks: its kinds, or `instances` of each kind."""
 
     def __init__(self, cfg: CurriculumConfig, kinds: Sequence[TaskSpec], run_seed: int) -> None:
         self.cfg, self._kinds, self._run_seed = cfg, tuple(kinds), run_seed
@@ -96,12 +96,12 @@ class Curriculum:
             self._entry_of = {self._instance(e): e for e in range(self.entries)}
 
     def task(self, index: int, tallies: Any = None) -> TaskSpec:
-        """What the index-th group of the run plays.
+        """The task of the index-th group of the run.
 
         Args:
           index: >= 0.
-          tallies: of the newest policy (`Tallies.to_json`); read where cfg.weight_by asks for it.
-        Raises: PolicyError for tallies that are not this pool's.
+          tallies: of the newest policy (`Tallies.to_json`); used unless cfg.weight_by is "none".
+        Raises: PolicyError for tallies that do not fit this pool.
         """
         if self.cfg.weight_by != "none":
             known = self.tallies(tallies)
@@ -111,10 +111,10 @@ class Curriculum:
             shares_e = self.cfg.min_share + (1.0 - self.cfg.min_share) * weights_e
             rng = np.random.default_rng([self._run_seed, index])
             entry = int(rng.choice(self.entries, p=shares_e / shares_e.sum()))
-        elif self.cfg.instances:  # each once, in an order of its own, before any a second time
-            epoch, place = divmod(index, self.entries)
+        elif self.cfg.instances:  # each entry once per epoch, every epoch in another order
+            epoch, position = divmod(index, self.entries)
             rng = np.random.default_rng([self._run_seed, epoch])
-            entry = int(rng.permutation(self.entries)[place])
+            entry = int(rng.permutation(self.entries)[position])
         else:
             entry = index % self.entries
         if self.cfg.instances:
@@ -123,11 +123,11 @@ class Curriculum:
         return dataclasses.replace(self._kinds[entry], seed=seed)
 
     def tallies(self, content: Any = None) -> Tallies:
-        """Raises PolicyError for content that is not this pool's."""
+        """Tallies of this pool from JSON. Raises: PolicyError for content that does not fit."""
         return Tallies(content, self.entries, self.cfg.window)
 
     def count(self, tallies: Tallies, group: Iterable[Trajectory]) -> None:
-        """Adds how a group's episodes ended; tasks that are not in the pool are passed over."""
+        """Adds how a group's episodes ended; tasks that are not in the pool are ignored."""
         outcomes: dict[int, list[bool]] = {}
         for record in group:
             key = record.task if self.cfg.instances else self._kind_key(record.task)
@@ -137,7 +137,7 @@ class Curriculum:
             tallies.add(entry, successes.count(False), len(successes))
 
     def describe(self, tallies: Tallies) -> Mapping[str, float]:
-        """Metrics: the share of the pool that was played, and the mean rate of failure there."""
+        """Metrics: the played share of the pool, and its mean failure rate."""
         played_e = tallies.played_e > 0
         failed, played = tallies.failed_e[played_e], tallies.played_e[played_e]
         return {

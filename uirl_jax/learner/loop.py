@@ -1,8 +1,8 @@
-"""The learner's run: groups of records in, adapters out, one published policy version a step.
+"""The learner's training run: groups of records in, one published policy version per step out.
 
-Shards (from `actor.host`, through the workdir) -> here -> checkpoints and `policy/`. Reads top to
-bottom: take, learn, write down, publish. `bookkeeping` does the writing, and says why the order at
-the end of a step makes a SIGKILL at any point harmless.
+Shards (from `actor.host`, through the workdir) -> here -> checkpoints and `policy/`. Each step:
+take groups, learn, save, publish. `bookkeeping` writes the files and explains why their order makes
+a SIGKILL at any point harmless.
 """
 
 import collections
@@ -28,39 +28,41 @@ from uirl_jax.learner.state import TrainState
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.metrics import Progress, key_values
 from uirl_jax.shards import batching
+from uirl_jax.types import Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnerConfig:
-    """What a step trains on, and for how many steps."""
+    """The number of steps, and the groups, batches and optimizer of each."""
 
     steps: int = dataclasses.field(metadata={"min": 0})
     groups_per_step: int = dataclasses.field(default=8, metadata={"min": 1})
-    # Versions; 0: the actor waits for every new policy.
+    # In policy versions; 0: the actor waits for each new policy.
     max_staleness: int = dataclasses.field(default=0, metadata={"min": 0})
     batch: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
     )
     keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1})
-    # Between looks at the shard directory.
+    # Time between two listings of the shards.
     poll_s: float = dataclasses.field(default=0.02, metadata={"above": 0.0})
 
 
-MAX_REFILLS = 10  # a step takes at most so many times groups_per_step, and then what it has
+# A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
+MAX_REFILLS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Everything that decides what a run's learner computes."""
+    """Everything that determines what a run's learner computes."""
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig
-    # Of the run's tasks; counts how they went, which every policy carries to the actors.
+    # Its tallies of the run's tasks go to the actors with every policy.
     curriculum: Curriculum
-    temperature: float = 1.0  # as the actors sample, see learner.step
+    temperature: float = 1.0  # the actors' sampling temperature, see learner.step
     forbidden_ids: tuple[int, ...] = ()
-    seed: int = 0  # of the adapters' dropout, and of the order of minibatches
+    seed: int = 0  # of the adapters' dropout and the order of minibatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +70,9 @@ class LearnerResult:
     """How a run of the learner ended."""
 
     step: int
-    finished: bool  # False where it was asked to stop
+    finished: bool  # False if it was stopped before the last step
     accounting: dict[str, int]  # published = trained + stale + quarantined + duplicate + pending
-    train_seconds: float  # in this and all earlier processes of the run
+    train_seconds: float  # over this and all earlier processes of the run
 
 
 def run_learner(
@@ -83,16 +85,16 @@ def run_learner(
     on_ready: Callable[[], None] = lambda: None,
     replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
-    """Trains until cfg.learner.steps are done or `stop` is set; continues an earlier process's run.
+    """Trains until cfg.learner.steps are done or `stop` is set; continues from the last checkpoint.
 
     Args:
       on_ready: called once the policy that the run continues from is published. An actor that
-        looked before may find that of a run that had ended.
-      replace_advantages: for tests: with zeros nothing may be learnt.
+        reads the manifest earlier may see the last policy of a run that has since been extended.
+      replace_advantages: for tests; with zeros the policy must not change.
     Raises:
-      CheckpointError: there are checkpoints and none is whole.
-      TrainingError: a loss, gradient norm or reward that is not finite (the step's records are set
-        aside under quarantine/), or no episode worth imitating. The last checkpoint stays.
+      CheckpointError: there are checkpoints and all are damaged.
+      TrainingError: a loss, gradient norm or reward is not finite (the step's records are moved to
+        quarantine/), or there is no episode to imitate. The last checkpoint is kept.
     """
     steps, state = _compile(cfg, model, mesh)
     learn = functools.partial(
@@ -132,13 +134,13 @@ def run_learner(
                 state, metrics, tokens = learn(groups, state=state)
                 check_finite(step + 1, metrics)
             except TrainingError as error:
-                aside = books.set_aside(step + 1, groups)
-                raise TrainingError(f"{error}; its records are in {aside}") from None
-            del groups  # with their screenshots, before the next step's arrive
+                location = books.set_aside(step + 1, groups)
+                raise TrainingError(f"{error}; its records are in {location}") from None
+            del groups  # frees their screenshots before the next step's are read
             step += 1
             learnt_s = time.monotonic() - step_started_s - waited_s
 
-            # ---------------------------------------------------------------- write down, publish
+            # ---------------------------------------------------------------- save, publish
             whole_s = saved_s + waited_s + learnt_s
             metrics |= _describe(taken, cfg.algorithm, step - 1)
             metrics |= {
@@ -170,8 +172,7 @@ def run_learner(
 def _compile(
     cfg: TrainingConfig, model: PolicyModel, mesh: jax.sharding.Mesh
 ) -> tuple[learner_step.Steps, TrainState]:
-    """The jitted functions of the run (XLA compiles them when they are first called), and a fresh
-    state."""
+    """The run's jitted functions (XLA compiles each at its first call), and a fresh train state."""
     algorithm_cfg = cfg.algorithm
     optimizer_cfg = cfg.learner.optimizer.resolved("adapters")
     print(optimizer_cfg.describe(model.lora, "adapters"), flush=True)
@@ -204,10 +205,10 @@ def _compile(
 def _take(
     cfg: TrainingConfig, books: Bookkeeping, step: int, state: TrainState, stop: threading.Event
 ) -> tuple[list[Group], list[Group]]:
-    """Waits for the groups of step + 1; ends early where `stop` is set.
+    """Waits for the groups of step + 1; returns early if `stop` is set.
 
-    Returns: the groups to learn from, and all that were taken, without their screenshots.
-    Raises: TrainingError: none of many groups has an episode to imitate.
+    Returns: the groups to learn from, and all groups that were taken, without their screenshots.
+    Raises: TrainingError: no group of many has an episode to imitate.
     """
     per_step = cfg.learner.groups_per_step
     groups: list[Group] = []
@@ -215,10 +216,10 @@ def _take(
     useless: collections.deque[Group] = collections.deque(maxlen=per_step)
     while missing := _missing(groups, len(taken) - len(groups), cfg.learner, cfg.algorithm):
         if len(taken) >= MAX_REFILLS * per_step:
-            groups = groups or _without_use(useless, step + 1, len(taken), cfg.algorithm)
+            groups = groups or _useless_groups(useless, step + 1, len(taken), cfg.algorithm)
             break
         if books.allow_extra(missing, (step + 1) * per_step):
-            books.publish(step, state)  # actors learn of it from the manifest
+            books.publish(step, state)  # actors read the new limit from the manifest
         more = _wait_for_groups(books, cfg.learner, missing, step, stop)
         if more is None:
             break
@@ -243,32 +244,32 @@ def _wait_for_groups(
 
 def _missing(
     groups: list[Group],
-    passed: int,
+    useless: int,
     cfg: LearnerConfig,
     algorithm_cfg: AlgorithmConfig,
 ) -> int:
-    """How many groups a step still needs, as far as can be told; `passed` taught it nothing."""
+    """Estimates how many groups a step still needs; `useless` ones were taken besides `groups`."""
     if algorithm_cfg.objective != "imitation":
         return cfg.groups_per_step - len(groups)
-    seen = len(groups) + passed
+    seen = len(groups) + useless
     if seen < cfg.groups_per_step:
         return cfg.groups_per_step - seen
-    # Episodes count there, and not groups: as many groups as it takes at the rate so far.
+    # min_kept counts episodes: estimate the groups that yield the rest at the rate so far.
     n_kept = sum(len(algorithm.kept(group, algorithm_cfg)) for group in groups)
     short = max(algorithm_cfg.min_kept - n_kept, 0)
     return min(cfg.groups_per_step, -(-short * seen // n_kept) if n_kept else seen)
 
 
-def _without_use(
+def _useless_groups(
     useless: Sequence[Group], step: int, count: int, algorithm_cfg: AlgorithmConfig
 ) -> list[Group]:
-    """The groups of a step that found no useful one in MAX_REFILLS tries. Raises TrainingError."""
+    """The groups of a step without any useful one. Raises TrainingError for imitation."""
     fields = {"step": step, "groups": count, "mean_reward": round(_mean_reward(useless), 3)}
     if algorithm_cfg.objective == "imitation":
         raise TrainingError(
-            f"step {step}: none of the {count} groups played for it has an episode to imitate: "
-            f"rewards of {algorithm_cfg.keep_reward} (algorithm.keep_reward) are kept, the last "
-            f"groups' mean is {fields['mean_reward']}"
+            f"step {step}: none of its {count} groups has an episode to imitate: episodes with a "
+            f"reward of at least {algorithm_cfg.keep_reward} (algorithm.keep_reward) are kept, the "
+            f"mean reward of the last groups is {fields['mean_reward']}"
         )
     print(key_values("nothing_to_learn", **fields), flush=True)
     return list(useless)
@@ -281,13 +282,16 @@ def _mean_reward(groups: Sequence[Group]) -> float:
 def _describe(
     groups: Sequence[Group], algorithm_cfg: AlgorithmConfig, version: int
 ) -> dict[str, float]:
-    """Metrics of the groups that a step took, whether it learnt from them or not.
+    """Metrics of all groups that a step took, including those it did not train on.
 
-    Replayed records are counted apart: they say nothing of how the policy does now.
+    Replayed records are counted separately: an older policy sampled them.
     """
     signals = [algorithm.teaches(group, algorithm_cfg) for group in groups]
-    replayed = [of for group in groups for of in group if is_replayed(of, group)]
-    trajectories = [of for group in groups for of in group if not is_replayed(of, group)]
+    replayed: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        for record in group:
+            (replayed if is_replayed(record, group) else trajectories).append(record)
     turns = [len(trajectory.turns) for trajectory in trajectories]
     sampled = [sum(len(t.token_ids) for t in trajectory.turns) for trajectory in trajectories]
     staleness = [version - trajectory.oldest_policy_version for trajectory in trajectories]
@@ -303,6 +307,6 @@ def _describe(
         "offpolicy/staleness": float(np.mean(staleness)),
         "replay/episodes": len(replayed),
         "replay/staleness": float(
-            np.mean([version - of.oldest_policy_version for of in replayed] or [0.0])
+            np.mean([version - record.oldest_policy_version for record in replayed] or [0.0])
         ),
     } | {f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()}

@@ -1,8 +1,8 @@
-"""What people demonstrated (tools.record_demo), as trajectories for this run's supervised steps.
+"""Demonstrations recorded by people (tools.record_demo), as trajectories for supervised steps.
 
-A folder of shard files in, trajectories out, told again in the run's own action format and tokens:
-the model, prompt and context that they were recorded under need not be the run's. What was saved is
-learnt from, solved or not; whoever recorded it had the choice.
+Reads a folder of shard files and re-encodes the trajectories in the run's own action format and
+tokens, so they may have been recorded with another model, prompt or context. All saved
+demonstrations are used, whether they solved the task or not.
 """
 
 from collections.abc import Sequence
@@ -19,41 +19,41 @@ from uirl_jax.types import Trajectory
 
 
 def load(folders: Sequence[str], chat: Chat, inputs: Inputs) -> list[Trajectory]:
-    """All demonstrations below the folders, in the order of their files' names.
+    """All demonstrations below the folders, sorted by file name within each folder.
 
     Raises:
-      ConfigError: a folder without any, or files that are none or hold what this run's action
-        format cannot say; all of them at once.
+      ConfigError: a folder without demonstrations, files that cannot be read, or actions that this
+        run's action format cannot express; all faults together.
     """
-    told, faults = [], []
+    demonstrations, faults = [], []
     for folder in map(Path, folders):
         paths = sorted(path for path in folder.rglob("*.tfrecord") if not path.name.startswith("."))
         if not paths:
             faults.append(f"{folder}: no *.tfrecord there; python -m tools.record_demo writes them")
         for path in paths:
             try:
-                told += [retell(one, chat, inputs) for one in read_shard(path)[1]]
+                demonstrations += [retell(record, chat, inputs) for record in read_shard(path)[1]]
             except ShardError as error:
                 faults.append(str(error))
             except (ActionError, ImageError) as error:
                 faults.append(f"{path}: {error}")
     if faults:
         raise ConfigError("cold_start.demonstrations: " + "; ".join(faults))
-    return told
+    return demonstrations
 
 
 def describe(demonstrations: Sequence[Trajectory]) -> str:
-    solved = sum(one.success for one in demonstrations)
-    turns = sum(len(one.turns) for one in demonstrations)
-    tasks = sorted({one.task.name for one in demonstrations})
+    solved = sum(demonstration.success for demonstration in demonstrations)
+    turns = sum(len(demonstration.turns) for demonstration in demonstrations)
+    tasks = sorted({demonstration.task.name for demonstration in demonstrations})
     return (
         f"cold start: {len(demonstrations)} recorded demonstrations, {solved} of them solved, "
-        f"{turns} turns, of {', '.join(tasks)}"
+        f"{turns} turns; tasks: {', '.join(tasks)}"
     )
 
 
 def pick(demonstrations: Sequence[Trajectory], index: int, seed: int) -> Trajectory:
-    """The index-th episode to learn from: every one once, then every one once in another order."""
-    pass_number, place = divmod(index, len(demonstrations))
-    order = np.random.default_rng([seed, pass_number]).permutation(len(demonstrations))
-    return demonstrations[order[place]]
+    """The index-th episode to train on: each once per epoch, every epoch in another order."""
+    epoch, position = divmod(index, len(demonstrations))
+    order = np.random.default_rng([seed, epoch]).permutation(len(demonstrations))
+    return demonstrations[order[position]]

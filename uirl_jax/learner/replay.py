@@ -1,10 +1,9 @@
-"""Successes that are kept for later: what a group learns from when all of it failed.
+"""Experience replay: stored successes for groups in which every episode failed.
 
-On the data path: beside the learner's loop. The newest success of every task instance lies in
-workdir/replay/ as a shard of one record. It joins a group of the same instance in which nobody
-succeeded, and is then what it is: old, with the logprobs of the policy that sampled it, so that the
-loss corrects for its age (`loss.importance`). Which files count is in the checkpoint; a file that
-no kept checkpoint names goes.
+Used by the learner's loop. workdir/replay/ holds the newest success of each task instance, as a
+shard of one record. It is added to a group of the same instance that has no success, with the
+logprobs of the policy that sampled it, so that the loss corrects for its age (`loss.importance`).
+The checkpoint lists the files in use; files that no kept checkpoint lists are deleted.
 
 Source: ARPO, arXiv:2505.16282.
 """
@@ -28,10 +27,10 @@ REPLAY = "replay"
 
 
 class Replay:
-    """One run's store.
+    """The stored successes of one run.
 
     Args:
-      files: what `files` was when the checkpoint was written; by task the name of its file.
+      files: file name by task key, as the checkpoint has it.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Replay:
         self.files = dict(files)
 
     def complete(self, group: Group) -> Group:
-        """The group, and where none of it succeeded, a stored success of the same instance."""
+        """The group; without a success in it, also a stored success of its instance if any."""
         key = _key(group[0].task)
         if key not in self.files or any(record.success for record in group):
             return group
@@ -49,7 +48,7 @@ class Replay:
         try:
             header, (record,) = read_stored_shard(self._store, name)
             if header.base_hash != self._base_hash or record.task != group[0].task:
-                raise ShardError(f"{self._store.location(name)}: of another run or task")
+                raise ShardError(f"{self._store.location(name)}: from another run or task")
         except (ShardError, ValueError) as error:
             del self.files[key]
             path = self._store.location(name)
@@ -58,9 +57,9 @@ class Replay:
         return [*group, record]
 
     def remember(self, groups: Sequence[Group], step: int) -> None:
-        """Keeps the best success of each group, beside the one it replaces.
+        """Stores the best success of each group; `prune` deletes the one that it replaces.
 
-        Raises: ShardError where the disk is full.
+        Raises: ShardError if the disk is full.
         """
         for group in groups:
             fresh = [
@@ -81,13 +80,13 @@ class Replay:
             self.files[key] = name
 
     def prune(self, kept: Iterable[dict[str, str]]) -> None:
-        """Deletes the files that no checkpoint of `kept`, each with its `files`, names."""
-        named = {f"{REPLAY}/{name}" for files in kept for name in files.values()}
-        self._store.delete(*(name for name in self._store.names(REPLAY) if name not in named))
+        """Deletes the files that no kept checkpoint lists; `kept` has the `files` of each."""
+        listed = {f"{REPLAY}/{name}" for files in kept for name in files.values()}
+        self._store.delete(*(name for name in self._store.names(REPLAY) if name not in listed))
 
 
 def is_replayed(record: Trajectory, group: Group) -> bool:
-    """Whether it was sampled in another group than the one that it is in."""
+    """Whether the record was sampled in another group."""
     return record.group_id != group[0].group_id
 
 

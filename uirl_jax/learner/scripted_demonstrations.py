@@ -1,8 +1,8 @@
-"""Scripted demonstrations for the supervised steps: always new ones, or the same few in epochs.
+"""Scripted demonstrations for the supervised steps: new ones each step, or a fixed set in epochs.
 
-Drawn screens cost next to nothing, so every step may have its own. A browser plays one episode a
-second: those are played once, kept in the workdir as shards, and come back in a new order every
-epoch. Between verifiers.demonstrations, which plays, and cold_start, which trains.
+Drawn screens cost little, so every step may play new episodes. A browser plays about one episode a
+second: these are played once, stored in the workdir as shards and repeated in another order every
+epoch. verifiers.demonstrations plays them, cold_start trains on them.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
 
-SHARD_EPISODES = 50  # so much is played again after a kill
+SHARD_EPISODES = 50  # at most this many are played again after a kill
 
 
 class ScriptedDemonstrations:
-    """Demonstrations by number; the kinds of task take turns.
+    """Demonstrations by number; the kinds of task alternate.
 
     Args:
-      kinds: what is demonstrated.
-      episodes: how many different ones there are; 0: as many as are asked for.
-      seed: of the instances, which come from the training range, and of the order.
-      quality: 1 minus the probability of a mistake; of what, each type of task says.
+      kinds: the tasks to demonstrate.
+      episodes: size of the fixed set; 0: every number is a new episode.
+      seed: of the instances, which come from the training range, and of their order.
+      quality: 1 minus the probability of a mistake; each task type defines what a mistake is.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class ScriptedDemonstrations:
         self._kept: list[Trajectory] = []
 
     def keep(self, directory: Path, stop: threading.Event | None = None) -> None:
-        """Plays what is not in `directory` yet, if there is a number of them to be kept.
+        """Plays the episodes of the fixed set that are not in `directory` yet, and reads the rest.
 
-        Scripts fail now and then. With quality 1 what did not solve its task is not learnt from;
-        below it, failures are the point.
+        Scripts can fail. With quality 1 demonstrations that did not solve their task are left out;
+        below 1 failures are intended and are kept.
 
         Raises:
           ConfigError: no demonstration solved its task.
-          ShardError: a file there that cannot be read or written.
-          RestartError: `stop` was set; what was played is kept.
+          ShardError: a file in `directory` cannot be read or written.
+          RestartError: `stop` was set; complete shards are kept.
         """
         if not self._episodes:
             return
@@ -75,23 +75,23 @@ class ScriptedDemonstrations:
         paths = {
             n: directory / f"{n:06d}.tfrecord" for n in range(0, self._episodes, SHARD_EPISODES)
         }
-        there = SHARD_EPISODES * sum(path.exists() for path in paths.values())
-        progress = Progress("demonstrations", self._episodes, first_step=there)
+        stored = SHARD_EPISODES * sum(path.exists() for path in paths.values())
+        progress = Progress("demonstrations", self._episodes, first_step=stored)
         for first, path in paths.items():
             if not path.exists():
                 if stop is not None and stop.is_set():
                     raise RestartError(
                         f"stopped after {first} of {self._episodes} demonstrations; run the same "
-                        "command again to carry on"
+                        "command again to continue"
                     )
                 played = self._play(range(first, min(first + SHARD_EPISODES, self._episodes)))
-                write_shard(path, played, base_hash="", layout=layout)  # no weights took part
+                write_shard(path, played, base_hash="", layout=layout)  # no model sampled them
             self._kept += read_shard(path)[1]
             progress.update(len(self._kept))
         progress.close()
         if self._quality < 1.0:
             return
-        self._kept = [one for one in self._kept if one.success]
+        self._kept = [demonstration for demonstration in self._kept if demonstration.success]
         print(
             f"demonstrations: {len(self._kept)} of {self._episodes} solved their task", flush=True
         )
@@ -100,7 +100,7 @@ class ScriptedDemonstrations:
             raise ConfigError(f"cold_start: no script solved {names} within max_turns")
 
     def take(self, first: int, count: int) -> list[Trajectory]:
-        """Those with the numbers first, first + 1, ...: equal numbers give equal ones."""
+        """Demonstrations first, first + 1, ...; a number always gives the same demonstration."""
         numbers = range(first, first + count)
         if not self._episodes:
             return self._play(numbers)

@@ -1,6 +1,6 @@
-"""What the learner trains and how: the train state and its optimizer.
+"""The train state and its optimizer.
 
-The frozen tree is no part of the state: it is never donated, never checkpointed and never changes.
+The frozen tree is not part of the state: it is never donated, checkpointed or changed.
 """
 
 import dataclasses
@@ -17,33 +17,33 @@ from uirl_jax.metrics import key_values
 from uirl_jax.models import sharding
 
 Trains = Literal["adapters", "all weights"]
-# Adapters start from an update of zero and bear large steps; full weights hold what was pretrained.
+# Fresh adapters change nothing and tolerate large steps; large steps damage pretrained weights.
 DEFAULT_LR: Mapping[Trains, float] = {"adapters": 1e-4, "all weights": 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """One of optax's, with a linear warm-up and a clip of the gradient's global norm."""
+    """An optax optimizer with linear warm-up and clipping of the gradient's global norm."""
 
-    # muon: matrices orthogonalised, the rest by AdamW. adafactor: moments by row and column, for
-    # full weights that leave no room for AdamW's.
+    # muon: orthogonalised updates for matrices, AdamW for the rest. adafactor: moments by row and
+    # column, for full weights where AdamW's moments do not fit in memory.
     name: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
-    # None: 1e-4 for adapters, 1e-5 for all weights, and the run says which. A model from nothing
-    # wants 1e-3.
+    # None: 1e-4 for adapters, 1e-5 for all weights; the run prints it. 1e-3 suits a model that is
+    # trained from scratch.
     lr: float | None = None
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine"] = "constant"
     weight_decay: float = 0.0
     b1: float = 0.9
-    b2: float = 0.99  # shorter than 0.999: an RL run is hundreds of steps, not 100,000
+    b2: float = 0.99  # not 0.999: an RL run has hundreds of steps, not 100,000
     clip_norm: float = 1.0
 
     def resolved(self, trains: Trains) -> Self:
-        """With a learning rate."""
+        """This config with the default learning rate filled in."""
         return self if self.lr is not None else dataclasses.replace(self, lr=DEFAULT_LR[trains])
 
     def describe(self, trainable: nnx.State, trains: Trains) -> str:
-        """One line that says what is trained and how fast."""
+        """A log line: optimizer, learning rate, what is trained, number of parameters."""
         parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
         return key_values(
             "optimizer", name=self.name, lr=self.lr, trains=trains, parameters=parameters
@@ -54,9 +54,9 @@ class OptimizerConfig:
 class CriticConfig:
     """The value head of PPO: one linear layer on the policy's last hidden state."""
 
-    lr: float = 1e-3  # its own: it starts from zero, the trunk does not
+    lr: float = 1e-3  # higher than the adapters': the head starts from zero
     coefficient: float = 0.1  # of the value loss, whose gradient also reaches the adapters
-    clip: float = 0.2  # of the value's change from what it was before the update; 0: none
+    clip: float = 0.2  # limit on the value's change within an update; 0: no limit
 
 
 class Critic(NamedTuple):
@@ -69,19 +69,19 @@ class Critic(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes, a pytree.
+    """Everything that a step changes; a pytree.
 
-    `step` counts the learner's steps; each may be several updates of the optimizer.
+    `step` counts the learner's steps; each may be several optimizer updates.
     """
 
-    trainable: nnx.State  # the adapters, or every weight where all are trained
+    trainable: nnx.State  # the adapters, or all weights
     opt_state: Any
     critic: Critic | None
     step: jax.Array  # int32[]
 
 
 def make_schedule(cfg: OptimizerConfig, total_updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then constant or a cosine to a tenth of the peak."""
+    """Learning rate by update: linear warm-up, then constant, or cosine to a tenth of the peak."""
     assert cfg.lr is not None, "call OptimizerConfig.resolved first"
     if cfg.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
@@ -97,7 +97,7 @@ def make_schedule(cfg: OptimizerConfig, total_updates: int) -> optax.Schedule:
 
 
 def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
-    """Clip by global norm, then the optimizer. Weight decay spares vectors, as is usual."""
+    """Clipping by global norm, then the optimizer. Weight decay applies to matrices only."""
 
     def matrices(tree: Any) -> Any:
         return jax.tree.map_with_path(lambda path, leaf: _matrix_axes(path, leaf) is not None, tree)
@@ -110,7 +110,7 @@ def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTr
             adam_b1=cfg.b1,
             adam_b2=cfg.b2,
             muon_weight_dimension_numbers=lambda tree: jax.tree.map_with_path(_matrix_axes, tree),
-            consistent_rms=0.2,  # updates as large as AdamW's (arXiv:2502.16982): one lr for both
+            consistent_rms=0.2,  # AdamW's update size (arXiv:2502.16982), so one lr fits both
         )
     elif cfg.name == "adamw":
         step = optax.adamw(
@@ -119,7 +119,7 @@ def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTr
     elif cfg.name == "adafactor":
         step = optax.adafactor(
             schedule,
-            multiply_by_parameter_scale=False,  # fresh LoRA B is zero, and would stay there
+            multiply_by_parameter_scale=False,  # LoRA B starts at zero and would stay there
             weight_decay_rate=cfg.weight_decay or None,
             weight_decay_mask=matrices,
         )
@@ -130,10 +130,10 @@ def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTr
 
 
 def _matrix_axes(path: Any, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """The axes of a projection's matrix: the last two; a stacked one has a layer axis before them.
+    """The last two axes of a projection matrix; a stacked one has a layer axis before them.
 
     None for vectors (a stacked bias has two axes too) and for the embedding, whose rows are
-    independent.
+    independent of each other.
     """
     if sharding.leaf_names(path)[-1] not in ("kernel", "lora_a", "lora_b"):
         return None
@@ -141,12 +141,12 @@ def _matrix_axes(path: Any, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbe
 
 
 def make_critic_optimizer(cfg: CriticConfig) -> optax.GradientTransformation:
-    """Adam at a constant rate: the head is small and chases a moving target."""
+    """Clipping by global norm, then Adam at a constant learning rate."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(cfg.lr))
 
 
 def init_critic(width: int, optimizer: optax.GradientTransformation) -> Critic:
-    """A head that says 0 everywhere."""
+    """A value head that predicts 0, and its optimizer's state."""
     params = {"value_head": {"kernel": jnp.zeros((width, 1)), "bias": jnp.zeros((1,))}}
     return Critic(params, optimizer.init(params))
 
@@ -159,7 +159,7 @@ def init_state(
     *,
     critic: Critic | None = None,
 ) -> TrainState:
-    """A fresh state on the mesh; trainable leaves in float32, whatever the frozen tree is in.
+    """A fresh state on the mesh; trainable leaves are float32, whatever the frozen tree's dtype.
 
     Args:
       rules: the family's sharding rules; needed with a mesh.
@@ -173,7 +173,7 @@ def init_state(
 
 
 def abstract(tree: Any) -> Any:
-    """Shape, dtype and sharding of every array: what a checkpoint is restored to."""
+    """Shape, dtype and sharding of every array: the target for restoring a checkpoint."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
     )

@@ -1,10 +1,9 @@
-"""What is compiled of a step: scores, gradients of a batch, their sum, and one update from it.
+"""The jitted functions of a step: scores, gradients of a batch, their sum, and an update.
 
-A step is one update or several (learner.algorithm), an update one TrainBatch or several of one
-shape: gradients of a batch's loss are added up, and since the tokens' weights add up to 1 over an
-update there is nothing to divide. So memory is that of one batch, however much a step trains on.
-Everything here is pure. Shapes come in a few fixed buckets (shards.batching): nothing compiles
-after warm-up.
+A step has one or more updates (learner.algorithm), an update one or more TrainBatches of the same
+shape. The gradients of the batches are summed; the token weights of an update add up to 1, so
+nothing is divided. Memory is that of one batch, whatever the size of the step. All functions are
+pure. Shapes come in a few fixed buckets (shards.batching), so nothing compiles after warm-up.
 """
 
 import dataclasses
@@ -23,56 +22,51 @@ from uirl_jax.models import scoring, sharding
 from uirl_jax.rl import losses
 from uirl_jax.types import TrainBatch
 
-Arrays = dict[str, Any]  # of a TrainBatch, on the device; `vision` is a dict of arrays
-Sums = dict[str, jax.Array]  # of the loss, and of metrics over the sampled tokens
+Arrays = dict[str, Any]  # a TrainBatch's arrays on the device; `vision` is a dict of arrays
+Sums = dict[str, jax.Array]  # loss and metrics, summed over the sampled tokens
 Params = tuple[nnx.State, Any]  # trainable, and the critic's parameters or None
-# int32 (step, update, batch): what dropout draws from.
+# int32 (step, update, batch): folded into the dropout key.
 At = tuple[jax.Array, jax.Array | np.int32, jax.Array | np.int32]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """What decides which programs a run compiles."""
+    """Settings that determine the compiled programs of a run."""
 
     loss: losses.PolicyLossConfig = dataclasses.field(default_factory=losses.PolicyLossConfig)
-    critic: CriticConfig | None = None  # of the value head, if the state has one
-    # The vision tower, or its adapters, are among the trainable leaves: its visual tokens are
-    # computed inside the loss, and once more for the reference.
+    critic: CriticConfig | None = None  # set if the state has a value head
+    # The vision tower or its adapters are trainable: visual tokens are computed inside the loss,
+    # and once more for the reference.
     vision_trainable: bool = False
-    # Compute the base's logprobs (adapters off). Off where nothing is frozen, or where the KL
-    # coefficient is 0: it is a forward pass that would be thrown away.
+    # Compute the base's logprobs (adapters off): one forward pass. False where nothing is frozen
+    # or the KL coefficient is 0.
     use_reference: bool = True
-    # Give old logprobs a pass of their own, because a step has several updates or its rewards need
-    # them. Otherwise they are the loss's own, and the pass is saved; only dropout makes them
-    # differ, so with dropout there is one in any case.
+    # Compute old logprobs in a separate forward pass, because a step has several updates or its
+    # rewards need them. False: the loss's own logprobs serve as old ones, except with dropout,
+    # which makes them differ and always needs the pass.
     recompute_old: bool = False
-    # As the actor samples, so that both mean the same distribution: without them old and behaviour
-    # differ by what the forbidden tokens would have got.
+    # The actor's sampling settings, so that old and behaviour logprobs are of the same
+    # distribution; otherwise they differ by the forbidden tokens' probability.
     temperature: float = 1.0
     forbidden_ids: tuple[int, ...] = ()
-    # With it, and with `At`, the adapters' dropout draws what it zeroes (LoraConfig.dropout). Only
-    # passes that gradients are taken of drop anything.
+    # Seed of the adapters' dropout (LoraConfig.dropout), used with `At`. Only passes with
+    # gradients use dropout.
     dropout_seed: int = 0
 
 
 class Scored(NamedTuple):
-    """What a batch's gradients need and what no gradient goes through.
+    """Inputs of a batch's gradients that are computed without gradient; None where not needed."""
 
-    None: visual tokens that the loss itself computes, because the vision tower is trained; old
-    logprobs that would be the loss's own, as they are with one update a step unless its pass drops
-    something out; a reference or values that nobody asks for.
-    """
-
-    visual_md: jax.Array | None
-    old_bt: jax.Array | None
-    ref_bt: jax.Array | None
-    values_after_bt: jax.Array | None  # the critic's, of the state after each token
+    visual_md: jax.Array | None  # None if the vision tower is trained: the loss computes them
+    old_bt: jax.Array | None  # None if the loss's own logprobs serve (see recompute_old)
+    ref_bt: jax.Array | None  # None without a reference
+    values_after_bt: jax.Array | None  # the critic's value of the state after each token
 
 
 class Total(NamedTuple):
-    """Sums over a step's batches."""
+    """Sums over an update's batches."""
 
-    grads: Any  # of (trainable, the critic's parameters or None)
+    grads: Any  # with respect to (trainable, the critic's parameters or None)
     sums: Sums
 
 
@@ -83,9 +77,9 @@ class Steps:
     score(params, frozen, arrays) -> Scored
     policy_gradients(params, frozen, arrays, scored, at) -> Total
     supervised_gradients(params, frozen, arrays, at) -> Total
-    add(total, one) -> Total; the first is donated.
-    apply(state, total) -> (state, metrics): one update of the optimizer; the state is donated.
-    next_step(state) -> state: counts a step.
+    add(total, batch_total) -> Total; the first is donated.
+    apply(state, total) -> (state, metrics): one optimizer update; the state is donated.
+    next_step(state) -> state: increments the step counter.
     """
 
     score: Callable[..., Scored]
@@ -107,15 +101,16 @@ class Steps:
         """One update from the batches' advantages. The state is donated.
 
         Args:
-          scored: of each batch; None scores one after the other, so that one batch's visual tokens
-            are on the device at a time.
-          number: of the update in the step.
+          scored: scores of each batch; None: each batch is scored just before its gradients, so
+            that the visual tokens of only one batch are on the device.
+          number: index of the update in the step.
         """
 
-        def gradients(place: int, arrays: Arrays) -> Total:
+        def gradients(batch_index: int, arrays: Arrays) -> Total:
             params = params_of(state)
-            of = scored[place] if scored else self.score(params, frozen, arrays)
-            return self.policy_gradients(params, frozen, arrays, of, _at(state, number, place))
+            scores = scored[batch_index] if scored else self.score(params, frozen, arrays)
+            at = _at(state, number, batch_index)
+            return self.policy_gradients(params, frozen, arrays, scores, at)
 
         return self._update(state, batches, gradients)
 
@@ -127,10 +122,10 @@ class Steps:
         *,
         number: int = 0,
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update towards the batches' weighted tokens. The state is donated."""
+        """One cross-entropy update on the batches' weighted tokens. The state is donated."""
 
-        def gradients(place: int, arrays: Arrays) -> Total:
-            at = _at(state, number, place)
+        def gradients(batch_index: int, arrays: Arrays) -> Total:
+            at = _at(state, number, batch_index)
             return self.supervised_gradients(params_of(state), frozen, arrays, at)
 
         return self._update(state, batches, gradients)
@@ -142,33 +137,33 @@ class Steps:
         gradients: Callable[[int, Arrays], Total],
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         total = None
-        for place, arrays in enumerate(batches):
-            one = gradients(place, arrays)
-            total = one if total is None else self.add(total, one)
+        for batch_index, arrays in enumerate(batches):
+            batch_total = gradients(batch_index, arrays)
+            total = batch_total if total is None else self.add(total, batch_total)
         return self.apply(state, total)
 
     def compile_count(self) -> int:
-        """Programs compiled so far; stands still after warm-up."""
+        """Number of programs compiled so far; constant after warm-up."""
         return sum(getattr(self, f.name)._cache_size() for f in dataclasses.fields(self))
 
 
 def params_of(state: TrainState) -> Params:
-    """What gradients are taken of."""
+    """The parameters that gradients are taken with respect to."""
     return state.trainable, state.critic.params if state.critic else None
 
 
-def _at(state: TrainState, number: int, place: int) -> At:
-    return state.step, np.int32(number), np.int32(place)
+def _at(state: TrainState, number: int, batch_index: int) -> At:
+    return state.step, np.int32(number), np.int32(batch_index)
 
 
-# The device has no use for them: where tokens come from, and what others already say.
+# Not used on the device: the origin of the tokens, and a mask that the weights imply.
 HOST_FIELDS = ("trajectory_bs", "token_bs", "completion_mask_bt")
 
 
 def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
-    """The batch's arrays on the mesh (rows over its data axes), or on the one device there is.
+    """The batch's arrays on the mesh (rows over its data axes), or on the default device.
 
-    Rows that the mesh does not divide go to every device whole: right, and slower.
+    If the data axes do not divide the number of rows, every device gets all rows: correct, slower.
     """
     arrays = {
         field.name: array
@@ -190,8 +185,8 @@ def make_steps(
 
     Args:
       graphdef: of the model; merged with (trainable, frozen) inside.
-      state_shardings: where a step leaves the train state. Left to the compiler it may come out
-        placed otherwise than it went in, and the second step compiles everything again.
+      state_shardings: output shardings of the train state. Without them the compiler may choose
+        others than the input's, and the second step compiles everything again.
     """
     critic_optimizer = None if cfg.critic is None else make_critic_optimizer(cfg.critic)
     total_shardings = None
@@ -236,8 +231,8 @@ def make_steps(
         return _gradients(loss_fn, params)
 
     @jax.jit(donate_argnums=0, out_shardings=total_shardings)
-    def add(total: Total, one: Total) -> Total:
-        return jax.tree.map(jnp.add, total, one)
+    def add(total: Total, batch_total: Total) -> Total:
+        return jax.tree.map(jnp.add, total, batch_total)
 
     @jax.jit(donate_argnums=0, out_shardings=(state_shardings, None))
     def apply(state: TrainState, total: Total) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -258,7 +253,7 @@ def make_steps(
     return Steps(score, policy_gradients, supervised_gradients, add, apply, next_step)
 
 
-# ---------------------------------------------------------------------------- the model's passes
+# ---------------------------------------------------------------------------- forward passes
 
 
 def _visual_tokens(
@@ -300,7 +295,7 @@ def _logprobs(
     *,
     entropies: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """float32[B,T] logprobs of the batch's tokens, and the entropies if asked for."""
+    """float32[B,T] logprobs of the batch's tokens, and their distributions' entropies or None."""
     forbidden_v = None
     if cfg.forbidden_ids:
         forbidden_v = np.isin(np.arange(model.cfg.vocab_size), cfg.forbidden_ids)
@@ -322,7 +317,7 @@ def _values_after(critic: Any, x_btd: jax.Array) -> jax.Array:
 
 
 def _score(model: nnx.Module, critic: Any, batch: Arrays, cfg: StepConfig) -> Scored:
-    """Everything in `Scored` that cfg asks for."""
+    """The fields of `Scored` that cfg needs."""
     needs_old = cfg.recompute_old or (model.lora is not None and model.lora.dropout > 0)
     visual_md = old_bt = ref_bt = after_bt = None
     if needs_old or critic is not None or not cfg.vision_trainable:
@@ -332,7 +327,7 @@ def _score(model: nnx.Module, critic: Any, batch: Arrays, cfg: StepConfig) -> Sc
         old_bt = _logprobs(model, batch, x_btd, cfg)[0] if needs_old else None
         after_bt = None if critic is None else _values_after(critic, x_btd)
     if cfg.use_reference:
-        # Where adapters of the tower change its visual tokens, the base has its own.
+        # If the vision tower is trained, the base's visual tokens differ and are computed again.
         base_md = visual_md
         if cfg.vision_trainable:
             base_md = _visual_tokens(model, batch, adapters=False)
@@ -342,11 +337,11 @@ def _score(model: nnx.Module, critic: Any, batch: Arrays, cfg: StepConfig) -> Sc
 
 
 class _NewPolicy(NamedTuple):
-    """What a loss is computed from: the current parameters' outputs, through which gradients go."""
+    """The current parameters' outputs, through which gradients flow."""
 
     logprobs_bt: jax.Array
     entropies_bt: jax.Array | None
-    values_bt: jax.Array | None  # the critic's, of the state before each token
+    values_bt: jax.Array | None  # the critic's value of the state before each token
 
 
 def _new_policy(
@@ -359,10 +354,10 @@ def _new_policy(
     *,
     entropies: bool = False,
 ) -> _NewPolicy:
-    """The pass that gradients are taken of.
+    """The forward pass with gradients.
 
     Args:
-      visual_md: None: computed here, because the vision tower is trained.
+      visual_md: None if the vision tower is trained: computed here.
       dropout_keys: of the vision tower and of the text blocks.
     """
     vision_key, text_key = dropout_keys
@@ -377,7 +372,7 @@ def _new_policy(
 
 
 def _dropout_keys(seed: int, at: At) -> tuple[jax.Array, jax.Array]:
-    """Keys of the vision tower and of the text blocks, for this step, update and batch."""
+    """Dropout keys of the vision tower and the text blocks, for this step, update and batch."""
     dropout_key = jax.random.key(seed)
     for number in at:
         dropout_key = jax.random.fold_in(dropout_key, number)
@@ -424,7 +419,7 @@ def _gradients(loss_fn: Callable[[Params], tuple[jax.Array, Sums]], params: Para
 
 
 def _update_metrics(sums: Sums, grads: Any, updates: Any) -> dict[str, jax.Array]:
-    """Means over the sampled tokens of an update, and the norms of its gradient and its change."""
+    """Means over the sampled tokens of an update, and the norms of its gradient and update."""
     tokens = jnp.maximum(sums["tokens"], 1.0)
     metrics = {
         name: value / tokens
@@ -438,7 +433,7 @@ def _update_metrics(sums: Sums, grads: Any, updates: Any) -> dict[str, jax.Array
         "learner/tokens": sums["tokens"],
     }
     if "offpolicy/weight" in sums:
-        # Share of the tokens that equally weighted ones would be: (sum w)^2 / (n sum w^2).
+        # Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2).
         squared = jnp.square(sums["offpolicy/weight"])
         least = jnp.finfo(jnp.float32).tiny
         metrics["offpolicy/effective_sample"] = squared / jnp.maximum(
@@ -448,10 +443,10 @@ def _update_metrics(sums: Sums, grads: Any, updates: Any) -> dict[str, jax.Array
 
 
 def to_floats(metrics: dict[str, jax.Array]) -> dict[str, float]:
-    """One transfer for all of a step's metrics."""
+    """Transfers all metrics of an update at once."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 def tokens_in(batches: Sequence[TrainBatch]) -> int:
-    """Real (not padding) tokens of a step."""
+    """Number of tokens that are not padding."""
     return sum(int(np.count_nonzero(batch.segment_ids_bt)) for batch in batches)

@@ -1,7 +1,7 @@
-"""Supervised training on demonstrations: the cold start before RL, and a base model from nothing.
+"""Supervised training on demonstrations: the cold start before RL, or a base model from scratch.
 
-Batches come from the caller, by step, so that a run that is started again reads the batch it had
-been about to read. Reads no shard and publishes no policy: that is `learner.loop`.
+The caller provides the batches of each step, so that a restarted run continues with the next one.
+Reads no shards and publishes no policy (see `learner.loop`).
 """
 
 import dataclasses
@@ -43,17 +43,17 @@ def train(
     on_restore: Callable[[int], object] = lambda step: None,
     stop: threading.Event | None = None,
 ) -> nnx.State:
-    """Trains `trainable` for cfg.steps and returns it; carries on from the newest good checkpoint.
+    """Trains `trainable` for cfg.steps and returns it; continues from the newest good checkpoint.
 
     Args:
       split: graphdef, trainable and frozen of one model.
-      batches_at: of a step, all of one update; equal steps must give equal batches.
+      batches_at: the batches of a step, which is one update; a step must always give the same.
       on_step: called every `log_every` steps with the step and its metrics.
-      on_restore: called once with the first step that is (again) to come.
-      stop: ends the training after the step that is being made.
+      on_restore: called once, with the first step that this call will run.
+      stop: ends the training after the current step.
     Raises:
-      RestartError: `stop` was set; what was trained so far is saved.
-      TrainingError: a loss or gradient norm that is not finite; the last checkpoint is kept.
+      RestartError: `stop` was set; the state is saved.
+      TrainingError: a loss or gradient norm is not finite; the last checkpoint is kept.
     """
     graphdef, trainable, frozen = split
     optimizer = learner_state.make_optimizer(cfg.optimizer, cfg.steps)
@@ -81,16 +81,16 @@ def train(
             if stopped:
                 raise RestartError(
                     f"stopped after supervised step {step + 1} of {cfg.steps}; run the same "
-                    "command again to carry on"
+                    "command again to continue"
                 )
     return state.trainable
 
 
 def check_finite(step: int, metrics: dict[str, float]) -> None:
-    """Raises TrainingError that names the step and every metric that is NaN or infinite."""
+    """Raises TrainingError with the step and every metric that is NaN or infinite."""
     wrong = [f"{name}={value}" for name, value in metrics.items() if not np.isfinite(value)]
     if wrong:
         raise TrainingError(
             f"step {step}: {', '.join(wrong)} is not finite; the last checkpoint is kept. "
-            "Lower the learning rate, or look at what it trained on"
+            "Lower the learning rate, or inspect the step's batches"
         )

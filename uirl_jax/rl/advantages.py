@@ -1,8 +1,8 @@
-"""Rewards -> advantages, per sampled token. numpy on the host: a step is some thousand floats.
+"""Token rewards -> advantages. numpy on the host: a step has a few thousand floats.
 
-The reward of a token is what its episode got at it: most are 0, and the outcome stands at the last
-one (rl.rewards). From there, either a baseline within the group (`group_advantages`), or a value
-function (`generalised_advantages`). Does not know rows or batches, reads no trajectory.
+rl.rewards assigns rewards to tokens: most are 0, and the last token has the outcome. The baseline
+is either the group's (`group_advantages`) or a value function (`generalised_advantages`). Arrays
+are per episode; this module has no rows, batches or trajectories.
 """
 
 import dataclasses
@@ -13,93 +13,94 @@ import numpy as np
 
 from uirl_jax.errors import ConfigError, TrainingError
 
-# What is taken off a group's returns, and what they are divided by:
-#   group_std  mean and deviation of the group (GRPO, arXiv:2402.03300, section 4.1.2)
-#   group_mean mean alone (Dr. GRPO, arXiv:2503.20783, section 3.2)
-#   leave_one_out  mean of the others (RLOO, arXiv:2402.14740, eq. 4)
-#   batch      mean and deviation of all tokens of the step (REINFORCE++, arXiv:2501.03262, eq. 8)
-#   none       nothing (REINFORCE)
+# The baseline that is subtracted from a group's returns, and the divisor if any:
+#   group_std      mean of the group, divided by its std (GRPO, arXiv:2402.03300, section 4.1.2)
+#   group_mean     mean of the group (Dr. GRPO, arXiv:2503.20783, section 3.2)
+#   leave_one_out  mean of the other members (RLOO, arXiv:2402.14740, eq. 4)
+#   batch          mean of all tokens of the step, divided by their std (REINFORCE++,
+#                  arXiv:2501.03262, eq. 8)
+#   none           no baseline (REINFORCE)
 Normalise = Literal["group_std", "group_mean", "leave_one_out", "batch", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageConfig:
-    """How the reward of an episode becomes the advantages of its tokens."""
+    """How the rewards of an episode become the advantages of its tokens."""
 
     estimator: Literal["group", "gae"] = "group"  # gae: needs the value head
     normalise: Normalise = "group_std"
-    # episode: all tokens get their episode's return. turn: those of a turn get what it and the
-    # turns after it were paid. token: what followed the token (with normalise batch or none).
+    # The return that a token gets. episode: the episode's. turn: of its turn and the turns after
+    # it. token: of the token and those after it (with normalise batch or none).
     credit: Literal["episode", "turn", "token"] = "episode"
-    # A return that one more member, who is none, would have had: at what the best are paid, a group
-    # that failed as a whole is pushed away from what it did (NGRPO, arXiv:2509.18851).
+    # The return of one virtual member, added to the group's baseline. With the reward of a success
+    # a group of failures gets negative advantages (NGRPO, arXiv:2509.18851).
     virtual_return: float | None = None
-    turn_discount: float = 1.0  # gamma, from a turn to the one before it; within a turn it is 1
+    turn_discount: float = 1.0  # gamma between turns; within a turn it is 1
     gae_lambda: float = 0.95
-    epsilon: float = 1e-6  # added to a deviation
+    epsilon: float = 1e-6  # added to a standard deviation
 
     def __post_init__(self) -> None:
         within_groups = self.normalise not in ("batch", "none")
         if within_groups and (self.estimator == "gae" or self.credit == "token"):
             raise ConfigError(
-                f"advantage.normalise={self.normalise!r}: tokens are not compared within a group; "
-                f"with estimator={self.estimator!r}, credit={self.credit!r} it is 'batch' or 'none'"
+                f"advantage.normalise={self.normalise!r}: tokens cannot be compared within a group "
+                f"with estimator={self.estimator!r}, credit={self.credit!r}; use 'batch' or 'none'"
             )
         if self.virtual_return is not None and not (within_groups and self.credit == "episode"):
             raise ConfigError(
-                f"advantage.virtual_return={self.virtual_return}: is one more episode of a group; "
-                "it needs advantage.credit='episode' and advantages within groups"
+                f"advantage.virtual_return={self.virtual_return}: adds a virtual episode to each "
+                "group; it needs advantage.credit='episode' and advantages within groups"
             )
 
 
 def group_advantages(
     token_rewards: Sequence[np.ndarray], turn_lengths: Sequence[Sequence[int]], cfg: AdvantageConfig
 ) -> list[np.ndarray]:
-    """Of one group: the return of an episode, or of a turn and what followed it, less a baseline.
+    """Advantages of one group's tokens: the return of the episode or turn, minus the baseline.
 
-    With credit by turn the baseline is over the group's turns of the same number: what came of a
-    second turn is compared with what came of the others' second turns.
+    With credit="turn" the baseline is over the members' turns of the same index: the return of a
+    second turn is compared with the returns of the other members' second turns.
 
     Args:
-      token_rewards: float[S] of each member.
-      turn_lengths: sampled tokens of each of a member's turns; they add up to S.
-    Returns: float32[S] of each member, the same for all tokens of a turn. With normalise="batch"
-      returns as they are: `batch_normalised` needs all groups. Where all that is compared is equal
-      it is exactly 0, and so it is in a group of one: there is nothing to compare it with.
-    Raises: TrainingError: a reward that is not finite, lengths that do not add up, no member.
+      token_rewards: float[S] per member.
+      turn_lengths: number of sampled tokens in each turn, per member; they add up to S.
+    Returns: float32[S] per member, equal for all tokens of a turn (or after each token with
+      credit="token"). With normalise="batch" or "none" the plain returns; `batch_normalised` needs
+      all groups. Exactly 0 where all compared returns are equal, as in a group of one member.
+    Raises: TrainingError: a reward that is not finite, lengths that do not add up, or no member.
     """
     _check(token_rewards, turn_lengths)
     if cfg.credit == "episode":
         returns_g = np.array([rewards.sum() for rewards in token_rewards], np.float64)
-        beside = () if cfg.virtual_return is None else (cfg.virtual_return,)
-        values_g = normalised(returns_g, cfg.normalise, beside=beside, epsilon=cfg.epsilon)
+        virtual = () if cfg.virtual_return is None else (cfg.virtual_return,)
+        values_g = normalised(returns_g, cfg.normalise, virtual=virtual, epsilon=cfg.epsilon)
         return [
             np.full(len(rewards), value, np.float32)
             for rewards, value in zip(token_rewards, values_g, strict=True)
         ]
     if cfg.credit == "token":
-        return [np.cumsum(of[::-1])[::-1].astype(np.float32) for of in token_rewards]
+        return [np.cumsum(rewards[::-1])[::-1].astype(np.float32) for rewards in token_rewards]
     returns = [
         turn_returns(rewards, lengths, cfg.turn_discount)
         for rewards, lengths in zip(token_rewards, turn_lengths, strict=True)
     ]
     for turn in range(max(map(len, returns))):
-        members = [of for of in returns if len(of) > turn]
-        values_g = np.array([of[turn] for of in members])
-        for of, value in zip(
-            members, normalised(values_g, cfg.normalise, epsilon=cfg.epsilon), strict=True
-        ):
-            of[turn] = value
+        members = [returns_u for returns_u in returns if len(returns_u) > turn]
+        values_g = normalised(
+            np.array([returns_u[turn] for returns_u in members]), cfg.normalise, epsilon=cfg.epsilon
+        )
+        for returns_u, value in zip(members, values_g, strict=True):
+            returns_u[turn] = value
     return [
-        np.repeat(of, lengths).astype(np.float32)
-        for of, lengths in zip(returns, turn_lengths, strict=True)
+        np.repeat(values_u, lengths).astype(np.float32)
+        for values_u, lengths in zip(returns, turn_lengths, strict=True)
     ]
 
 
 def turn_returns(
     token_rewards_s: np.ndarray, turn_lengths: Sequence[int], discount: float
 ) -> np.ndarray:
-    """float64[U]: the rewards of a turn's tokens, and discounted those of the turns after it."""
+    """float64[U]: the sum of a turn's rewards plus the discounted return of the next turn."""
     ends = np.cumsum(turn_lengths, dtype=np.int64)
     returns_u = np.array(
         [token_rewards_s[end - n : end].sum() for end, n in zip(ends, turn_lengths, strict=True)],
@@ -111,21 +112,21 @@ def turn_returns(
 
 
 def normalised(
-    values_g: np.ndarray, how: Normalise, *, beside: Sequence[float] = (), epsilon: float = 1e-6
+    values_g: np.ndarray, how: Normalise, *, virtual: Sequence[float] = (), epsilon: float = 1e-6
 ) -> np.ndarray:
-    """float64[G]: values less their baseline, as the table above has it; batch and none as is.
+    """float64[G]: values minus their baseline, see `Normalise`; unchanged for batch and none.
 
-    The deviation is the population's: the group is all that is compared.
+    The standard deviation is the population's, not the sample's.
 
     Args:
-      beside: values that are compared with as if they were the group's, and get no advantage.
+      virtual: values that count for the baseline and get no advantage themselves.
     """
     if how in ("none", "batch"):
         return np.asarray(values_g, np.float64)
-    compared = np.concatenate([values_g, beside])
+    compared = np.concatenate([values_g, virtual])
     if np.ptp(compared) == 0:
-        # Not left to rounding: the mean of G equal floats may differ from them by an ulp, and an
-        # ulp over an epsilon is an advantage.
+        # The mean of G equal floats may differ from them by an ulp, and an ulp divided by epsilon
+        # would be an advantage.
         return np.zeros(len(values_g))
     centred_g = values_g - compared.mean()
     if how == "group_mean":
@@ -138,15 +139,15 @@ def normalised(
 def batch_normalised(
     advantages: Sequence[np.ndarray], *, epsilon: float = 1e-6
 ) -> list[np.ndarray]:
-    """All tokens of a step, less their mean, over their deviation; 0 where all are equal.
+    """Advantages of all tokens of a step, minus their mean, divided by their std; 0 if all equal.
 
     Source: REINFORCE++, arXiv:2501.03262, eq. 8; PPO's usual normalisation.
     """
-    every = np.concatenate([np.asarray(of, np.float64) for of in advantages])
-    if not len(every) or np.ptp(every) == 0:
-        return [np.zeros(len(of), np.float32) for of in advantages]
-    mean, deviation = every.mean(), every.std()
-    return [((of - mean) / (deviation + epsilon)).astype(np.float32) for of in advantages]
+    flat = np.concatenate([np.asarray(values_s, np.float64) for values_s in advantages])
+    if not len(flat) or np.ptp(flat) == 0:
+        return [np.zeros(len(values_s), np.float32) for values_s in advantages]
+    mean, std = flat.mean(), flat.std()
+    return [((values_s - mean) / (std + epsilon)).astype(np.float32) for values_s in advantages]
 
 
 def generalised_advantages(
@@ -160,10 +161,10 @@ def generalised_advantages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """GAE over the sampled tokens of one episode: (advantages, returns), float32[S] each.
 
-    One chain through all turns: the state after a turn's last token is the one before the next
-    turn's first. Discount and lambda act where a turn ends and not within it, so that neither long
-    answers nor many small actions are punished for their length (a token is no unit of time; a turn
-    is). With one turn it is the episode's return less the value.
+    All turns form one chain: the state after a turn's last token is the state before the next
+    turn's first. Discount and lambda apply only at a turn's last token: the unit of time is a turn,
+    not a token, so long answers are not discounted more. With one turn the advantage is the
+    episode's return minus the value.
 
         delta_t = r_t + d_t V_{t+1} - V_t,   A_t = delta_t + d_t l_t A_{t+1}
         d_t = discount and l_t = gae_lambda at a turn's last token, both 1 before it
@@ -171,11 +172,11 @@ def generalised_advantages(
     Args:
       token_rewards_s: float[S].
       values_s: float[S], of the state before each token was sampled.
-      turn_lengths: sampled tokens of each turn.
-      bootstrap: value of the state after the last token: 0 where the episode ended (terminated),
-        the critic's where it was cut short (truncated).
-    Returns: advantages, and returns = advantages + values, which the value head is trained on.
-    Raises: TrainingError: something is not finite, or lengths do not add up.
+      turn_lengths: number of sampled tokens in each turn.
+      bootstrap: value of the state after the last token: 0 if the episode terminated, the critic's
+        value if it was truncated.
+    Returns: advantages, and returns = advantages + values, the targets of the value head.
+    Raises: TrainingError: a reward or value that is not finite, or lengths that do not add up.
     Source: arXiv:1506.02438, eq. 16.
     """
     _check([token_rewards_s, values_s], [turn_lengths, turn_lengths])
@@ -196,7 +197,7 @@ def generalised_advantages(
 
 def _check(token_rewards: Sequence[np.ndarray], turn_lengths: Sequence[Sequence[int]]) -> None:
     if not len(token_rewards):
-        raise TrainingError("advantages of a group without a member")
+        raise TrainingError("advantages: the group has no member")
     for number, (rewards_s, lengths) in enumerate(zip(token_rewards, turn_lengths, strict=True)):
         if not np.isfinite(rewards_s).all():
             raise TrainingError(

@@ -1,7 +1,7 @@
-"""What an episode was paid, and at which of its tokens. numpy on the host.
+"""Rewards of an episode, assigned to its tokens. numpy on the host.
 
-The outcome stands at the last sampled token, a turn's own reward at the turn's last one; what is
-taken off (length, KL) is taken off here, so that every estimator of rl.advantages sees it.
+The last sampled token gets the outcome, a turn's last token the turn's own reward. Penalties
+(length, KL) are subtracted here, so that they apply to every estimator of rl.advantages.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from uirl_jax.types import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """Which of a record's rewards count, and the penalty for running long."""
+    """Weights of a record's rewards, and the penalty for long episodes."""
 
     outcome: float = 1.0  # weight of the episode's reward
     turns: float = 0.0  # weight of every turn's own reward
-    # Overlong shaping (DAPO, arXiv:2503.14476, eq. 13): nothing up to max - buffer sampled tokens,
-    # then linearly down to -1 at max. 0: none.
+    # Overlong shaping (DAPO, arXiv:2503.14476, eq. 13): 0 up to max - buffer sampled tokens, then
+    # linearly down to -1 at max. max 0: no shaping.
     overlong_max_tokens: int = 0
     overlong_buffer_tokens: int = 0
 
@@ -41,12 +41,12 @@ def token_rewards(
     kl_s: np.ndarray | None = None,
     kl_coefficient: float = 0.0,
 ) -> np.ndarray:
-    """float64[S], one for each sampled token in the order of the turns.
+    """float64[S]: the reward of each sampled token, in the order of the turns.
 
     Args:
-      kl_s: float[S], log(old / ref) of the sampled tokens: k1, taken off token by token where the
-        KL is in the reward (RLHF's form, arXiv:2203.02155, section 3.5).
-    Raises: TrainingError for a reward that is not finite.
+      kl_s: float[S], log(old / ref) of the sampled tokens: the k1 estimate, subtracted per token if
+        the KL is in the reward (RLHF's form, arXiv:2203.02155, section 3.5).
+    Raises: TrainingError: a reward that is not finite.
     """
     lengths = turn_lengths(trajectory)
     rewards_s = np.zeros(sum(lengths))
@@ -65,7 +65,7 @@ def token_rewards(
 
 
 def overlong_penalty(sampled_tokens: int, cfg: RewardConfig) -> float:
-    """0 to -1."""
+    """Penalty in [-1, 0]."""
     if not cfg.overlong_max_tokens:
         return 0.0
     free = cfg.overlong_max_tokens - cfg.overlong_buffer_tokens
@@ -74,5 +74,5 @@ def overlong_penalty(sampled_tokens: int, cfg: RewardConfig) -> float:
 
 
 def turn_lengths(trajectory: Trajectory) -> Sequence[int]:
-    """Sampled tokens of each turn."""
+    """Number of sampled tokens in each turn."""
     return [len(turn.token_ids) for turn in trajectory.turns]

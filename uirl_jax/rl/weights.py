@@ -1,6 +1,6 @@
-"""Which mean a loss is: every sampled token's share. numpy on the host, by trajectory.
+"""How a loss is averaged: the weight of each sampled token. numpy on the host, per trajectory.
 
-Does not know rows or batches: shards.batching puts the shares where the tokens stand.
+shards.batching writes the weights to the tokens' positions in a batch.
 """
 
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ import numpy as np
 
 from uirl_jax.errors import TrainingError
 
-# token_mean: every token the same (DAPO, arXiv:2503.14476, eq. 8). trajectory_mean: every
-# trajectory the same, its tokens share it (GRPO, arXiv:2402.03300, eq. 3). constant_length: a
-# token's share is 1 / (trajectories x max_tokens), so that long answers are not favoured when they
-# are wrong (Dr. GRPO, arXiv:2503.20783, section 3.1).
+# token_mean: equal weight for all tokens (DAPO, arXiv:2503.14476, eq. 8). trajectory_mean: equal
+# weight for all trajectories, split among a trajectory's tokens (GRPO, arXiv:2402.03300, eq. 3).
+# constant_length: 1 / (trajectories x max_tokens) per token, so that long wrong answers are not
+# favoured (Dr. GRPO, arXiv:2503.20783, section 3.1).
 Aggregation = Literal["token_mean", "trajectory_mean", "constant_length"]
 
 
 def token_weights(
     sampled_tokens: Sequence[int], aggregation: Aggregation, *, max_tokens: int = 0
 ) -> list[float]:
-    """The weight of each of a trajectory's sampled tokens.
+    """The weight of each trajectory's sampled tokens, one per trajectory.
 
     Args:
-      sampled_tokens: of every trajectory that a step trains on; 0 for one without any.
-      max_tokens: that a trajectory may sample; for constant_length.
-    Returns: one float a trajectory; times its tokens they add up to 1 (to at most 1 for
-      constant_length). All 0 where nothing was sampled.
-    Raises: TrainingError for constant_length with max_tokens < 1.
+      sampled_tokens: number of sampled tokens of every trajectory of an update; may be 0.
+      max_tokens: the most tokens that a trajectory may sample; for constant_length.
+    Returns: one float per trajectory; multiplied by its tokens they add up to 1 (to at most 1 for
+      constant_length and trajectory_mean).
+    Raises: TrainingError: constant_length with max_tokens < 1.
     """
     tokens_n = np.asarray(sampled_tokens, np.int64)
     if aggregation == "token_mean":
