@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from uirl_jax.models.qwen2_vl import Qwen2VL
 from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
-from uirl_jax.vision_inputs import PUBLISHED_IMAGES
 
 from tests.eight_devices import on_eight_devices
 from tests.model_files import load_pretrained, save_pretrained

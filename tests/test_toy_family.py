@@ -149,7 +149,9 @@ def test_toy_engine_reuses_a_prefix_and_gives_the_learners_logprobs(model_dir):
         expected = learner_logprobs(policy, asked, result.token_ids)
         # Two float32 paths that sum in another order.
         np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
-    assert prefilled < len(request([first.token_ids]).context_ids) - len(request([]).context_ids) + 2
+    assert (
+        prefilled < len(request([first.token_ids]).context_ids) - len(request([]).context_ids) + 2
+    )
 
 
 def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
@@ -184,9 +186,7 @@ def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
 
 
 def test_family_that_cannot_prefill_in_chunks_refuses_such_an_engine(model_dir):
-    whole = dataclasses.replace(
-        toy_family.FAMILY, capabilities=Capabilities(chunked_prefill=False)
-    )
+    whole = dataclasses.replace(toy_family.FAMILY, capabilities=Capabilities(chunked_prefill=False))
     policy = dataclasses.replace(load(model_dir), family=whole)
     vocabulary = chat(policy).vocabulary(policy.cfg.vocab_size)
     with pytest.raises(ConfigError, match=r"family toy cannot .*prefill_lengths=.*chunked_prefill"):
