@@ -9,8 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
 from tests import small_model, step_world
 from tests.model_files import load_pretrained, save_adapter, save_pretrained

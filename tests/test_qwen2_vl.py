@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from PIL import Image
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
 from tests.model_files import load_pretrained

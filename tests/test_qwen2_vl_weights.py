@@ -11,8 +11,6 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig
 
 from tests import small_model
 from tests.model_files import load_pretrained as load

@@ -14,8 +14,6 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from uirl_jax.models.qwen2_vl import Qwen2VL
-from uirl_jax.models.qwen2_vl_config import Qwen2VLConfig, VisionConfig
 
 from tests.eight_devices import on_eight_devices
 from tests.model_files import load_pretrained, save_pretrained

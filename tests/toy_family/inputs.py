@@ -1,4 +1,4 @@
-"""Every screen becomes 32 x 32 pixels, cut into 16 patches: 16 visual tokens. Positions count on."""
+"""Every screen becomes 32 x 32 pixels in 16 patches: 16 visual tokens. Positions are 0, 1, 2."""
 
 import dataclasses
 from collections.abc import Sequence
