@@ -19,9 +19,9 @@ class ToyConfig:
 def read_config(model_dir: Path) -> ToyConfig:
     """Raises: ModelError."""
     values = read_json(model_dir / "config.json")
-    del values["model_type"]
+    names = {field.name for field in dataclasses.fields(ToyConfig)}
     try:
-        return ToyConfig(**values)
+        return ToyConfig(**{name: value for name, value in values.items() if name in names})
     except TypeError as error:
         raise ModelError(f"{model_dir / 'config.json'}: {error}") from error
 
