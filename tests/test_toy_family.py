@@ -31,9 +31,9 @@ from uirl_jax.families import loading, table
 from uirl_jax.families.border import Capabilities, PlacedScreen, Screen, TokenRows
 from uirl_jax.families.chat import Chat, ChatConfig
 from uirl_jax.families.screens import vision_index
-from uirl_jax.models import scoring
+from uirl_jax.models import scoring, weights
 from uirl_jax.models.lora import LoraConfig
-from uirl_jax.run import Run, open_run
+from uirl_jax.run import Run, check_family, open_run
 
 SPECIAL = ("<eos>", "<user>", "<agent>", "<image>")
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -154,6 +154,11 @@ def test_toy_engine_reuses_a_prefix_and_gives_the_learners_logprobs(model_dir):
     )
 
 
+def signs(tokens: list[np.ndarray]) -> list[np.ndarray]:
+    """Advantages of 1 and -1 in turn."""
+    return [np.full(len(one), (-1) ** n, np.float32) for n, one in enumerate(tokens)]
+
+
 def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
     cfg = tiny_config.get_config()
     cfg.model.path = str(model_dir)
@@ -163,7 +168,8 @@ def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
     assert cfg.learner.batch.share_prompts
     resolved = reading.from_config(schema.RunConfig, cfg)
     run = Run(resolved, tmp_path / "run", open_run(tmp_path / "run", resolved))
-    main.run_all(run, threading.Event())
+    # A random policy earns nothing: without advantages there would be no gradient to follow.
+    main.run_all(run, threading.Event(), replace_advantages=signs)
 
     assert list(evaluation.read_results(run.workdir)) == ["before", "after"]
     lines = [json.loads(line) for line in (run.workdir / "metrics.jsonl").read_text().splitlines()]
@@ -179,7 +185,8 @@ def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
     with_adapter = loading.load(model_dir, lora=resolved.model.lora, seed=0, adapter=adapter)
     base = uirl_jax.VLM.from_pretrained(model_dir, lora=resolved.model.lora, adapter=adapter)
     whole = uirl_jax.VLM.from_pretrained(merged)
-    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(with_adapter.lora))
+    moved = weights.adapters_to_numpy(with_adapter.lora)
+    assert all(array.any() for name, array in moved.items() if name.endswith("lora_b"))
     picture = Image.fromarray(np.zeros((168, 224, 3), np.uint8))
     losses = [vlm.forward([picture], ["Go"], ["click(1, 2)"])["loss"] for vlm in (base, whole)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
@@ -191,6 +198,24 @@ def test_family_that_cannot_prefill_in_chunks_refuses_such_an_engine(model_dir):
     vocabulary = chat(policy).vocabulary(policy.cfg.vocab_size)
     with pytest.raises(ConfigError, match=r"family toy cannot .*prefill_lengths=.*chunked_prefill"):
         Engine(policy, vocabulary, ENGINE)
+
+
+def test_run_refuses_by_name_what_the_family_cannot_do():
+    nothing = Capabilities(**dict.fromkeys(vars(Capabilities()), False))
+    family = dataclasses.replace(toy_family.FAMILY, capabilities=nothing)
+    cfg = tiny_config.get_config()
+    cfg.model.path = "nowhere"
+    cfg.tasks[0].max_turns = 3
+    cfg.engine.prefill_lengths = (32,)
+    resolved = reading.from_config(schema.RunConfig, cfg)
+    with pytest.raises(ConfigError) as caught:
+        check_family(resolved, family)
+    for value in (
+        *("learner.batch.pack=True needs packing", "share_prompts=True needs share_in_group"),
+        *("max_turns=3", "chat.max_screenshots=6 needs multi_image", "(32,) below"),
+    ):
+        assert value in str(caught.value)
+    check_family(resolved, toy_family.FAMILY)
 
 
 def test_directory_of_another_family_is_refused_with_the_known_ones(tmp_path):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -96,7 +97,9 @@ def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
     family = family_of(base_dir)
     model_cfg = family.read_config(base_dir)
     abstract = nnx.eval_shape(
-        lambda: family.make_model(model_cfg, lora=cfg.model.lora, rngs=nnx.Rngs(0))
+        lambda: family.make_model(
+            model_cfg, lora=cfg.model.lora, rngs=nnx.Rngs(0), param_dtype=jnp.float32
+        )
     )
     graphdef, abstract_adapters, abstract_base = nnx.split(abstract, LoRAParam, ...)
     if source == "policy":

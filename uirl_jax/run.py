@@ -20,12 +20,16 @@ from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
+from uirl_jax.engine import requests as engine_requests
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
+from uirl_jax.families.border import Family
 from uirl_jax.families.chat import Chat
+from uirl_jax.families.table import family_of
 from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.models import hub
 from uirl_jax.players import Players, make_chat
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import Store, open_store
@@ -95,6 +99,24 @@ def _differences(known: Any, wanted: Any, path: str) -> Iterator[str]:
         yield f"{path} is {known!r} there and {wanted!r} here"
 
 
+def check_family(cfg: RunConfig, family: Family) -> None:
+    """Refuses what the family cannot do, before anything starts. Raises: ConfigError."""
+    turns = max(task.max_turns for task in cfg.tasks)
+    wanted = {}
+    if cfg.learner.batch.pack:
+        wanted["packing"] = "learner.batch.pack=True"
+    if cfg.learner.batch.share_prompts:
+        wanted["share_in_group"] = "learner.batch.share_prompts=True"
+    if turns > 1 and "{history}" not in cfg.chat.prompt.template:
+        template = f"max_turns={turns} with a chat.prompt_template without {{history}}"
+        wanted["growing_contexts"] = template
+        if cfg.chat.max_screenshots > 1:
+            wanted["multi_image"] = f"chat.max_screenshots={cfg.chat.max_screenshots}"
+    if cfg.engine.kind == "jax":
+        wanted |= engine_requests.needed_capabilities(cfg.engine)
+    family.require(wanted)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What every role has: the config, the workdir and the run's id."""
@@ -122,7 +144,17 @@ class Run:
     # ------------------------------------------------------------------------------ the model
 
     def load_model(self, mesh: jax.sharding.Mesh | None, path: Path) -> loading.PolicyModel:
+        """Raises: ConfigError: the config asks for what the model's family cannot do."""
         cfg = self.cfg.model
+        family = family_of(hub.model_directory(path, weights=False))
+        check_family(self.cfg, family)
+        self.say(
+            "model",
+            path=path,
+            family=family.model_type,
+            coordinates=self.cfg.chat.format.coordinates,
+            pretrained_coordinates=family.coordinates or "none",
+        )
         return loading.load(
             path,
             lora=cfg.lora,

@@ -50,7 +50,7 @@ class Engine:
         *,
         policy_version: int = 0,
     ) -> None:
-        requests.check_family(cfg, model.family)
+        model.family.require(requests.needed_capabilities(cfg))
         self._model, self._vocabulary, self._cfg = model, vocabulary, cfg
         self._pixels = PixelReader(model.inputs)
         self._rounds = Rounds(

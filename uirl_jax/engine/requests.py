@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from uirl_jax.errors import ConfigError, ImageError
-from uirl_jax.families.border import Family, Inputs, PlacedScreen, Screen
+from uirl_jax.families.border import Inputs, PlacedScreen, Screen
 from uirl_jax.families.chat import Message
 from uirl_jax.untrusted.http import check_base_url
 
@@ -120,14 +120,14 @@ class EngineConfig:
         )
 
 
-def check_family(cfg: EngineConfig, family: Family) -> None:
-    """Refuses sizes that the family cannot work with. Raises: ConfigError."""
-    if cfg.prefill_lengths[-1] < cfg.context_lengths[-1]:
-        value = (
-            f"engine.prefill_lengths={cfg.prefill_lengths} below "
-            f"engine.context_lengths={cfg.context_lengths}"
-        )
-        family.require({"chunked_prefill": value})
+def needed_capabilities(cfg: EngineConfig) -> dict[str, str]:
+    """What these sizes need of a family, as `Family.require` takes it."""
+    if cfg.prefill_lengths[-1] >= cfg.context_lengths[-1]:
+        return {}
+    return {
+        "chunked_prefill": f"engine.prefill_lengths={cfg.prefill_lengths} below "
+        f"engine.context_lengths={cfg.context_lengths}"
+    }
 
 
 def smallest(sizes: Sequence[int], needed: int) -> int:
