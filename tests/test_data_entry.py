@@ -268,13 +268,13 @@ def test_session_is_played_over_http():
 
 
 def test_demonstration_is_a_trajectory_with_its_screenshots():
-    from tests.actor_world import IMAGE_CFG, chat
+    from tests.actor_world import chat, inputs
     from uirl_jax.demonstrations.scripted import Demonstrator
 
     with Demonstrator() as demonstrator:
         task = TaskSpec(NAME, 3, "within=8,size=small", max_turns=20)
         rng = np.random.default_rng(0)
-        trajectory = demonstrator.demonstrate(task, chat(), IMAGE_CFG, rng)
+        trajectory = demonstrator.demonstrate(task, chat(), inputs(), rng)
     assert trajectory.success and trajectory.reward == 1.0
     assert [turn.action.kind for turn in trajectory.turns[:4]] == ["click", "keys", "click", "keys"]
     assert {key for turn in trajectory.turns for key in turn.image_keys} <= set(trajectory.images)

@@ -243,7 +243,7 @@ def test_unknown_task_or_variant_is_an_error_with_the_reason(name, variant, word
 
 
 def test_demonstration_that_fails_ends_those_beside_it():
-    from tests.actor_world import IMAGE_CFG, chat
+    from tests.actor_world import chat, inputs
     from uirl_jax.demonstrations.scripted import Demonstrator
 
     names = (
@@ -256,8 +256,8 @@ def test_demonstration_that_fails_ends_those_beside_it():
     rngs = [np.random.default_rng(0) for _ in tasks]
     with Demonstrator(browsers=2) as demonstrator:
         with pytest.raises(VerifierError, match="moving-items: there is no script"):
-            demonstrator.demonstrate_all(tasks, chat(), IMAGE_CFG, rngs)
-        played = demonstrator.demonstrate_all(tasks[:1] * 2, chat(), IMAGE_CFG, rngs[:2])
+            demonstrator.demonstrate_all(tasks, chat(), inputs(), rngs)
+        played = demonstrator.demonstrate_all(tasks[:1] * 2, chat(), inputs(), rngs[:2])
     assert [one.success for one in played] == [True, True]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.actor_world import IMAGE_CFG, chat
+from tests.actor_world import chat, inputs
 from tests.chromium import needs_chromium
 from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
@@ -91,7 +91,7 @@ def test_instances_follow_from_seed_and_variant():
 def test_drawn_example_demonstrates_itself():
     with Demonstrator([str(THERMOSTAT)]) as demonstrator:
         task = TaskSpec("own/thermostat", 7, "most=6", max_turns=8)
-        played = demonstrator.demonstrate(task, chat(), IMAGE_CFG, np.random.default_rng(0))
+        played = demonstrator.demonstrate(task, chat(), inputs(), np.random.default_rng(0))
     assert played.stop_reason is StopReason.COMPLETED and played.success
     assert [turn.action.kind for turn in played.turns] == ["click"] * len(played.turns)
 
