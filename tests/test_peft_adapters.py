@@ -287,9 +287,9 @@ def test_load_adapter_lists_all_refusals_at_once(saved):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"target_modules": ["proj"]}, r"visual\.patch_embed\.proj carries no adapter"),
-        ({"target_modules": ["norm"]}, r"language_model\.norm carries no adapter"),
-        ({"target_modules": ["embed_tokens"]}, r"embed_tokens carries no adapter"),
+        ({"target_modules": ["proj"]}, r"visual\.patch_embed\.proj cannot carry an adapter"),
+        ({"target_modules": ["norm"]}, r"language_model\.norm cannot carry an adapter"),
+        ({"target_modules": ["embed_tokens"]}, r"embed_tokens cannot carry an adapter"),
         ({"target_modules": r".*layers\.[01]\..*q_proj"}, r"layers\.0.*but not every q_proj"),
         ({"target_modules": ["c_attn"]}, r"'c_attn'\] matches no layer"),
         ({"target_modules": "("}, "regular expression"),
@@ -364,7 +364,7 @@ def truncate_tensors(directory):
         (config_that_is_a_list, r"adapter_config\.json: expected a JSON object, got list"),
         (remove_tensors, r"adapter_model\.safetensors: no such file"),
         (leave_a_pickle, r"adapter_model\.bin is a pickle.*safetensors"),
-        (truncate_tensors, r"not a whole safetensors file"),
+        (truncate_tensors, r"not a complete safetensors file"),
     ],
 )
 def test_load_adapter_of_a_broken_directory_is_a_model_error(saved, damage, message):

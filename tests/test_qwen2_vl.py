@@ -400,7 +400,7 @@ def test_config_both_layouts_of_transformers_give_the_same(tied):
         ({"hidden_size": None}, "missing hidden_size"),
         ({"hidden_size": "32"}, "hidden_size='32', expected a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads=0"),
-        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
         ({"vision_config": {"hidden_size": 48}}, "expected the text tower's 32"),
     ],
 )

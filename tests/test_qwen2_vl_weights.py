@@ -251,10 +251,10 @@ def index_without_a_map(model_dir):
         (cut_config, r"config\.json: cannot be read"),
         (config_of_wrong_types, r"config\.json: a value of the wrong type"),
         (remove_weights, r"neither model\.safetensors nor"),
-        (truncate_weights, r"not a whole safetensors file"),
-        (absurd_header, r"not a whole safetensors file"),
-        (index_that_points_outside, r"\.\./outside\.safetensors is no file beside it"),
-        (index_without_a_map, r"no index of weights"),
+        (truncate_weights, r"not a complete safetensors file"),
+        (absurd_header, r"not a complete safetensors file"),
+        (index_that_points_outside, r"\.\./outside\.safetensors is not a file next to it"),
+        (index_without_a_map, r"not an index of weights"),
     ],
 )
 def test_load_a_broken_directory_is_a_model_error(saved, tmp_path, damage, message):

@@ -46,7 +46,7 @@ def test_read_in_order_of_a_file_that_became_shorter_is_a_model_error(written):
     tensors = [tensor for path in paths for tensor in weight_files.tensors_in(path)]
     with paths[0].open("r+b") as file:
         file.truncate(paths[0].stat().st_size - 1)
-    with pytest.raises(ModelError, match=r"1\.safetensors: became shorter"):
+    with pytest.raises(ModelError, match=r"1\.safetensors: was truncated"):
         list(weight_files.read_in_order(tensors))
 
 

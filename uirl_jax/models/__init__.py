@@ -1,1 +1,1 @@
-"""Model families in Flax NNX: layers, LoRA, sharding; a module and its weights per family."""
+"""What model families share: layers, the decoder, LoRA, sharding, scoring, weight files, PEFT."""

@@ -1,9 +1,9 @@
-"""Softmax attention with grouped heads: whole rows, new tokens behind a cache, any mask.
+"""Softmax attention with grouped heads: over whole rows, over a KV cache, or under any mask.
 
-`attention` is what learner and vision tower run, rows of packed segments; `cached_attention` is the
-engine's. Both are computed by the kernel of the platform that is compiled for. `masked_attention`
-is plain XLA, their fallback and their oracle. Queries and keys arrive rotated; nothing here knows
-of positions.
+`attention` serves learner and vision tower, on rows of packed segments; `cached_attention` serves
+the engine. Both use the kernel of the platform that the program is compiled for.
+`masked_attention`, in plain XLA, is their fallback and their oracle. Queries and keys are rotated
+by the caller; positions play no role here.
 """
 
 import functools
@@ -18,23 +18,23 @@ from jax.sharding import PartitionSpec
 from uirl_jax.errors import ModelError
 from uirl_jax.models.sharding import AXIS_RULES, partition_spec
 
-# auto: splash on a TPU, cudnn on an NVIDIA GPU, each where it accepts the arrays; otherwise, and
-# on several devices without `jax.set_mesh`, xla.
+# auto: splash on a TPU, cudnn on an NVIDIA GPU, each if it accepts the arrays. Otherwise xla, also
+# on several devices without `jax.set_mesh`.
 Implementation = Literal["auto", "splash", "cudnn", "xla"]
 
-# Scores above this many bytes are not held at once: masked_attention then goes through the queries
-# in chunks. 512 MiB is 16 heads of 2,900 x 2,900 in float32.
+# masked_attention works on chunks of queries if all scores would exceed this. 512 MiB are 16 heads
+# of 2,900 x 2,900 in float32.
 _MAX_SCORES_BYTES = 512 * 2**20
 
-# Queries of a block that leaves out the keys behind it. Of 1,024 tokens on a CPU, forward and
-# backward: blocks of 512 took 0.60 of the time of the whole, 256 0.46, 128 0.58.
+# Queries of a block; keys after the block are left out. Time on a CPU for 1,024 tokens, forward and
+# backward, relative to a single block: 0.60 with blocks of 512, 0.46 with 256, 0.58 with 128.
 _CAUSAL_BLOCK = 256
-_MAX_CAUSAL_BLOCKS = 16  # each is compiled
+_MAX_CAUSAL_BLOCKS = 16  # each adds to the compiled program
 
-# The TPU kernel's tiles are this many tokens at most: its float32 scores are then 1 MiB of the
-# 16 MiB of fast memory that a kernel may use.
+# At most this many tokens in a tile of the TPU kernel: its float32 scores then take 1 MiB of the
+# 16 MiB of VMEM that a kernel may use.
 _SPLASH_BLOCK = 512
-_TPU_LANES = 128  # a tile is a multiple of it
+_TPU_LANES = 128  # tiles are multiples of it
 
 # (q, k, v, segments, prefix segments or None) -> [B,T,N,H]
 _Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
@@ -52,32 +52,32 @@ def attention(
 ) -> jax.Array:
     """Attention within the segments of whole rows; query head n reads kv head n // (N / K).
 
-    Who looks at whom is segment_mask; no such array exists in splash, one a row in cudnn.
+    The mask is segment_mask; splash never builds it, cudnn builds one for each row.
 
     Args:
-      segment_ids_bt: int32[B,T], 0 at padding, none negative.
-      prefix_segments_bt: int32[B,T], the segment that a token looks at beside its own, which lies
-        before it in the row; its own where it shares none. None where no row has any.
-      implementation: other than auto for tests. splash is interpreted where there is no TPU.
+      segment_ids_bt: int32[B,T], at least 0; 0 at padding.
+      prefix_segments_bt: int32[B,T], an earlier segment of the row that the token attends to
+        besides its own, or its own. None: no token shares a prefix.
+      implementation: other than auto for tests. splash is interpreted on other platforms.
     Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
-    Raises: ModelError where cudnn is asked for and cannot be had.
+    Raises: ModelError: cudnn was requested and cannot compute this here.
     """
     if implementation == "auto":
         implementation = _for_platform(q_btnh, prefix_segments_bt)
     if implementation == "xla":
-        # A mask for every layer: XLA computes it inside the softmax, where it was measured to cost
-        # no more than to read one that was made before the layers.
+        # Built in every layer: XLA fuses it into the softmax, which was measured to cost no more
+        # than reading a mask that was built once.
         mask_bts = segment_mask(segment_ids_bt, prefix_segments_bt, causal=causal)
         k_bkth, v_bkth = (x_btkh.swapaxes(1, 2) for x_btkh in (k_btkh, v_btkh))
         plain = _causal_blocks if causal else masked_attention
         return plain(q_btnh, k_bkth, v_bkth, mask_bts)
     if implementation == "splash":
         if prefix_segments_bt is not None:
-            raise ModelError("attention by splash: no shared prompts; make batches without them")
+            raise ModelError("attention by splash: shared prompts are not supported")
         kernel = functools.partial(_splash, causal=causal, interpret=_platform() != "tpu")
     else:
         if reason := _why_not_cudnn(q_btnh):
-            raise ModelError(f"attention by cudnn: {reason}; ask for implementation='auto'")
+            raise ModelError(f"attention by cudnn: {reason}; use implementation='auto'")
         kernel = functools.partial(_cudnn, causal=causal)
     return _on_every_device(kernel, q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt)
 
@@ -92,34 +92,35 @@ def cached_attention(
     *,
     implementation: Literal["auto", "splash", "xla"] = "auto",
 ) -> jax.Array:
-    """Attention of new tokens to the cache before them and to each other, causally.
+    """Causal attention of new tokens to the cache before them and to each other.
 
-    Row b's tokens stand at the places start_b[b] ... start_b[b] + T - 1. auto is splash on a TPU
-    for as many tokens as fill a tile (a prefill): XLA would write all T x S scores to HBM and read
-    them again. One token a row (decode) reads the cache once in any case.
+    Row b's tokens have the cache positions start_b[b] ... start_b[b] + T - 1. auto is splash on a
+    TPU if the tokens fill a tile (prefill): XLA would write all T x S scores to HBM and read them
+    again. With one token a row (decode) the cache is read once in any case.
 
     Args:
       k_btkh, v_btkh: of the new tokens.
-      k_bksh, v_bksh: of the cache's places, [B,K,S,H], the new tokens' written where S reaches.
-      start_b: int32[B], places that are written before; S or more in rows of padding.
-    Returns: [B,T,N,H] in q's dtype; scores and softmax in float32. Nothing of use in padding.
+      k_bksh, v_bksh: of the first S cache positions, [B,K,S,H], new tokens included.
+      start_b: int32[B], first cache position of the new tokens; S or more in rows of padding.
+    Returns: [B,T,N,H] in q's dtype; scores and softmax in float32. Padding is meaningless.
     """
-    tokens, places = q_btnh.shape[1], k_bksh.shape[2]
+    tokens, positions = q_btnh.shape[1], k_bksh.shape[2]
     if implementation == "auto":
         fits = tokens >= _TPU_LANES and _for_platform(q_btnh, None) == "splash"
         implementation = "splash" if fits else "xla"
     if implementation == "xla":
-        place_bt = start_b[:, None] + jnp.arange(tokens)
-        return masked_attention(q_btnh, k_bksh, v_bksh, jnp.arange(places) <= place_bt[..., None])
-    # Keys in two parts, so that the mask is the same for every start: the cache, of which segments
-    # hide what is not written, and behind it the new tokens, causal.
+        position_bt = start_b[:, None] + jnp.arange(tokens)
+        mask_bts = jnp.arange(positions) <= position_bt[..., None]
+        return masked_attention(q_btnh, k_bksh, v_bksh, mask_bts)
+    # Keys in two parts, so that the mask does not depend on start_b: the cache, where segment ids
+    # hide positions from start_b on, then the new tokens, causal.
     k_bskh, v_bskh = (
         jnp.concatenate([cached.swapaxes(1, 2), new], axis=1)
         for cached, new in ((k_bksh, k_btkh), (v_bksh, v_btkh))
     )
     q_ids_bt = jnp.ones((len(start_b), tokens), jnp.int32)
-    before_bs = (jnp.arange(places) < start_b[:, None]).astype(jnp.int32)
-    kernel = functools.partial(_splash_rows, first=places, interpret=_platform() != "tpu")
+    before_bs = (jnp.arange(positions) < start_b[:, None]).astype(jnp.int32)
+    kernel = functools.partial(_splash_rows, first=positions, interpret=_platform() != "tpu")
     kv_ids_bs = jnp.concatenate([before_bs, q_ids_bt], axis=1)
     return _on_every_device(kernel, q_btnh, k_bskh, v_bskh, q_ids_bt, kv_ids_bs)
 
@@ -127,10 +128,10 @@ def cached_attention(
 def segment_mask(
     segment_ids_bt: jax.Array, prefix_segments_bt: jax.Array | None = None, *, causal: bool
 ) -> jax.Array:
-    """bool[B,T,T], True where the query (row) may look at the key (column).
+    """bool[B,T,T], True where the query (row) attends to the key (column).
 
-    Padding is segment 0 and looks at padding: no query is without a key, so no softmax is 0 / 0,
-    and nothing of it reaches a real token. Two packed sequences and padding, causal:
+    Padding is segment 0 and attends to padding: every query has a key, so that no softmax is 0 / 0,
+    and padding never reaches a token. Two packed sequences and padding, causal:
 
         segment 1 1 2 2 0
               1 x . . . .
@@ -160,7 +161,7 @@ def segment_mask(
 
 
 def _platform() -> str:
-    """cpu, tpu or gpu: of the mesh that is compiled for, which need not be what this host has."""
+    """cpu, tpu or gpu: of the mesh that is compiled for, which may differ from the host's."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.abstract_device is None:
         return jax.default_backend()
@@ -168,10 +169,10 @@ def _platform() -> str:
 
 
 def _for_platform(q_btnh: jax.Array, prefix_segments_bt: jax.Array | None) -> Implementation:
-    # Decided while tracing: `jax.lax.platform_dependent` would decide later, but traces every
-    # branch (cuDNN's needs cuDNN), and a backward pass then saves what any of them would need.
+    # Chosen while tracing: `jax.lax.platform_dependent` traces every branch (cudnn's needs cuDNN),
+    # and the backward pass then saves the residuals of all of them.
     if jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1:
-        return "xla"  # nobody says how the arrays lie on the devices, and a kernel must be told
+        return "xla"  # a kernel needs the sharding of its arrays, which is unknown without a mesh
     platform = _platform()
     if platform == "tpu" and q_btnh.dtype in (jnp.bfloat16, jnp.float32):
         return "splash" if prefix_segments_bt is None else "xla"
@@ -181,7 +182,7 @@ def _for_platform(q_btnh: jax.Array, prefix_segments_bt: jax.Array | None) -> Im
 
 
 def _why_not_cudnn(q_btnh: jax.Array) -> str:
-    """What cuDNN's flash attention cannot do with these arrays here; empty where it can.
+    """Why cuDNN's flash attention cannot take these arrays; empty if it can.
 
     Source: jax/_src/cudnn/fused_attention_stablehlo.py, check_layout and check_is_flash_attention.
     """
@@ -194,9 +195,9 @@ def _why_not_cudnn(q_btnh: jax.Array) -> str:
         return f"head_dim={head_dim}, expected a multiple of 8 up to 128"
     if tokens % 2:
         return f"rows of {tokens} tokens, expected an even number"
-    capability = jax.local_devices(backend="gpu")[0].compute_capability  # AMD's is a name: gfx942
+    capability = jax.local_devices(backend="gpu")[0].compute_capability  # AMD's are names: gfx942
     if not capability[0].isdigit() or float(capability) < 8:
-        return f"the GPU's compute capability is {capability}, expected at least 8.0 of NVIDIA's"
+        return f"the GPU's compute capability is {capability}, expected NVIDIA's, at least 8.0"
     return ""
 
 
@@ -208,7 +209,7 @@ def _on_every_device(
     segment_ids_bt: jax.Array,
     prefix_segments_bt: jax.Array | None,
 ) -> jax.Array:
-    """The kernel on every device's own rows and heads: the compiler cannot cut a kernel itself."""
+    """Runs the kernel on each device's rows and heads: the compiler cannot partition a kernel."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return kernel(q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt)
@@ -216,7 +217,7 @@ def _on_every_device(
     heads, kv_heads = q_btnh.shape[2], k_btkh.shape[2]
     parts = math.prod(sizes[name] for name in AXIS_RULES["wide"])
     if heads % parts == 0:
-        # 12 heads that share 2 kv heads, over 4 devices: every kv head is needed on two of them.
+        # E.g. 12 heads with 2 kv heads on 4 devices: every kv head is needed on two of them.
         repeats = math.lcm(kv_heads, parts) // kv_heads
         k_btkh, v_btkh = (jnp.repeat(x, repeats, axis=2) for x in (k_btkh, v_btkh))
 
@@ -226,8 +227,10 @@ def _on_every_device(
     q_spec, k_spec, v_spec = (
         spec(x, "batch", None, "wide", None) for x in (q_btnh, k_btkh, v_btkh)
     )
-    ids_spec = spec(segment_ids_bt, "batch", None)  # of the others too: the batch alone is cut
-    # Pallas does not say along which axes a kernel's result varies, so that cannot be checked.
+    ids_spec = spec(
+        segment_ids_bt, "batch", None
+    )  # and of prefix segments or key ids: only the batch is sharded
+    # Pallas does not report along which mesh axes a kernel's result varies: no check_vma.
     return jax.shard_map(
         kernel,
         in_specs=(q_spec, k_spec, v_spec, ids_spec, ids_spec),
@@ -265,18 +268,20 @@ def _splash_rows(
     first: int | None,
     interpret: bool,
 ) -> jax.Array:
-    """Queries look at keys of their own id, query t at key first + t and those before it; None: at
-    all. Memory linear in T and S, forward and backward.
+    """Attention of queries to keys of the same id; memory linear in T and S, forward and backward.
+
+    Args:
+      first: query t attends to keys 0 ... first + t; None: to all keys.
 
     Source: jax.experimental.pallas.ops.tpu.splash_attention.
     """
-    # Imported here: it takes about as long as importing JAX, and only a TPU needs it.
+    # A local import: it takes about as long as importing JAX, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     tokens, heads, head_dim = q_btnh.shape[1:]
 
     def padding_and_block(tokens: int) -> tuple[int, int]:
-        # Equal blocks waste the least padding: 1,100 tokens are 3 blocks of 384.
+        # Blocks of equal size need the least padding: 1,100 tokens are 3 blocks of 384.
         blocks = -(-tokens // _SPLASH_BLOCK)
         block = -(-tokens // (blocks * _TPU_LANES)) * _TPU_LANES
         return blocks * block - tokens, block
@@ -288,7 +293,7 @@ def _splash_rows(
     def kernel_layout(x_btnh: jax.Array, padding: int) -> jax.Array:
         return jnp.pad(x_btnh, ((0, 0), (0, padding), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
 
-    # A segment of its own: padding that was there before must not look at padding from here.
+    # A segment of its own: the caller's padding must not attend to the padding added here.
     ids = splash.SegmentIds(
         *(
             jnp.pad(ids_bt, ((0, 0), (0, padding)), constant_values=-1)
@@ -331,10 +336,10 @@ def _cudnn(
 ) -> jax.Array:
     """attention() by cuDNN's flash attention.
 
-    Its own packed layout wants the number of segments before it runs, so segments come as a mask:
-    JAX makes it a bias of q's dtype, shared by the heads, and always computes the bias' gradient.
-    That is 4 bytes a query and key: 268 MB for a row of 8,192 tokens, where all scores of 12 heads
-    would be 3.2 GB. The causal half is said apart, because cuDNN then skips the other one.
+    cuDNN's packed layout needs the number of segments at compile time, so segments are passed as a
+    mask: JAX turns it into a bias of q's dtype, shared by the heads, and always computes its
+    gradient. That is 4 bytes per query and key: 268 MB for a row of 8,192 tokens, where the scores
+    of 12 heads would take 3.2 GB. With is_causal cuDNN skips the upper half.
     """
     mask_b1ts = segment_mask(segment_ids_bt, prefix_segments_bt, causal=False)[:, None]
     return jax.nn.dot_product_attention(
@@ -345,11 +350,11 @@ def _cudnn(
 def _causal_blocks(
     q_btnh: jax.Array, k_bkth: jax.Array, v_bkth: jax.Array, mask_btt: jax.Array
 ) -> jax.Array:
-    """masked_attention() of a mask below the diagonal: half of the scores are never computed."""
+    """masked_attention() with a causal mask: up to half of the scores are never computed."""
     batch, tokens, heads, _ = q_btnh.shape
     block = max(_CAUSAL_BLOCK, -(-tokens // _MAX_CAUSAL_BLOCKS))
-    # Above that masked_attention has its own way, which the blocks would hide: a backward pass
-    # holds the scores of all of them.
+    # Above the limit masked_attention works in chunks, which blocks would circumvent: a backward
+    # pass holds the scores of all blocks.
     if tokens <= block or 4 * batch * heads * tokens * tokens > _MAX_SCORES_BYTES:
         return masked_attention(q_btnh, k_bkth, v_bkth, mask_btt)
     ends = [min(first + block, tokens) for first in range(0, tokens, block)]
@@ -372,12 +377,12 @@ def masked_attention(
 
     Args:
       k_bksh, v_bksh: [B,K,S,H].
-      mask_bts: bool[B,T,S], True where a query may look; every query needs at least one key.
+      mask_bts: bool[B,T,S], True where a query attends to a key; every query needs at least one.
     Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
     """
     batch, tokens, heads, _ = q_btnh.shape
-    slots = k_bksh.shape[2]
-    chunks = -(-4 * batch * heads * tokens * slots // _MAX_SCORES_BYTES)
+    keys = k_bksh.shape[2]
+    chunks = -(-4 * batch * heads * tokens * keys // _MAX_SCORES_BYTES)
     if chunks > 1 and tokens > 1:
         return _attend_in_chunks(q_btnh, k_bksh, v_bksh, mask_bts, min(chunks, tokens))
     return _attend(q_btnh, k_bksh, v_bksh, mask_bts)
@@ -388,17 +393,17 @@ def _attend(
 ) -> jax.Array:
     """masked_attention() with all scores at once."""
     batch, tokens, heads, head_dim = q_btnh.shape
-    kv_heads, slots = k_bksh.shape[1:3]
-    # The group goes next to the queries, so that one matrix product serves a kv head's whole group
-    # and no key is repeated.
+    kv_heads, keys = k_bksh.shape[1:3]
+    # The heads of a group are stacked along the queries: one matrix product per kv head, and no key
+    # is repeated.
     group = heads // kv_heads
     q_bkgth = q_btnh.reshape(batch, tokens, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     q_bkmh = (q_bkgth * head_dim**-0.5).reshape(batch, kv_heads, group * tokens, head_dim)
     scores_bkms = jnp.einsum("bkmh,bksh->bkms", q_bkmh, k_bksh, preferred_element_type=jnp.float32)
-    scores_bkgts = scores_bkms.reshape(batch, kv_heads, group, tokens, slots)
+    scores_bkgts = scores_bkms.reshape(batch, kv_heads, group, tokens, keys)
     scores_bkgts = jnp.where(mask_bts[:, None, None], scores_bkgts, jnp.finfo(jnp.float32).min)
     weights_bkgts = jax.nn.softmax(scores_bkgts, axis=-1).astype(v_bksh.dtype)
-    weights_bkms = weights_bkgts.reshape(batch, kv_heads, group * tokens, slots)
+    weights_bkms = weights_bkgts.reshape(batch, kv_heads, group * tokens, keys)
     out_bkmh = jnp.einsum("bkms,bksh->bkmh", weights_bkms, v_bksh)
     out_bkgth = out_bkmh.reshape(batch, kv_heads, group, tokens, head_dim)
     return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, head_dim)
@@ -407,21 +412,21 @@ def _attend(
 def _attend_in_chunks(
     q_btnh: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, mask_bts: jax.Array, chunks: int
 ) -> jax.Array:
-    """masked_attention() chunk by chunk of queries, each recomputed in the backward pass."""
+    """masked_attention() in chunks of queries, each recomputed in the backward pass."""
     tokens = q_btnh.shape[1]
     size = -(-tokens // chunks)
     padding = chunks * size - tokens
     q_btnh = jnp.pad(q_btnh, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    # Padded queries look at everything: their result is cut off, but must not be 0 / 0.
+    # Padded queries attend to all keys: their result is dropped but must not be 0 / 0.
     mask_bts = jnp.pad(mask_bts, ((0, 0), (0, padding), (0, 0)), constant_values=True)
 
     def split(array: jax.Array) -> jax.Array:
         return jnp.moveaxis(array.reshape(array.shape[0], chunks, size, *array.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend(part[0], k_bksh, v_bksh, part[1])
+    def attend(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _attend(chunk[0], k_bksh, v_bksh, chunk[1])
 
-    out_cbtnh = jax.lax.map(one, (split(q_btnh), split(mask_bts)))
+    out_cbtnh = jax.lax.map(attend, (split(q_btnh), split(mask_bts)))
     out_btnh = jnp.moveaxis(out_cbtnh, 0, 1).reshape(q_btnh.shape)
     return out_btnh[:, :tokens]

@@ -1,4 +1,4 @@
-"""Stacked blocks of a tower: made by one vmap, run by one scan, recomputed in the backward pass."""
+"""Stacked blocks of a tower: initialised by one vmap, run by one scan, with rematerialisation."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -6,8 +6,8 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-# What a block keeps for its backward pass: none recomputes nothing (most memory), dots recomputes
-# everything but the outputs of projections, full keeps the block's input alone (least memory).
+# What is recomputed in the backward pass: nothing (none, most memory), all but the outputs of
+# projections (dots), or all, from the block's input (full, least memory).
 Remat = Literal["none", "dots", "full"]
 
 
@@ -17,17 +17,17 @@ def stack(make: Callable[[jax.Array], nnx.Module], depth: int, rngs: nnx.Rngs) -
 
 
 def checkpointed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """The scan's body under jax.checkpoint, as `remat` says."""
+    """The scan's body under jax.checkpoint with the policy that `remat` names."""
     if remat == "none":
         return body
     policy = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,
     }[remat]
-    # Inside a scan XLA cannot merge the two computations, so the guard against it is only a cost.
+    # XLA cannot merge the forward and the recomputed pass across a scan: preventing it only costs.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
 def layer_keys(dropout_key: jax.Array | None, depth: int) -> jax.Array | None:
-    """Keys with a leading layer axis, so that a scan hands every layer its own."""
+    """A dropout key per layer, [depth], to scan over; None without a key."""
     return None if dropout_key is None else jax.random.split(dropout_key, depth)

@@ -1,8 +1,8 @@
 """The decoder that most families share: pre-norm grouped-query attention, a gated MLP, RMSNorm.
 
-Llama, Mistral and Qwen's text towers are this, with other sizes, biases and rotary angles. A family
-computes the angles of its positions and passes them; visual tokens stand in the place of
-embeddings. Blocks are stacked and run by one `lax.scan`.
+Llama, Mistral and Qwen's text towers differ from it only in sizes, biases and rotary angles. A
+family passes the angles of its positions; visual tokens replace embeddings. Blocks are stacked and
+run by one `lax.scan`.
 """
 
 import dataclasses
@@ -116,10 +116,10 @@ class DecoderBlock(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token embeddings, blocks, final norm, and a head where it is not the embeddings.
+    """Token embeddings, blocks, final norm, and a head unless it is tied to the embeddings.
 
     Args:
-      table: of the family; it says which projections carry adapters.
+      table: of the family; maps the targets of `lora` to projections.
       compute_dtype: of activations.
       remat: what the backward pass keeps of a block.
     """
@@ -229,8 +229,9 @@ class Decoder(nnx.Module):
         """Writes the rows' next tokens into the cache and runs the blocks on them.
 
         Row b's tokens take the cache positions start_b[b] ... start_b[b] + T - 1 of its slot, each
-        attending to the positions up to its own. Prefill: rows padded on the right; what padding
-        wrote lies behind the row's last token, masked until it is overwritten. Decode: T = 1.
+        attending to the positions up to its own. Prefill: rows are padded on the right; what
+        padding writes lies after the row's last token and is masked until overwritten. Decode:
+        T = 1.
 
         Args: as in families.border.Model.extend.
         Returns: x_btd after the final norm, and the cache (donate the old one).
@@ -240,8 +241,8 @@ class Decoder(nnx.Module):
         def body(
             carry: tuple[jax.Array, KVCache, jax.Array | int], block: DecoderBlock
         ) -> tuple[tuple[jax.Array, KVCache, Any], None]:
-            # The cache is carried, not scanned over: then a step writes T positions in place, where
-            # scanned outputs would copy all of it.
+            # The cache is carried, not scanned over: a step then writes T positions in place. As an
+            # output of the scan it would be copied whole.
             x_btd, cache, layer = carry
             q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary)
             cache = kv_cache.write(cache, layer, slot_b, start_b, k_btkh, v_btkh)

@@ -1,4 +1,4 @@
-"""A model directory in Hugging Face's format, besides its weights: JSON files, tokenizer files."""
+"""The files of a model directory besides its weights: JSON, tokenizer, processor."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from typing import Any
 
 from uirl_jax.errors import ModelError
 
-TOKENIZER_FILES = (  # and the processor's
+TOKENIZER_FILES = (  # and those of the processor
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
@@ -16,11 +16,11 @@ TOKENIZER_FILES = (  # and the processor's
 
 
 def read_json(path: Path, expected: str = "a model directory in Hugging Face's format") -> Any:
-    """The object of a JSON file, a dict.
+    """Reads a JSON file that holds an object.
 
     Args:
-      expected: what the file should have been part of, for the error.
-
+      expected: the kind of directory that the file belongs to; named in the error.
+    Returns: a dict.
     Raises: ModelError: no such file, not JSON, or not an object.
     """
     try:
@@ -35,7 +35,7 @@ def read_json(path: Path, expected: str = "a model directory in Hugging Face's f
 
 
 def copy_tokenizer(model_dir: Path, target: Path) -> None:
-    """Copies the files of tokenizer and processor that the directory has."""
+    """Copies those of TOKENIZER_FILES that exist."""
     for name in TOKENIZER_FILES:
         if (model_dir / name).exists():
             shutil.copyfile(model_dir / name, target / name)

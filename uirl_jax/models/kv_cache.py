@@ -1,11 +1,11 @@
-"""The keys and values of a text tower's layers, in slots, as floats or as int8.
+"""The KV cache of a decoder: a fixed number of slots, in floats or in int8.
 
-A family's `extend` writes and reads a layer at a time; the engine owns the buffers and decides
-which request has which slot.
+`decoder.extend` writes and reads one layer at a time. The engine owns the buffers and assigns slots
+to requests.
 
-int8 is a choice for memory: one scale for every token and head, so that a token never changes what
-was stored before it. |x - q * scale| is at most scale / 2, half of a 127th of the head's largest
-number; logprobs move by that, and the importance weights correct for it like for any distance
+int8 saves memory. Each token and head has its own scale, so that writing a token never changes an
+earlier one. |x - q * scale| is at most scale / 2, where scale is the head's largest |x| / 127. The
+error moves the actor's logprobs; importance weights correct for it as for any other difference
 between actor and learner.
 """
 
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values of every layer; position s of slot c holds the slot's s-th token.
+    """Rotated keys, and values, of every layer; position s of slot c holds the slot's s-th token.
 
-    A head's positions lie side by side, as the products of attention read them.
+    A head's positions are contiguous in memory, in the order in which attention reads them.
     """
 
     k_lcksh: jax.Array
     v_lcksh: jax.Array
-    k_scale_lcks1: jax.Array | None = None  # float32, with int8 alone
+    k_scale_lcks1: jax.Array | None = None  # float32; only with int8
     v_scale_lcks1: jax.Array | None = None
 
     @property
@@ -32,7 +32,7 @@ class KVCache(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Of a slot."""
+        """Cache positions of a slot."""
         return self.k_lcksh.shape[3]
 
 
@@ -58,15 +58,17 @@ def write(
     k_btkh: jax.Array,
     v_btkh: jax.Array,
 ) -> KVCache:
-    """The cache with row b's k and v from position start_b[b] of its slot on.
+    """Writes row b's k and v at cache positions start_b[b], start_b[b] + 1, ... of its slot.
 
-    slot_b: None are all slots, in order. What lies past the last slot or position is dropped.
+    Args:
+      slot_b: int32[B]; None: row b has slot b.
+    Returns: the new cache. Writes past the last slot or position are dropped.
     """
     tokens, heads = k_btkh.shape[1:3]
     slot_b = jnp.arange(len(start_b)) if slot_b is None else slot_b
-    # Every head by its own index, so that what is written at once is a row of the array as it lies
-    # in memory: for a slice of heads the TPU's compiler turns the whole cache around and back, in
-    # every layer (its text: 138 of 205 GB of a prefill).
+    # An index per head: each write is then one contiguous row. For a slice of heads the TPU's
+    # compiler transposes the whole cache and back in every layer (138 of the 205 GB that a compiled
+    # prefill moves).
     at = (
         layer,
         slot_b[:, None, None],
@@ -91,16 +93,19 @@ def write(
 def read(
     cache: KVCache, layer: jax.Array, slot_b: jax.Array | None, span: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v [B,K,S,H] of a layer, the first `span` positions of the slots (None: all)."""
+    """k and v of one layer, [B,K,S,H] in `dtype`: the first S = `span` positions of each slot.
 
-    def looked_at(buffer: jax.Array) -> jax.Array:
-        of_layer_cksh = buffer[layer, :, :, :span]  # first, or a gather looks through all layers
-        return of_layer_cksh if slot_b is None else of_layer_cksh[slot_b]
+    slot_b: int32[B]; None: all slots in order.
+    """
+
+    def select(buffer: jax.Array) -> jax.Array:
+        layer_cksh = buffer[layer, :, :, :span]  # first, or the gather reads all layers
+        return layer_cksh if slot_b is None else layer_cksh[slot_b]
 
     if cache.k_scale_lcks1 is None:
-        return looked_at(cache.k_lcksh).astype(dtype), looked_at(cache.v_lcksh).astype(dtype)
+        return select(cache.k_lcksh).astype(dtype), select(cache.v_lcksh).astype(dtype)
     return tuple(
-        (looked_at(q).astype(jnp.float32) * looked_at(scale)).astype(dtype)
+        (select(q).astype(jnp.float32) * select(scale)).astype(dtype)
         for q, scale in (
             (cache.k_lcksh, cache.k_scale_lcks1),
             (cache.v_lcksh, cache.v_scale_lcks1),
@@ -109,7 +114,7 @@ def read(
 
 
 def _quantize(x_btkh: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(numbers -127 ... 127, scale [B,T,K,1]) in float32; a head of zeros has scale 1."""
+    """(values in -127 ... 127, scale [B,T,K,1]), both float32; a head of zeros has scale 1."""
     x_btkh = x_btkh.astype(jnp.float32)
     largest_btk1 = jnp.abs(x_btkh).max(axis=-1, keepdims=True)
     scale_btk1 = jnp.where(largest_btk1 > 0, largest_btk1 / 127, 1.0)

@@ -1,6 +1,5 @@
-"""The pieces that model families share: norms, rotary embeddings, table lookup.
+"""Layers that model families share: norms, rotary embeddings, table lookup.
 
-Pure functions of arrays; a family's module owns the parameters and decides what goes where.
 Norms and angles are computed in float32 whatever the dtype of x is.
 """
 
@@ -42,12 +41,12 @@ class LayerNorm(nnx.Module):
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
-    """x sigmoid(1.702 x), CLIP's cheap GELU."""
+    """x sigmoid(1.702 x), CLIP's approximation of GELU."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def rotary_frequencies(pairs: int, theta: float) -> np.ndarray:
-    """float32[pairs]: theta ** (-i / pairs), radians per position of each rotated pair."""
+    """float32[pairs]: theta ** (-i / pairs), radians per position of each pair."""
     return (1.0 / theta ** (np.arange(pairs, dtype=np.float32) / pairs)).astype(np.float32)
 
 
@@ -56,8 +55,8 @@ def mrope_angles(
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32[B,T,H/2], of multimodal RoPE.
 
-    The pairs of a head are cut into sections: the first turns with the time position, the second
-    with the height, the third with the width (a fourth with time again, and so on).
+    The pairs of a head are split into sections: the first rotates by the time position, the second
+    by the height, the third by the width (a fourth by time again, and so on).
     Source: Qwen2-VL, arXiv:2409.12191, section 2.1; transformers' recomposition_frequencies.
     """
     frequencies_h = rotary_frequencies(head_dim // 2, theta)
@@ -71,7 +70,7 @@ def mrope_angles(
 def axial_angles(
     positions_bt2: jax.Array, head_dim: int, theta: float
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32[B,T,H/2], of the vision tower's 2-D RoPE: half the pairs each axis.
+    """cos and sin, float32[B,T,H/2], of 2-D RoPE: half of the pairs for each axis.
 
     Source: transformers, Qwen2VLVisionRotaryEmbedding.
     """
@@ -82,7 +81,7 @@ def axial_angles(
 
 
 def rotate(x_btnh: jax.Array, cos_bth: jax.Array, sin_bth: jax.Array) -> jax.Array:
-    """Rotary embedding: pair i is (x[i], x[i + H/2]), turned by its angle in float32."""
+    """Rotary embedding: pair i is (x[i], x[i + H/2]), rotated by its angle in float32."""
     first, second = jnp.split(x_btnh.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_bth[..., None, :], sin_bth[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

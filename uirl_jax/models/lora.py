@@ -1,9 +1,11 @@
-"""LoRA on our own linear layer: which projections carry adapters, and their parameter kind.
+"""LoRA: the linear layer that carries adapters, their config and their parameter kind.
 
-The adapters are a kind of their own, so that `nnx.split(model, LoRAParam, ...)` separates what is
-trained from what is frozen. LoRAParam subclasses Param: it must be the first filter of a split.
+Adapters have a parameter kind of their own: `nnx.split(model, LoRAParam, ...)` separates trained
+from frozen leaves. LoRAParam subclasses nnx.Param, so it must be the first filter of a split.
 Works on stacked blocks, where every leaf has a leading layer axis. `peft_adapters` reads and writes
-PEFT's files. Source: arXiv:2106.09685 and the peft library, tuners/lora; rsLoRA: arXiv:2312.03732.
+PEFT's files.
+
+Source: arXiv:2106.09685 and the peft library, tuners/lora; rsLoRA: arXiv:2312.03732.
 """
 
 import dataclasses
@@ -25,19 +27,20 @@ class LoRAParam(nnx.Param):
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Rank, strength and place of the adapters.
+    """Rank, scale and targets of the adapters.
 
-    Targets are groups of a family's projections (attention, mlp and all of the text tower; vision
-    and what else a family lists) or single projections; `WeightTable.projections_of` checks them.
+    Targets are groups of a family's projections (attention, mlp and all, of the text tower; vision
+    and others, as the family lists them) or single projections. `WeightTable.projections_of` checks
+    them.
     """
 
     rank: int = 16
     alpha: float = 32.0  # the update is scaled by alpha / rank
     targets: tuple[str, ...] = ("attention", "mlp")  # q, k, v, o / gate, up, down
-    # Share of an adapter's inputs that is zeroed, in the pass that gradients are taken of and in no
-    # other. 0: the ratio of new to old logprobs would not start from 1.
+    # Fraction of an adapter's inputs that is zeroed, only in the pass that computes gradients.
+    # Default 0: with dropout the ratio of new to old logprobs does not start at 1.
     dropout: float = 0.0
-    rslora: bool = False  # alpha / sqrt(rank) instead: an update does not shrink with its rank
+    rslora: bool = False  # scale by alpha / sqrt(rank): updates do not shrink with the rank
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -56,12 +59,13 @@ class Linear(nnx.Module):
     """y = x kernel (+ bias) (+ scale (dropout(x) A) B).
 
     Leaves: kernel [in, out], bias [out] or None, lora_a [in, R] and lora_b [R, out] or None.
-    B starts at zero, so that fresh adapters leave the base as it is, bit for bit. An int8 kernel
-    (`quantization`) has kernel_scale [out] beside it.
+    B starts at zero: fresh adapters do not change the output, bit for bit. An int8 kernel
+    (`quantization`) comes with kernel_scale [out].
 
-    `axes` says how the kernel lies while it is used (sharding.AXIS_RULES): (None, "wide") cuts its
-    outputs, ("wide", None) its inputs. The embedding side, cut along fsdp at rest, is gathered:
-    rows of x are cut along the same devices, and weights are what is cheap to move.
+    Args:
+      axes: sharding of the kernel during the product (sharding.AXIS_RULES): (None, "wide") shards
+        the outputs, ("wide", None) the inputs. The embedding side, sharded along fsdp in storage,
+        is gathered: rows of x are sharded over the same devices, and weights are cheaper to move.
     """
 
     def __init__(
@@ -75,8 +79,8 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: jnp.dtype,
     ) -> None:
-        # Standard deviation 1 / sqrt(in): 0.0255 at a width of 1536, where the published models
-        # take 0.02 for every width; a small model trained from nothing needs the right scale.
+        # Standard deviation 1 / sqrt(in): 0.0255 at a width of 1536. The published models use 0.02
+        # at every width; a small model trained from scratch needs the scale of its width.
         kernel_io = jax.random.normal(rngs.params(), (in_features, out_features), jnp.float32)
         self.kernel = nnx.Param((kernel_io / math.sqrt(in_features)).astype(param_dtype))
         self.kernel_scale = None
@@ -90,8 +94,8 @@ class Linear(nnx.Module):
             lora_a_ir = jax.random.uniform(
                 rngs.params(), (in_features, lora.rank), jnp.float32, -bound, bound
             )
-            # Adapters stay float32 whatever the frozen weights are: bfloat16 would round away most
-            # of an update of relative size 1e-4.
+            # float32 whatever the dtype of the frozen weights: bfloat16 would round away most of an
+            # update of relative size 1e-4.
             self.lora_a = LoRAParam(lora_a_ir)
             self.lora_b = LoRAParam(jnp.zeros((lora.rank, out_features), jnp.float32))
             self.scale = lora.scale
@@ -104,7 +108,7 @@ class Linear(nnx.Module):
 
         Args:
           adapters: False computes the base alone.
-          dropout_key: of this layer and this call, in training; None drops nothing.
+          dropout_key: for this layer and this call; None drops nothing.
         """
         wide_in, wide_out = self.axes
         y = x @ constrain(self.kernel[...].astype(x.dtype), wide_in, wide_out)
@@ -123,7 +127,7 @@ class Linear(nnx.Module):
 
 
 def split_key(key: jax.Array | None, count: int) -> list[jax.Array] | list[None]:
-    """One dropout key each for `count` layers, or None each where nothing is dropped."""
+    """A dropout key for each of `count` layers; all None without a key."""
     return [None] * count if key is None else list(jax.random.split(key, count))
 
 
@@ -136,6 +140,6 @@ def adapted_linear(
     table: WeightTable,
     **options: Any,
 ) -> Linear:
-    """The projection `name` of a family, with adapters where the targets of `lora` include it."""
-    carries = lora is not None and name in table.projections_of(lora.targets)
-    return Linear(in_features, out_features, lora=lora if carries else None, **options)
+    """A family's projection `name`, with adapters if the targets of `lora` include it."""
+    adapted = lora is not None and name in table.projections_of(lora.targets)
+    return Linear(in_features, out_features, lora=lora if adapted else None, **options)

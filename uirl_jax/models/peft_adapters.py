@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: adapter_config.json + adapter_model.safetensors <-> LoRAParam leaves.
 
-The peft library reads what is written here onto transformers' model, and the other way round. A
-family's table (`weight_table`) says which of their modules is which leaf of ours. An adapter that
-computes anything but x A B times a constant is refused, and pickles are never opened.
+The peft library loads the adapters written here into transformers' model, and vice versa. A
+family's table (`weight_table`) maps PEFT's modules to leaves. Adapters that compute anything but
+x A B times a constant are refused. Pickles are never opened.
 
 Source: peft 0.21, tuners/lora/config.py, tuners/tuners_utils.py, utils/save_and_load.py.
 """
@@ -30,10 +30,10 @@ from uirl_jax.store.files import replacing
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}  # ours -> theirs; torch's is the transpose
+_MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}  # leaf -> PEFT's name, the transpose
 
-# Fields of adapter_config.json that are read, and those that say nothing about what a finished
-# adapter computes. Any other field must be off: what it asks for is not computed here.
+# Fields of adapter_config.json that are read, and those without effect on what a trained adapter
+# computes. Any other field must be off, because it asks for something that is not supported.
 _READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"),
@@ -47,15 +47,15 @@ _INERT = frozenset(
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "ensure_weight_tying"),
     }
 )
-# Others (pissa, olora, loftq, ...) changed the base weights as well: the adapter alone is half.
+# Others (pissa, olora, loftq, ...) change the base weights too; the adapter alone is not enough.
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class Adapter(NamedTuple):
-    """What a directory holds."""
+    """The content of an adapter's directory."""
 
-    lora: LoraConfig  # of a model that takes it
-    arrays: dict[str, np.ndarray]  # float32, by leaf, as weights.adapters_to_numpy
+    lora: LoraConfig  # of a model that these arrays fit
+    arrays: dict[str, np.ndarray]  # float32, by path, as in weights.adapters_to_numpy
 
 
 def save_adapter(
@@ -65,11 +65,11 @@ def save_adapter(
     *,
     base_model: str | Path | None = None,
 ) -> None:
-    """Writes the model's adapters; both files appear when both are whole.
+    """Writes the model's adapters; both files are written before either is renamed.
 
     Args:
-      base_model: the directory or name that peft's AutoPeftModel loads the base from.
-    Raises: ModelError where the model has no adapters.
+      base_model: directory or name from which peft's AutoPeftModel loads the base.
+    Raises: ModelError: the model has no adapters.
     """
     if model.lora is None:
         raise ModelError(f"{directory}: the model has no adapters to save; load it with lora=...")
@@ -79,20 +79,19 @@ def save_adapter(
     leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)), table)
     projections = table.projections_of(model.lora.targets)
     for leaf in _adapted(leaves, projections):
-        for ours, theirs in _MATRICES.items():
-            array = arrays[_beside(leaf, ours)]
-            for tensor, matrix in zip(
-                leaf.tensors, array if leaf.stacked else [array], strict=True
-            ):
-                name = _tensor_name(table.current_name(_module(tensor)), theirs)
-                tensors[name] = np.ascontiguousarray(matrix.T)
+        for name, peft_name in _MATRICES.items():
+            array = arrays[_sibling(leaf, name)]
+            layers = array if leaf.stacked else [array]
+            for tensor, matrix in zip(leaf.tensors, layers, strict=True):
+                module = table.current_name(_module(tensor))
+                tensors[_tensor_name(module, peft_name)] = np.ascontiguousarray(matrix.T)
     alpha = float(model.lora.alpha)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base_model is None else str(base_model),
         "r": model.lora.rank,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers want an int
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers need an int
         "lora_dropout": model.lora.dropout,
         "use_rslora": model.lora.rslora,
         "target_modules": sorted(table.peft_targets.get(n, n) for n in projections),
@@ -111,13 +110,13 @@ def save_adapter(
 def load_adapter(
     directory: str | Path, build: Callable[[], nnx.Module], table: WeightTable
 ) -> Adapter:
-    """Reads an adapter of a model of this shape, in either layout of module names.
+    """Reads an adapter, in either layout of module names.
 
     Args:
-      build: makes the model without adapters; only its shapes are computed.
-
-    Raises: ModelError that lists everything in adapter_config.json that is not computed here, or
-      every tensor that is missing, unexpected or of another shape.
+      build: returns the model without adapters; only its shapes are computed.
+      table: of the model's family.
+    Raises: ModelError that lists every unsupported value of adapter_config.json, or every tensor
+      that is missing, unexpected or of another shape.
     """
     directory = Path(directory)
     config = read_json(directory / _CONFIG, "a directory that peft's save_pretrained wrote")
@@ -132,22 +131,23 @@ def load_adapter(
     try:
         file = safetensors.safe_open(path, framework="numpy")
     except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"{path}: not a whole safetensors file ({error})") from error
+        raise ModelError(f"{path}: not a complete safetensors file ({error})") from error
     with file:
         tensors = {name: file.get_slice(name) for name in sorted(file.keys())}
-        named = _layout_of(tensors, table)
+        to_file_name = _layout_of(tensors, table)
         abstract = nnx.eval_shape(build)
         leaves = leaves_of(abstract.cfg, nnx.state(abstract), table)
-        lora = _lora_config(directory / _CONFIG, config, leaves, named, table)
+        lora = _lora_config(directory / _CONFIG, config, leaves, to_file_name, table)
         leaves = _adapted(leaves, table.projections_of(lora.targets))
-        _check(path, tensors, leaves, lora.rank, named)
+        _check(path, tensors, leaves, lora.rank, to_file_name)
         arrays = {}
         for leaf in leaves:
-            for ours, theirs in _MATRICES.items():
-                names = [_tensor_name(named(_module(tensor)), theirs) for tensor in leaf.tensors]
-                matrices = [tensors[name][...].astype(np.float32).T for name in names]
+            modules = [to_file_name(_module(tensor)) for tensor in leaf.tensors]
+            for name, peft_name in _MATRICES.items():
+                stored = [tensors[_tensor_name(module, peft_name)] for module in modules]
+                matrices = [tensor[...].astype(np.float32).T for tensor in stored]
                 array = np.stack(matrices) if leaf.stacked else matrices[0]
-                arrays[_beside(leaf, ours)] = np.ascontiguousarray(array)
+                arrays[_sibling(leaf, name)] = np.ascontiguousarray(array)
     return Adapter(lora, arrays)
 
 
@@ -155,10 +155,10 @@ def _lora_config(
     path: Path,
     config: Mapping[str, Any],
     leaves: list[Leaf],
-    named: Callable[[str], str],
+    to_file_name: Callable[[str], str],
     table: WeightTable,
 ) -> LoraConfig:
-    """What the config asks for. Fields that it leaves out have peft's defaults."""
+    """The LoraConfig of an adapter_config.json. Missing fields have peft's defaults."""
     problems = [
         f"{name}={value!r} is not supported"
         for name, value in sorted(config.items())
@@ -186,7 +186,7 @@ def _lora_config(
     rslora = config.get("use_rslora", False)
     if type(rslora) is not bool:
         problems.append(f"use_rslora={rslora!r}, expected true or false")
-    projections = _projections(config, leaves, named, table.projections, problems)
+    projections = _projections(config, leaves, to_file_name, table.projections, problems)
     if not problems:
         try:
             return LoraConfig(
@@ -204,17 +204,17 @@ def _lora_config(
 def _projections(
     config: Mapping[str, Any],
     leaves: list[Leaf],
-    named: Callable[[str], str],
+    to_file_name: Callable[[str], str],
     known: Collection[str],
     problems: list[str],
 ) -> set[str]:
-    """Which of our projections target_modules means; what it means besides goes to problems."""
+    """The projections that target_modules selects; appends to problems what it selects besides."""
     wanted, unwanted = (config.get(name) for name in ("target_modules", "exclude_modules"))
     try:
         matched = {
             leaf: [
                 module
-                for module in (named(_module(tensor)) for tensor in leaf.tensors)
+                for module in (to_file_name(_module(tensor)) for tensor in leaf.tensors)
                 if _matches(wanted, module) and not (unwanted and _matches(unwanted, module))
             ]
             for leaf in leaves
@@ -229,11 +229,11 @@ def _projections(
     projections = set()
     for leaf, modules in matched.items():
         if modules and _projection(leaf) not in known:
-            problems.append(f"target_modules={wanted!r}: {modules[0]} carries no adapter here")
+            problems.append(f"target_modules={wanted!r}: {modules[0]} cannot carry an adapter here")
         elif modules and len(modules) < len(leaf.tensors):
             problems.append(
                 f"target_modules={wanted!r}: {modules[0]} but not every {_projection(leaf)}; "
-                "adapters lie in all layers or in none"
+                "a projection has adapters in all layers or in none"
             )
         elif modules:
             projections.add(_projection(leaf))
@@ -243,7 +243,7 @@ def _projections(
 
 
 def _matches(target: list[str] | str, module: str) -> bool:
-    """As peft's check_target_module_exists."""
+    """As in peft's check_target_module_exists."""
     if isinstance(target, str):
         return re.fullmatch(target, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in target)
@@ -254,13 +254,13 @@ def _check(
     tensors: Mapping[str, Any],
     leaves: list[Leaf],
     rank: int,
-    named: Callable[[str], str],
+    to_file_name: Callable[[str], str],
 ) -> None:
     expected = {}
     for leaf in leaves:
         for tensor in leaf.tensors:
             out_features, in_features = leaf.tensor_shape
-            module = named(_module(tensor))
+            module = to_file_name(_module(tensor))
             expected[_tensor_name(module, "lora_A")] = [rank, in_features]
             expected[_tensor_name(module, "lora_B")] = [out_features, rank]
     problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
@@ -276,9 +276,9 @@ def _check(
 
 
 def _layout_of(tensor_names: Iterable[str], table: WeightTable) -> Callable[[str], str]:
-    """From a published module name to that of the file, which has one layout or the other.
+    """A function from a published module name to that of the file, in either layout.
 
-    Regular expressions in target_modules are written for the file's own.
+    Regular expressions in target_modules match the file's names.
     """
 
     def is_current(tensor_name: str) -> bool:
@@ -290,7 +290,7 @@ def _layout_of(tensor_names: Iterable[str], table: WeightTable) -> Callable[[str
 
 
 def _adapted(leaves: list[Leaf], projections: Collection[str]) -> list[Leaf]:
-    """The kernels that have adapters beside them."""
+    """The kernels with adapters."""
     return [
         leaf
         for leaf in leaves
@@ -302,7 +302,8 @@ def _projection(leaf: Leaf) -> str:
     return leaf.path.split("/")[-2]
 
 
-def _beside(leaf: Leaf, name: str) -> str:
+def _sibling(leaf: Leaf, name: str) -> str:
+    """Path of another leaf of the same linear layer."""
     return f"{leaf.path.rpartition('/')[0]}/{name}"
 
 

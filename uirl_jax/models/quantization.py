@@ -1,13 +1,13 @@
-"""int8 weights: one scale for each output channel, symmetric. The frozen projections alone.
+"""Symmetric int8 weights of the frozen projections, with a scale for each output channel.
 
-    kernel int8[in, out] * kernel_scale float32[out]  ~  the kernel as it was
+    kernel int8[in, out] * kernel_scale float32[out]  ~  the kernel in float
 
-The projections that may carry adapters are quantised (`WeightTable.projections`): attention and MLP
-of both towers and the merger, 89 % of the parameters of Qwen2-VL-2B and 87 % of those of 7B. The
-embedding, the head, biases and norms stay as they are. `Linear` multiplies by int8 values in the
-compute dtype, which holds them exactly, and scales the product; activations are not rounded.
-Adapters are never quantised, nor trained differently: only the base that they are added to is
-(QLoRA's idea, arXiv:2305.14314, with 8 bits for 4). `weights` reads the files.
+The projections that may carry adapters (`WeightTable.projections`) are quantised: attention, MLP
+and merger hold 89 % of the parameters of Qwen2-VL-2B and 87 % of those of 7B. The embedding, the
+head, biases and norms keep their dtype. `Linear` multiplies by the int8 values in the compute
+dtype, which represents them exactly, and scales the product; activations are not rounded. Adapters
+are not quantised and train as on a float base (QLoRA, arXiv:2305.14314, with 8 bits instead of 4).
+`weights` reads the files.
 """
 
 from collections.abc import Collection
@@ -21,13 +21,15 @@ from flax import nnx
 from uirl_jax.models.lora import Linear
 
 Quantize = Literal["none", "int8"]
-# Rows that are widened to float32 at a time: 9 MB where a row has 8960 inputs.
+# Rows converted to float32 at a time: 9 MB at 8960 inputs.
 _BLOCK_ROWS = 256
 
 
 def quantize_rows(weight_oi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A weight as torch has it, output channels first.
+    """Quantises a weight in torch's layout, output channels first.
 
+    Args:
+      weight_oi: float[out, in].
     Returns: q int8[out, in] in -127 ... 127 and scale float32[out]; |weight - q * scale| is at most
       scale / 2. A channel of zeros has scale 1.
     """
@@ -38,7 +40,7 @@ def quantize_rows(weight_oi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         block_oi = weight_oi[rows].astype(np.float32)
         largest_o = np.maximum(block_oi.max(axis=1), -block_oi.min(axis=1))
         scale_o[rows] = np.where(largest_o > 0, largest_o / 127, 1)
-        # A largest value near float32's smallest divides to a scale of 0, or to more than 127.
+        # Otherwise a channel of subnormal values has scale 0, or quotients above 127.
         scale_o[rows] = np.maximum(scale_o[rows], np.finfo(np.float32).tiny)
         block_oi /= scale_o[rows, None]
         q_oi[rows] = np.rint(block_oi, out=block_oi).clip(-127, 127)
@@ -46,7 +48,7 @@ def quantize_rows(weight_oi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantized(model: nnx.Module, projections: Collection[str]) -> nnx.Module:
-    """The model with int8 projections, in place. Works on abstract models (nnx.eval_shape) too.
+    """Quantises the model's projections in place; also an abstract model (nnx.eval_shape).
 
     Args:
       projections: names of the linear layers (`WeightTable.projections`).
@@ -60,7 +62,7 @@ def quantized(model: nnx.Module, projections: Collection[str]) -> nnx.Module:
 
 
 def is_quantized(base: Any) -> bool:
-    """Whether a tree of base weights has int8 kernels."""
+    """Whether a tree of base weights holds int8 kernels."""
     return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(base))
 
 

@@ -1,6 +1,6 @@
-"""Logprobs of tokens, and entropies, from the text tower's output: never a [B,T,V] array.
+"""Logprobs and entropies of tokens from the last hidden states, without a [B,T,V] array.
 
-The vocabulary is met at sampled positions alone, a few of them at a time.
+Logits are computed at sampled positions only, a chunk at a time.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from flax import nnx
 
 from uirl_jax.models.sharding import on_a_device
 
-MAX_LOGITS_BYTES = 256 * 2**20  # of a device's float32 logits at once
+MAX_LOGITS_BYTES = 256 * 2**20  # of float32 logits on a device at a time
 
 
 def token_logprobs(
@@ -27,16 +27,17 @@ def token_logprobs(
 ) -> jax.Array:
     """float32[B,T]: [:,t] is the logprob of token_ids[:,t] given x[:,t-1]; [:,0] is 0.
 
-    Values at padding and at the first token of a packed segment are finite and mean nothing.
+    Values at padding and at the first token of a packed segment are finite but meaningless.
 
     Args:
-      sampled_index_bs: int32[B,S], the only positions that are scored, -1 at places that are not
-        used; 0 stands everywhere else. A screenshot's tokens are never sampled, so that a row has
-        far fewer positions to score than it has tokens. None scores all of them.
-      chunk: tokens of a row that are scored at once; float32[B,chunk,V] is the largest array. None:
-        as many as make it 256 MiB on a device.
-      temperature, forbidden_v: bool[V]; of the distribution that was sampled from, so that what the
-        engine recorded and what is computed here are the same number.
+      sampled_index_bs: int32[B,S], the positions to score, -1 at unused entries; all other
+        positions get 0. A row has far fewer sampled tokens than tokens: those of a screenshot are
+        never sampled. None scores all positions.
+      chunk: positions of a row that are scored at once; float32[B,chunk,V] is the largest array.
+        None: as many as fit into MAX_LOGITS_BYTES.
+      temperature: of the distribution that was sampled from, as is forbidden_v, so that the result
+        is comparable with the logprobs that the engine recorded.
+      forbidden_v: bool[V], tokens that were excluded from sampling.
     """
     logprobs_bt, _ = token_logprobs_and_entropies(
         model,
@@ -62,9 +63,10 @@ def token_logprobs_and_entropies(
     forbidden_v: jax.Array | None = None,
     entropies: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """token_logprobs, and beside it the entropy of the distribution that each token is of, in nats.
+    """token_logprobs, and the entropy in nats of the distribution of each token.
 
-    Args: see token_logprobs; without `entropies` they are None.
+    Args: as in token_logprobs.
+    Returns: two float32[B,T]; the second is None without `entropies`.
     """
     if sampled_index_bs is None:
         sampled_index_bs = jnp.broadcast_to(
@@ -81,8 +83,8 @@ def token_logprobs_and_entropies(
         logits_bcv = model.logits(x_bcd) / temperature
         if forbidden_v is not None:
             logits_bcv = jnp.where(forbidden_v, jnp.finfo(jnp.float32).min, logits_bcv)
-        # A comparison with the targets instead of a gather: its gradient is elementwise, where the
-        # gather's would be a scatter over the vocabulary.
+        # A comparison instead of a gather: its gradient is elementwise, that of a gather is a
+        # scatter over the vocabulary.
         is_target_bcv = target_ids_bc[..., None] == jnp.arange(logits_bcv.shape[-1])
         target_bc = jnp.sum(jnp.where(is_target_bcv, logits_bcv, 0.0), axis=-1)
         total_bc = jax.nn.logsumexp(logits_bcv, axis=-1)
@@ -92,12 +94,12 @@ def token_logprobs_and_entropies(
         return target_bc - total_bc, total_bc - mean_bc
 
     scores_bs, entropies_bs = _in_chunks(score, x_bsd, target_ids_bs, chunk)
-    # Past the end of the row, where nothing is written.
-    at_bs = jnp.where(sampled_index_bs < 0, token_ids_bt.shape[1], sampled_index_bs)
+    # Unused entries point past the end of the row, where writes are dropped.
+    index_bs = jnp.where(sampled_index_bs < 0, token_ids_bt.shape[1], sampled_index_bs)
     row_b1 = jnp.arange(len(token_ids_bt))[:, None]
 
     def spread(values_bs: jax.Array) -> jax.Array:
-        return jnp.zeros(token_ids_bt.shape).at[row_b1, at_bs].set(values_bs, mode="drop")
+        return jnp.zeros(token_ids_bt.shape).at[row_b1, index_bs].set(values_bs, mode="drop")
 
     return spread(scores_bs), None if entropies_bs is None else spread(entropies_bs)
 
@@ -105,15 +107,15 @@ def token_logprobs_and_entropies(
 def _in_chunks(
     score: Callable[..., Any], x_bsd: jax.Array, target_ids_bs: jax.Array, chunk: int
 ) -> Any:
-    """score() of a few positions of all rows at a time; its results are [B,S]."""
-    # Recomputed in the backward pass: saved logits of every chunk would be the [B,T,V] array again.
+    """Calls score() on `chunk` positions of all rows at a time; its results are [B,S]."""
+    # Recomputed in the backward pass: the saved logits of all chunks would be a [B,S,V] array.
     score = jax.checkpoint(score)
-    batch, places = target_ids_bs.shape
-    if places <= chunk:
+    batch, count = target_ids_bs.shape
+    if count <= chunk:
         return score(x_bsd, target_ids_bs)
-    chunks = -(-places // chunk)
-    chunk = -(-places // chunks)  # equal parts waste the least padding
-    padding = chunks * chunk - places
+    chunks = -(-count // chunk)
+    chunk = -(-count // chunks)  # chunks of equal size need the least padding
+    padding = chunks * chunk - count
     x_kbcd = jnp.moveaxis(
         jnp.pad(x_bsd, ((0, 0), (0, padding), (0, 0))).reshape(batch, chunks, chunk, -1), 1, 0
     )
@@ -122,5 +124,5 @@ def _in_chunks(
     )
     results = jax.lax.map(lambda part: score(*part), (x_kbcd, target_ids_kbc))
     return jax.tree.map(
-        lambda of_kbc: jnp.moveaxis(of_kbc, 0, 1).reshape(batch, -1)[:, :places], results
+        lambda result_kbc: jnp.moveaxis(result_kbc, 0, 1).reshape(batch, -1)[:, :count], results
     )

@@ -1,6 +1,6 @@
-"""Where arrays live: one mesh with the axes (data, fsdp, model), and rules for every leaf.
+"""Sharding: one mesh with the axes (data, fsdp, model), and a rule for every leaf.
 
-A row of a batch goes to (data, fsdp); a weight is cut along fsdp on its embedding side and along
+Rows of a batch are sharded over (data, fsdp); a weight over fsdp on its embedding side and over
 model on its wide side. A family's rules name every leaf of its models; a tree with the same leaf
 names (gradients, optimizer moments) gets the same shardings. The same code runs on one device.
 """
@@ -15,22 +15,22 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
 
-Rules = Mapping[str, tuple[str | None, ...]]  # leaf -> what its last dimensions mean
+Rules = Mapping[str, tuple[str | None, ...]]  # leaf -> meanings of its last dimensions
 
 MESH_AXES = ("data", "fsdp", "model")
 
-# What an array's dimension means -> the mesh axes that it is cut along.
+# Meaning of an array's dimension -> the mesh axes that it is sharded over.
 AXIS_RULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
         "batch": ("data", "fsdp"),  # rows of tokens
         "images": ("data", "fsdp"),  # rows of patches
-        "embed": ("fsdp",),  # the residual stream's side of a weight
-        "wide": ("model",),  # heads, MLP: the other side
+        "embed": ("fsdp",),  # a weight's side towards the residual stream
+        "wide": ("model",),  # its other side: heads or the MLP's inside
         "vocab": ("model",),
     }
 )
 
-# What a dimension of every family's embedding, head and value head means.
+# The same in every family.
 _SHARED_RULES: Rules = types.MappingProxyType(
     {
         "embedding": ("vocab", "embed"),
@@ -48,12 +48,12 @@ def param_rules(
     whole: Sequence[str] = (),
     more: Rules = types.MappingProxyType({}),
 ) -> Rules:
-    """Leaf -> what its last dimensions mean; a leading layer axis stays whole.
+    """A family's rules; a leading layer axis is not sharded.
 
     Args:
       wide_out: linear layers from the residual stream to heads or to an MLP's inside.
       wide_in: linear layers back to the residual stream.
-      whole: norms, which every device holds whole.
+      whole: norms, which are replicated.
       more: rules of other leaves, by their last two names.
     """
     rules = dict(_SHARED_RULES)
@@ -77,7 +77,7 @@ def param_rules(
     return types.MappingProxyType(rules | dict(more))
 
 
-# Field of TrainBatch -> what its dimensions mean. The rows of every array of `vision` are images.
+# Field of TrainBatch -> meanings of its dimensions. `vision` has none: its rows are images.
 BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
     {
         "token_ids_bt": ("batch", None),
@@ -97,9 +97,9 @@ BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
 
 
 def mesh_sizes(data: int, fsdp: int, model: int, devices: int) -> tuple[int, int, int]:
-    """The sizes of the axes over so many devices; -1 for one axis takes what the others leave.
+    """Sizes of the mesh axes; -1 for one of them: the devices that the others leave.
 
-    Raises: ConfigError where the axes do not multiply to the number of devices.
+    Raises: ConfigError: the sizes do not multiply to the number of devices.
     """
     sizes = [data, fsdp, model]
     wanted = f"mesh of data={data}, fsdp={fsdp}, model={model}"
@@ -119,15 +119,15 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int) -> tuple[int, int
 def make_mesh(
     data: int = 1, fsdp: int = 1, model: int = 1, *, devices: list[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh of data x fsdp x model devices; sizes and errors as in mesh_sizes."""
+    """A mesh of data x fsdp x model devices. Sizes and errors: see mesh_sizes."""
     devices = list(jax.devices()) if devices is None else devices
     sizes = mesh_sizes(data, fsdp, model, len(devices))
-    # Auto, given in full: the compiler fills in what the constraints below leave open.
+    # Auto: the compiler decides what the constraints below leave open.
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def _nearest(sizes: list[int], devices: int) -> str:
-    """A mesh of all devices that cuts weights as it was wanted, as far as that divides."""
+    """A valid mesh of all devices, as near to the wanted fsdp and model sizes as divides them."""
     model = math.gcd(sizes[2], devices)
     fsdp = math.gcd(sizes[1], devices // model)
     return f"data={devices // (model * fsdp)}, fsdp={fsdp}, model={model}"
@@ -136,13 +136,13 @@ def _nearest(sizes: list[int], devices: int) -> str:
 def partition_spec(
     axes: tuple[str | None, ...], shape: tuple[int, ...], mesh_sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """The rules applied to one array.
+    """Applies AXIS_RULES to one array.
 
     Args:
-      axes: meanings of the array's last len(axes) dimensions; those before them stay whole.
-      mesh_sizes: of the mesh's axes. A dimension that they do not divide stays whole too (a batch
-        of one row, a vocabulary of 1001): every device then holds all of it.
-    Raises: ConfigError for an unknown meaning, or two dimensions that claim one mesh axis.
+      axes: meanings of the array's last len(axes) dimensions; those before them are not sharded.
+      mesh_sizes: of the mesh's axes. A dimension that they do not divide (a batch of one row, a
+        vocabulary of 1001) is not sharded either.
+    Raises: ConfigError: an unknown meaning, or two dimensions that claim one mesh axis.
     """
     unknown = [axis for axis in axes if axis is not None and axis not in AXIS_RULES]
     if unknown:
@@ -164,9 +164,9 @@ def state_shardings(mesh: Mesh, abstract_state: Any, rules: Rules) -> Any:
     """A NamedSharding for every leaf of a tree with a model's leaf names.
 
     Args:
-      rules: of the model's family (`WeightTable.sharding_rules`).
       abstract_state: pytree of arrays or jax.ShapeDtypeStruct: nnx.State, optimizer state, or both.
-        Leaves of no dimension (counters) are replicated.
+        Scalars (counters) are replicated.
+      rules: of the model's family (`WeightTable.sharding_rules`).
     Raises: ModelError that lists every leaf without a rule.
     """
     unknown: list[str] = []
@@ -179,7 +179,7 @@ def state_shardings(mesh: Mesh, abstract_state: Any, rules: Rules) -> Any:
         if axes is None:
             unknown.append("/".join(names))
             axes = ()
-        if len(axes) > len(leaf.shape):  # Adafactor's moments by row and by column: small
+        if len(axes) > len(leaf.shape):  # Adafactor's moments by row and column: small, replicated
             axes = ()
         return NamedSharding(mesh, partition_spec(axes, leaf.shape, dict(mesh.shape)))
 
@@ -204,10 +204,10 @@ def leaf_names(path: tuple[Any, ...]) -> list[str]:
 
 
 def batch_shardings(mesh: Mesh, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Shardings of a TrainBatch's arrays: rows over (data, fsdp), where they divide over the mesh.
+    """Shardings of a TrainBatch's arrays: rows over (data, fsdp), if the mesh divides them.
 
     Args:
-      batch: the arrays that it has, by field; `vision` is a mapping of arrays.
+      batch: arrays by field; `vision` is a mapping of arrays.
     """
     sizes = dict(mesh.shape)
 
@@ -229,7 +229,7 @@ def _image_axes(array: Any) -> tuple[str | None, ...]:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """States an activation's sharding inside jit; nothing without a mesh (`jax.set_mesh`)."""
+    """Constrains an activation's sharding inside jit; no-op without a mesh (`jax.set_mesh`)."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -237,7 +237,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def on_a_device(shape: tuple[int, ...], *axes: str | None) -> int:
-    """Elements of an array that a device of the mesh (`jax.set_mesh`) holds; all without a mesh."""
+    """Elements of an array per device of the mesh (`jax.set_mesh`); all of them without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return math.prod(shape)

@@ -1,8 +1,8 @@
-"""A leaf of a model while it is put together, tensor by tensor, where it is going to stay.
+"""Assembles a leaf of a model from its tensors, on the devices of its sharding.
 
-On the CPU the leaf's own memory is written, part by part as the sharding cuts it. On other devices
-a large leaf is allocated there and takes one layer after the other; a small one is put together on
-the host and goes over in one piece. Files and names are the business of those who call.
+On the CPU tensors are written into the memory of the leaf's shards. On other devices a large leaf
+is allocated on the device and filled layer by layer; a small one is assembled on the host and
+transferred at once. Callers know files and names.
 """
 
 import functools
@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from uirl_jax.models.weight_files import aligned_empty
 
-# A leaf up to this size is put together on the host: one transfer, and no program for its shape.
-# All such leaves of Qwen2-VL-7B together are 30 MiB in bfloat16.
+# Leaves up to this size are assembled on the host: one transfer, and no program for their shape.
+# Those of Qwen2-VL-7B are 30 MiB together, in bfloat16.
 _SMALL_BYTES = 16 * 2**20
 # A transpose reads along one axis and writes along the other: 2.2-3.4 GB/s of bfloat16 in blocks of
 # this shape, 0.8-1.0 GB/s in one piece (two cores of an AMD EPYC).
@@ -27,19 +27,19 @@ _BLOCK = (256, 64)
 def start_leaf(
     shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding
 ) -> "HostLeaf | DeviceLeaf":
-    """A leaf that waits for its tensors: `put` each of them, then `finish`."""
+    """An empty leaf: `put` each of its tensors, then call `finish`."""
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     small = math.prod(shape) * dtype.itemsize <= _SMALL_BYTES
     return (HostLeaf if on_cpu or small else DeviceLeaf)(shape, dtype, sharding)
 
 
 class HostLeaf:
-    """Its parts are aligned buffers, which arrays on the CPU take over without a copy."""
+    """Assembled in host memory, in aligned buffers that JAX uses on the CPU without a copy."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> None:
         self._shape = shape
         self._sharding = sharding
-        # index of a part -> its buffer; devices that hold the same part share one.
+        # Bounds of a shard -> its buffer; devices with the same shard share it.
         self._parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
         self._part_of: dict[jax.Device, np.ndarray] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -50,30 +50,30 @@ class HostLeaf:
             self._part_of[device] = self._parts[bounds]
 
     def put(self, array: np.ndarray, layer: int | None) -> None:
-        """Writes one layer of a stacked leaf, or all of one that is not stacked (layer None).
+        """Writes a layer of a stacked leaf, or the whole leaf (layer None).
 
-        Several threads may put different layers.
+        Threads may put different layers at the same time.
         """
         for bounds, part in self._parts.items():
             within = tuple(slice(*b) for b in (bounds if layer is None else bounds[1:]))
             copy(part[...] if layer is None else part[layer], array[within])
 
     def finish(self) -> jax.Array:
-        """The array. Nothing may be put any more: it may own the buffers."""
+        """The array. Do not put anything afterwards: it may own the buffers."""
         on_devices = [jax.device_put(part, device) for device, part in self._part_of.items()]
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, on_devices)
 
 
 class DeviceLeaf:
-    """Lies on its devices from the start; the host holds the layer that is on its way."""
+    """Allocated on its devices; the host holds only the layer in transfer."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> None:
         self._array = jnp.zeros(shape, dtype, device=sharding)
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
 
     def put(self, array: np.ndarray, layer: int | None) -> None:
         """As HostLeaf.put."""
-        with self._one_at_a_time:
+        with self._lock:
             self._put(array, layer)
 
     def _put(self, array: np.ndarray, layer: int | None) -> None:
@@ -92,7 +92,7 @@ class DeviceLeaf:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             piece = jax.make_array_from_callback(array.shape, sharding, part)
             self._array = _with_layer(self._array, piece, layer)
-        # Otherwise the host would run ahead, and every layer on its way is host memory.
+        # Without it the host runs ahead, and every layer in transfer takes host memory.
         self._array.block_until_ready()
 
     def finish(self) -> jax.Array:
@@ -106,7 +106,7 @@ def _with_layer(leaf: jax.Array, piece: jax.Array, layer: int) -> jax.Array:
 
 
 def copy(out: np.ndarray, array: np.ndarray) -> None:
-    """out[...] = array, in blocks where one of them is a transpose; other dtypes are converted."""
+    """out[...] = array, converted to out's dtype; in blocks if `array` is a transpose."""
     if out.dtype == array.dtype and out.dtype.itemsize == 2:
         out, array = out.view(np.uint16), array.view(np.uint16)  # numpy copies its own types faster
     if array.ndim != 2 or array.flags.c_contiguous:

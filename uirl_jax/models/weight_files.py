@@ -1,8 +1,8 @@
-"""safetensors files on disk: which there are, what lies where, tensor by tensor in and out.
+"""Reads and writes safetensors files tensor by tensor.
 
-The library reads through a mapped file, whose pages count as the process's memory, and writes what
-is in memory as a whole. Here bytes are read ahead, in the order in which they lie, into buffers
-that arrays can keep; the library still checks every header. Knows no model and no layout of names.
+The safetensors library maps files, whose pages count as the process's memory, and writes only what
+is in memory as a whole. This module reads ahead in file order, into buffers that JAX arrays can
+keep; the library still checks every header. Models and names of tensors are elsewhere (`weights`).
 """
 
 import collections
@@ -27,13 +27,13 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 }
-# Enough to keep a disk busy while a tensor is put in place: a layer of a 7B model is 466 MB.
+# Keeps a disk busy while a tensor is placed; a layer of a 7B model is 466 MB.
 _READ_AHEAD_BYTES = 128 * 2**20
-ALIGNMENT = 64  # bytes; XLA on the CPU takes an aligned buffer as it is and copies any other
+ALIGNMENT = 64  # bytes; XLA on the CPU uses an aligned buffer and copies any other
 
 
 class Tensor(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file. They sort as they lie on the disk."""
+    """A tensor in a file; sorts by file, then by offset."""
 
     path: Path
     offset: int  # of its first byte in the file
@@ -74,24 +74,25 @@ def paths_in(model_dir: Path) -> list[Path]:
         )
         outside = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index_path}: no index of weights ({error!r})") from error
+        raise ModelError(f"{index_path}: not an index of weights ({error!r})") from error
     missing = [name for name in names if not (model_dir / name).is_file()]
     if outside or missing:
         raise ModelError(
-            f"{index_path}: " + listed([f"{n} is no file beside it" for n in [*outside, *missing]])
+            f"{index_path}: "
+            + listed([f"{n} is not a file next to it" for n in [*outside, *missing]])
         )
     return [model_dir / name for name in names]
 
 
 def tensors_in(path: Path) -> list[StoredTensor]:
-    """What a file holds, in no order. Raises: ModelError."""
+    """The tensors of a file, in any order. Raises: ModelError."""
     try:
-        # Opening checks the header and that the tensors cover the file; it reads no tensor.
+        # Opening checks the header, and that the tensors cover the file; it reads no tensor.
         with safetensors.safe_open(path, framework="numpy"), path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_bytes))
     except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"{path}: not a whole safetensors file ({error})") from error
+        raise ModelError(f"{path}: not a complete safetensors file ({error})") from error
     header.pop("__metadata__", None)
     return [
         StoredTensor(
@@ -107,11 +108,11 @@ def tensors_in(path: Path) -> list[StoredTensor]:
 
 
 def read_in_order(tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, np.ndarray]]:
-    """Every tensor once, as they lie on the disk; a thread reads ahead while the caller works.
+    """Yields every tensor once, in file order; a thread reads ahead.
 
-    In memory at a time: the one that was yielded, and ahead of it _READ_AHEAD_BYTES or one tensor.
+    Memory: the yielded tensor, and _READ_AHEAD_BYTES or one tensor ahead of it.
 
-    Raises: ModelError where a file has become shorter.
+    Raises: ModelError: a file was truncated after it was opened.
     """
     waiting = collections.deque(sorted(tensors))
     ahead: collections.deque[tuple[StoredTensor, concurrent.futures.Future[np.ndarray]]]
@@ -140,13 +141,13 @@ def _read(file: BinaryIO, tensor: StoredTensor) -> np.ndarray:
     while done < tensor.size_bytes:
         count = os.preadv(file.fileno(), [view[done:]], tensor.offset + done)
         if not count:
-            raise ModelError(f"{tensor.path}: became shorter while it was read")
+            raise ModelError(f"{tensor.path}: was truncated while it was read")
         done += count
     return array
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """np.empty on an address that XLA on the CPU need not copy from."""
+    """np.empty at an aligned address, which XLA on the CPU uses without a copy."""
     size_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(size_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -154,7 +155,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def cut(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor]]:
-    """In their order, as many into each shard as fit, at least one."""
+    """Splits tensors into shards, in order: as many in each as fit, at least one."""
     shards: list[list[Tensor]] = []
     used_bytes = 0
     for tensor in tensors:
@@ -167,7 +168,7 @@ def cut(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor]]:
 
 
 def header(tensors: Sequence[Tensor]) -> bytes:
-    """The head of a safetensors file: its length, then JSON that says where each tensor lies."""
+    """Header of a safetensors file: its length, then JSON with the offsets of each tensor."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -183,6 +184,6 @@ def header(tensors: Sequence[Tensor]) -> bytes:
 
 
 def listed(problems: list[str], most: int = 12) -> str:
-    """One line, also for a directory in which everything is wrong."""
+    """The first problems in one line, and the number of the others."""
     rest = len(problems) - most
     return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,7 +1,7 @@
-"""Which published tensors make up which leaf of a model: the form of a family's table of names.
+"""A family's table: which published tensors make up each leaf, LoRA targets, sharding rules.
 
-Base weights (`weights`), adapters (`peft_adapters`), shardings and LoRA targets are all read from
-it. No file and no array is touched here.
+Read by `weights` (base weights), `peft_adapters`, `lora` and `sharding`. Touches no file and no
+array.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of the base and where it comes from."""
+    """One leaf of the base weights and the tensors that it is made of."""
 
     path: str  # "text/blocks/q_proj/kernel"
-    tensors: tuple[str, ...]  # in the published layout; one per layer where the leaf is stacked
+    tensors: tuple[str, ...]  # published names; one per layer of a stacked leaf
     shape: Shape  # of the leaf
     stacked: bool
     transposed: bool
@@ -29,8 +29,8 @@ class Leaf:
 class Stack(NamedTuple):
     """Blocks whose leaves have a leading layer axis."""
 
-    prefix: str  # of the published names; the layer's number follows
-    modules: Mapping[str, str]  # leaf within a block -> module of a layer
+    prefix: str  # of the published names; followed by the layer's number
+    modules: Mapping[str, str]  # module within a block -> published module within a layer
 
 
 def _same(name: str) -> str:
@@ -41,22 +41,22 @@ def _same(name: str) -> str:
 class WeightTable:
     """The tables of one family.
 
-    A leaf's last name says what it is: `kernel` is the transpose of torch's `weight`, `scale` and
-    other parameters are its `weight`, `bias` its `bias`.
+    The last name of a leaf's path gives its kind: `kernel` is the transpose of torch's `weight`,
+    `bias` is torch's `bias`, and any other (`scale`, `embedding`) is torch's `weight`.
 
     Attributes:
-      stacks: leaf path of stacked blocks -> their tensors.
-      single: leaf path -> tensor, for every other leaf.
-      shapes: leaf path -> (config -> shape of the published tensor), where that is not the leaf's
-        own or its transpose, as for convolutions.
-      published_name: a tensor's name in any layout -> its name in this table; None: not a weight.
-      current_name: a module's name in this table -> its name in today's transformers.
-      redundant: config -> tensors that a file may hold beside these, such as a tied head.
-      lora_groups: LoRA target -> the projections that it stands for.
-      peft_targets: projection -> its name among PEFT's target_modules, where the projection's own
-        last name would match other modules too.
-      sharding_rules: last two names of a leaf, or its last one -> what its dimensions mean
+      stacks: path of stacked blocks -> their tensors.
+      single: path -> tensor, for every other leaf.
+      lora_groups: LoRA target -> its projections.
+      sharding_rules: last two names of a leaf's path, or the last one -> meanings of its dimensions
         (`sharding.AXIS_RULES`).
+      shapes: path -> (config -> shape of the published tensor), for a tensor that has neither the
+        leaf's shape nor its transpose, such as a convolution.
+      published_name: a tensor's name in any layout -> its name in this table; None: not a weight.
+      current_name: a module's name in this table -> its name in current transformers.
+      redundant: config -> other tensors that a file may hold, such as a tied head.
+      peft_targets: projection -> its entry in PEFT's target_modules, if the projection's own last
+        name would match other modules too.
     """
 
     stacks: Mapping[str, Stack]
@@ -71,11 +71,11 @@ class WeightTable:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Every projection that may carry adapters, each once."""
+        """All projections that may carry adapters."""
         return tuple(dict.fromkeys(name for group in self.lora_groups.values() for name in group))
 
     def projections_of(self, targets: Collection[str]) -> frozenset[str]:
-        """The projections of LoRA targets, each a group's name or a projection's own.
+        """The projections of LoRA targets: names of groups or of projections.
 
         Raises: ConfigError: an unknown target.
         """
@@ -89,9 +89,9 @@ class WeightTable:
         return frozenset(name for t in targets for name in self.lora_groups.get(t, (t,)))
 
     def targets_of(self, projections: Collection[str]) -> tuple[str, ...]:
-        """The reverse of projections_of: the largest groups by name, then single projections."""
+        """The reverse of projections_of: groups as far as they are complete, then projections."""
         remaining = set(projections)
-        # A union of other groups ("all") is written as those groups.
+        # A group that contains another one ("all") is written as its parts.
         unions = {
             name
             for name, members in self.lora_groups.items()
@@ -107,7 +107,7 @@ class WeightTable:
         return (*groups, *(name for name in self.projections if name in remaining))
 
     def leaf(self, cfg: Any, path: str, shape: Shape) -> Leaf:
-        """The table's line for one leaf. Raises: KeyError: the table has none."""
+        """The entry of one leaf. Raises: KeyError: not in the table."""
         *_, kind = path.split("/")
         suffix = "bias" if kind == "bias" else "weight"
         transposed = kind == "kernel"

@@ -1,9 +1,9 @@
-"""Model directories in Hugging Face's format: config.json, safetensors <-> a model's leaves.
+"""Model directories in Hugging Face's format: safetensors and config.json <-> a model's leaves.
 
-A family's table (`weight_table`) says which tensors make up which leaf. Tensors go one at a time
-between file and device, so that host memory holds a few tensors and not a model. Nothing is
-downloaded. `peft_adapters` reads adapters in PEFT's format; `stacking` puts leaves together on
-their devices; `directory` copies tokenizers.
+A family's table (`weight_table`) says which tensors make up each leaf. Tensors move one at a time
+between file and device: host memory holds a few of them, never the model. Nothing is downloaded
+(see `hub`). Adapters in PEFT's format are handled by `peft_adapters`, tokenizer files by
+`directory`.
 """
 
 import collections
@@ -35,9 +35,9 @@ from uirl_jax.models.weight_table import Leaf, WeightTable
 from uirl_jax.store.files import replacing
 
 _HASH_BLOCK_BYTES = 16 * 2**20
-# Threads that put tensors in place: one turns 2 GB/s, and a disk may give several times that.
+# Threads that place tensors. One transposes 2 GB/s; a disk may read several times that.
 _PLACERS = 4
-# The names that save_pretrained gives, as transformers does.
+# Names that save_pretrained writes, the same as transformers'.
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -50,14 +50,14 @@ def load_pretrained(
     mesh: jax.sharding.Mesh | None = None,
     quantize: Quantize = "none",
 ) -> nnx.Module:
-    """Reads model.safetensors (or its shards) straight into a model's arrays.
+    """Reads model.safetensors (or its shards) into a model's arrays.
 
     Args:
-      build: makes the model, with adapters or without; only its shapes are computed.
+      build: returns the model, with or without adapters; only its shapes are computed.
       table: of the model's family.
       init_key: of fresh adapters.
-      mesh: where the arrays go (`sharding.state_shardings`); None is the default device.
-      quantize: int8 holds the projections in 8 bits; other weights keep their dtype.
+      mesh: shards the arrays (`sharding.state_shardings`); None: the first local device.
+      quantize: int8 stores the projections in 8 bits; other weights keep their dtype.
     Raises: ModelError that lists every tensor that is missing, unexpected or of another shape.
     """
     model_dir = Path(model_dir)
@@ -87,9 +87,9 @@ def load_pretrained(
 
 
 def leaves_of(cfg: Any, base: nnx.State, table: WeightTable) -> list[Leaf]:
-    """Every leaf of the base that tensors are read for.
+    """The base's leaves that tensors are read for.
 
-    The scale of an int8 kernel is left out: it comes from the kernel's own tensors.
+    Not the scale of an int8 kernel: it is computed from the kernel's tensors.
     """
     named = [("/".join(leaf_names(path)), leaf) for path, leaf in jax.tree.leaves_with_path(base)]
     return [
@@ -110,17 +110,17 @@ def save_pretrained(
 ) -> None:
     """Writes config.json and safetensors in the published layout, which transformers reads.
 
-    Adapters are added to their kernels in float32. The new files take their names when all of them
-    are whole, and weights of an earlier save that they do not replace go after that. Disk space is
-    needed for both, host memory for a few tensors.
+    Adapters are merged into their kernels in float32. All files are written before any is renamed;
+    weight files of an earlier save that were not replaced are deleted last. Needs disk space for
+    both and host memory for a few tensors.
 
     Args:
       config: content of config.json.
-      dtype: of the written tensors; None keeps each leaf's own.
-      max_shard_bytes: of tensors in a file; only a single tensor that is larger exceeds it. What
-        fits in one file is model.safetensors, more are shards with model.safetensors.index.json.
-        Default: as transformers cut the published models.
-    Raises: ModelError where the projections are int8.
+      dtype: of the written tensors; None: that of each leaf.
+      max_shard_bytes: of tensors in a file, unless a single tensor is larger. One file is named
+        model.safetensors; shards come with model.safetensors.index.json. Default: that of the
+        published models.
+    Raises: ModelError: the projections are int8.
     """
     model_dir = Path(model_dir)
     if is_quantized(nnx.state(model, nnx.Not(LoRAParam))):
@@ -156,7 +156,7 @@ def save_pretrained(
     values = itertools.chain.from_iterable(_tensors_of(leaf, arrays, model.lora) for leaf in leaves)
     with replacing(*(model_dir / name for name in [*names, *documents])) as files:
         for file, shard in zip(files[:count], shards, strict=True):
-            # The library's own writer wants all tensors in memory; a file is a header and bytes.
+            # The safetensors library's writer needs all tensors in memory.
             file.write(weight_files.header(shard))
             for tensor in shard:
                 value = next(values).astype(tensor.dtype, copy=False)
@@ -169,29 +169,34 @@ def save_pretrained(
 
 
 def stored_dtype(model_dir: str | Path) -> jnp.dtype:
-    """The dtype in which most of a directory's weights are stored. Raises: ModelError."""
+    """The dtype of most bytes of a directory's weights. Raises: ModelError."""
     sizes: collections.Counter[str] = collections.Counter()
     for path in weight_files.paths_in(Path(model_dir)):
         for tensor in weight_files.tensors_in(path):
             sizes[tensor.dtype_name] += tensor.size_bytes
     [(stored, _)] = sizes.most_common(1)
-    for name, theirs in weight_files.DTYPE_NAMES.items():
-        if theirs == stored:
+    for name, stored_name in weight_files.DTYPE_NAMES.items():
+        if stored_name == stored:
             return jnp.dtype(name)
-    raise ModelError(f"{model_dir}: weights of dtype {stored}")
+    raise ModelError(
+        f"{model_dir}: weights of dtype {stored}, expected one of {[*weight_files.DTYPE_NAMES]}"
+    )
 
 
 def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str:
-    """32 hex digits that name a base model: over config.json and every byte of its safetensors.
+    """32 hex digits that identify a base model: a hash of config.json and its safetensors files.
 
-    Of the checksums of 16 MiB blocks: 12 GB/s on one core, where a cryptographic hash of the bytes
-    does 1.3 and would take longer than loading them. It tells models apart; it does not prove who
-    made one. Where `stop` is set meanwhile, what is returned names nothing.
+    Hashes the checksums of 16 MiB blocks: 12 GB/s on one core. A cryptographic hash of all bytes
+    reaches 1.3 GB/s and would take longer than loading. It tells models apart and is no protection
+    against forgery.
+
+    Args:
+      stop: when set, the function returns early; its result is then meaningless.
     """
     model_dir = Path(model_dir)
     digest = hashlib.blake2b(digest_size=16)
     for path in [model_dir / "config.json", *weight_files.paths_in(model_dir)]:
-        # The length keeps a byte from moving over the border between two files unnoticed.
+        # With the length, moving bytes from one file to the next changes the hash.
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while not (stop and stop.is_set()) and (block := file.read(_HASH_BLOCK_BYTES)):
@@ -200,7 +205,7 @@ def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str
 
 
 def adapters_to_numpy(lora_state: nnx.State) -> dict[str, np.ndarray]:
-    """Every leaf by its path: {"text/blocks/q_proj/lora_a": float32[L,D,R], ...}."""
+    """Leaves by path: {"text/blocks/q_proj/lora_a": float32[L,D,R], ...}."""
     host = jax.device_get(lora_state)
     return {
         "/".join(leaf_names(path)): np.asarray(leaf)
@@ -209,10 +214,11 @@ def adapters_to_numpy(lora_state: nnx.State) -> dict[str, np.ndarray]:
 
 
 def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx.State:
-    """The reverse of adapters_to_numpy, on the shardings that abstract's leaves have.
+    """The reverse of adapters_to_numpy.
 
     Args:
-      abstract: a state of the wanted structure; arrays or jax.ShapeDtypeStruct.
+      abstract: a state of the wanted structure, dtypes and shardings: arrays or
+        jax.ShapeDtypeStruct.
     Raises: ModelError that lists every leaf that is missing, unexpected or of another shape.
     """
     wanted = {
@@ -236,7 +242,7 @@ def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx
 
 
 def _stored_tensors(model_dir: Path, table: WeightTable) -> dict[str, StoredTensor]:
-    """By published name."""
+    """The directory's tensors by published name."""
     tensors = {}
     for path in weight_files.paths_in(model_dir):
         for tensor in weight_files.tensors_in(path):
@@ -268,21 +274,21 @@ def _check(
 def _read_base(
     stored: dict[str, StoredTensor], leaves: dict[str, Leaf], base: nnx.State, shardings: nnx.State
 ) -> nnx.State:
-    """Every leaf on its devices, from one pass over the files in the order of their bytes."""
+    """The leaves on their devices, from one pass over the files in file order."""
     started = {
         "/".join(leaf_names(path)): start_leaf(leaf.shape, leaf.dtype, sharding)
         for (path, leaf), sharding in zip(
             jax.tree.leaves_with_path(base), jax.tree.leaves(shardings), strict=True
         )
     }
-    places = {
+    targets = {
         stored[name]: (leaf, layer if leaf.stacked else None)
         for leaf in leaves.values()
         for layer, name in enumerate(leaf.tensors)
     }
 
     def place(tensor: StoredTensor, array: np.ndarray) -> None:
-        leaf, layer = places[tensor]
+        leaf, layer = targets[tensor]
         if leaf.transposed:
             array = array.reshape(array.shape[0], -1)
             if (scale_path := f"{leaf.path}_scale") in started:
@@ -293,7 +299,7 @@ def _read_base(
 
     with concurrent.futures.ThreadPoolExecutor(_PLACERS, "place-weights") as pool:
         placing: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-        for tensor, array in weight_files.read_in_order(places):
+        for tensor, array in weight_files.read_in_order(targets):
             placing.append(pool.submit(place, tensor, array))
             if len(placing) > _PLACERS:
                 placing.popleft().result()
@@ -307,7 +313,7 @@ def _read_base(
 def _tensors_of(
     leaf: Leaf, arrays: dict[str, jax.Array], lora: LoraConfig | None
 ) -> Iterator[np.ndarray]:
-    """A leaf's tensors as torch has them, adapters added."""
+    """A leaf's tensors in torch's layout, with adapters merged."""
     whole = arrays[leaf.path]
     parent = leaf.path.rpartition("/")[0]
     lora_a, lora_b = (arrays.get(f"{parent}/{name}") for name in ("lora_a", "lora_b"))
@@ -324,7 +330,7 @@ def _tensors_of(
 
 
 def _init_adapter(names: list[str], leaf: jax.ShapeDtypeStruct, init_key: jax.Array) -> jax.Array:
-    """As in lora.Linear: A uniform, B zero. The key depends on the leaf's name, not its place."""
+    """As in lora.Linear: A uniform, B zero. The key is init_key with the leaf's path folded in."""
     if names[-1] == "lora_b":
         return jnp.zeros(leaf.shape, leaf.dtype)
     leaf_key = jax.random.fold_in(init_key, zlib.crc32("/".join(names).encode()))

@@ -1,7 +1,7 @@
-"""Qwen2-VL's chat as pieces: ChatML, with images between vision markers.
+"""The chat layout of Qwen2-VL: ChatML, with images between vision markers.
 
-Source: chat_template of the published models; token for token as transformers' apply_chat_template
-gives it.
+Source: chat_template of the published models. Tokens equal those of transformers'
+apply_chat_template.
 """
 
 from collections.abc import Sequence

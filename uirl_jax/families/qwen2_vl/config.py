@@ -1,4 +1,4 @@
-"""A Qwen2-VL's config.json and preprocessor_config.json: read, checked and written.
+"""config.json and preprocessor_config.json of Qwen2-VL: reads, checks and writes them.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/configuration_qwen2_vl.py.
 """
@@ -19,11 +19,11 @@ _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 @dataclasses.dataclass(frozen=True)
 class ImageConfig:
-    """What a Hugging Face directory's preprocessor_config.json says about images.
+    """Image settings of preprocessor_config.json.
 
-    A default stands for a field that the file lacks, and is that of transformers'
-    Qwen2VLImageProcessor. The published Qwen2-VL directories hold max_pixels=12,845,056 (16,384
-    visual tokens): a 1280x800 screen is 1,334 tokens with them and 1,260 with the default.
+    A field that the file lacks has the default of transformers' Qwen2VLImageProcessor. The
+    published directories of Qwen2-VL have max_pixels=12,845,056 (16,384 visual tokens): a 1280x800
+    screen is 1,334 tokens with them and 1,260 with the default.
     """
 
     patch_size: int = 14
@@ -47,11 +47,11 @@ class ImageConfig:
 
     @classmethod
     def from_dict(cls, preprocessor_config: Mapping[str, Any]) -> "ImageConfig":
-        """Reads the fields that matter here.
+        """Reads the fields of this class.
 
-        min_pixels and max_pixels may stand at the top, as older files have them, or as `size`'s
-        shortest_edge and longest_edge.
-        Raises: ModelError for a step of preprocessing that this module does not do.
+        min_pixels and max_pixels may be fields of their own, as in older files, or shortest_edge
+        and longest_edge of `size`.
+        Raises: ModelError: the file asks for preprocessing that is not supported.
         """
         for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if not preprocessor_config.get(switch, True):
@@ -74,7 +74,7 @@ class ImageConfig:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> "ImageConfig":
-        """Of <model_dir>/preprocessor_config.json. Raises: ModelError."""
+        """Reads <model_dir>/preprocessor_config.json. Raises: ModelError."""
         return cls.from_dict(read_json(Path(model_dir) / "preprocessor_config.json"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,9 +98,8 @@ class ImageConfig:
 
 
 def level_values(cfg: ImageConfig) -> np.ndarray:
-    """float32[3,256], what the vision tower reads for each level of each channel: a table instead
-    of arithmetic on every pixel."""
-    # Rescaled in float64 and normalised in float32, as the reference does.
+    """float32[3,256], the normalised value of every level of a channel: a table for pixels."""
+    # Rescaled in float64 and normalised in float32, as in the reference.
     level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
     mean_c = np.array(cfg.image_mean, np.float32)
     std_c = np.array(cfg.image_std, np.float32)
@@ -131,7 +130,7 @@ class VisionConfig:
 
     @property
     def patch_levels(self) -> int:
-        """Of one patch of a still image, before it is repeated in time."""
+        """C, the values of one patch of a still image, before it is repeated in time."""
         return self.in_channels * self.patch_size**2
 
     @property
@@ -180,12 +179,12 @@ class Qwen2VLConfig:
             raise ModelError("config.json: " + "; ".join(problems))
         if self.hidden_size % self.num_attention_heads:
             problems.append(
-                f"hidden_size={self.hidden_size} is no multiple of "
+                f"hidden_size={self.hidden_size} is not a multiple of "
                 f"num_attention_heads={self.num_attention_heads}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
-                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
         if 2 * sum(self.mrope_section) != self.head_dim:
@@ -209,10 +208,10 @@ class Qwen2VLConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen2VLConfig":
-        """Reads a config.json, text fields at the top (transformers 4) or in text_config (5).
+        """Reads a config.json, with text fields at the top (transformers 4) or in text_config (5).
 
-        Raises: ModelError for another architecture, missing fields, or a variant that this
-        implementation does not compute (sliding windows, scaled RoPE, other activations).
+        Raises: ModelError: another architecture, missing fields, or a variant that is not supported
+          (sliding windows, scaled RoPE, other activations).
         """
         if config.get("model_type") != "qwen2_vl":
             raise ModelError(
@@ -243,16 +242,14 @@ class Qwen2VLConfig:
             found["rope_theta"] = rope["rope_theta"]
         if "mrope_section" in rope:
             found["mrope_section"] = tuple(rope["mrope_section"])
-        # transformers 5 keeps the special tokens at the top, and `false` at the top gives way to
-        # the text tower's `true`.
+        # transformers 5 may have `false` at the top and `true` in text_config; the latter holds.
         found["tie_word_embeddings"] = bool(
             config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         )
         if isinstance(found["eos_token_id"], list):
             found["eos_token_id"] = found["eos_token_id"][0]
         found = {name: value for name, value in found.items() if value is not None}
-        # in_chans is what the published files call it; the reference reads in_channels alone, and
-        # both are always 3.
+        # The published files name it in_chans, the reference reads only in_channels; both are 3.
         vision = {"hidden_size": found.get("hidden_size"), **vision}
         names = {field.name for field in dataclasses.fields(VisionConfig)}
         found["vision"] = VisionConfig(**{k: v for k, v in vision.items() if k in names})
@@ -263,7 +260,7 @@ class Qwen2VLConfig:
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json that transformers 4 and 5 read: the flat layout of the published models."""
+        """A config.json for transformers 4 and 5, in the flat layout of the published models."""
         values = dataclasses.asdict(self)
         del values["images"]
         vision = values.pop("vision")
@@ -285,7 +282,7 @@ class Qwen2VLConfig:
 
 
 def read_model_config(model_dir: Path) -> Qwen2VLConfig:
-    """Of <model_dir>/config.json; image settings are the defaults. Raises: ModelError."""
+    """Reads <model_dir>/config.json alone, with default image settings. Raises: ModelError."""
     path = model_dir / "config.json"
     try:
         return Qwen2VLConfig.from_dict(read_json(path))
@@ -294,6 +291,6 @@ def read_model_config(model_dir: Path) -> Qwen2VLConfig:
 
 
 def read_config(model_dir: Path) -> Qwen2VLConfig:
-    """Of config.json and preprocessor_config.json. Raises: ModelError."""
+    """Reads config.json and preprocessor_config.json. Raises: ModelError."""
     cfg = read_model_config(model_dir)
     return dataclasses.replace(cfg, images=ImageConfig.load(model_dir))

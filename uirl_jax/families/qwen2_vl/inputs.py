@@ -1,7 +1,7 @@
-"""Screens of Qwen2-VL as arrays, and positions of its tokens: resize, patchify, count, M-RoPE.
+"""Qwen2-VL on the host: screens as patches, and M-RoPE positions of tokens.
 
 Patches stay bytes, one frame each, until they are on the device (`model.pixel_values`). Engine,
-learner and tools use the same functions, so that policy and learner see the same numbers.
+learner and tools use the same functions, so that actor and learner see the same numbers.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class Qwen2VLInputs:
     def from_processor(
         self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
     ) -> tuple[list[Screen], PackedScreens]:
-        """An image is a row of the tower.
+        """Screens without pixels, and the arrays of the images, each in a row of its own.
 
         Args:
           pixel_values: float[P,F], the patches of all images, one after the other.
@@ -128,16 +128,16 @@ def make_inputs(cfg: Qwen2VLConfig) -> Qwen2VLInputs:
 def smart_resize(
     height_px: int, width_px: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """The size that an image is resized to: multiples of factor, within the two pixel counts.
+    """(height, width) that an image is resized to: multiples of factor, within the pixel limits.
 
-    Raises: ImageError where the sides are further apart than 200 to 1.
+    Raises: ImageError: the aspect ratio is above 200 to 1.
     Source: transformers, models/qwen2_vl/image_processing_qwen2_vl.py, smart_resize.
     """
     ratio = max(height_px, width_px) / max(min(height_px, width_px), 1)
     if min(height_px, width_px) < 1 or ratio > _MAX_ASPECT_RATIO:
         raise ImageError(
-            f"image of {width_px}x{height_px} pixels: sides may be at most "
-            f"{_MAX_ASPECT_RATIO} to 1 apart"
+            f"image of {width_px}x{height_px} pixels, expected an aspect ratio of at most "
+            f"{_MAX_ASPECT_RATIO} to 1"
         )
     height = round(height_px / factor) * factor
     width = round(width_px / factor) * factor
@@ -153,10 +153,7 @@ def smart_resize(
 
 
 def image_grid(size_px: tuple[int, int], cfg: ImageConfig) -> Grid:
-    """What `cut_image` makes of an image of (width, height): 1, then height and width in patches.
-
-    Raises: ImageError, as smart_resize.
-    """
+    """Grid of a (width, height) image after resizing. Raises: ImageError: see smart_resize."""
     factor = cfg.patch_size * cfg.merge_size
     width_px, height_px = size_px
     height_px, width_px = smart_resize(height_px, width_px, factor, cfg.min_pixels, cfg.max_pixels)
@@ -164,11 +161,11 @@ def image_grid(size_px: tuple[int, int], cfg: ImageConfig) -> Grid:
 
 
 def cut_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
-    """Resize and cut into patches.
+    """Resizes an image and cuts it into patches.
 
     Returns:
-      patches_pc: uint8[P,C]; the merge_size**2 patches of one visual token stand side by side, and
-        C is (channel, height, width).
+      patches_pc: uint8[P,C]; the merge_size**2 patches of one visual token are consecutive, and C
+        is (channel, height, width).
       grid_thw: (1, height, width) in patches.
     Source: transformers, models/qwen2_vl/image_processing_pil_qwen2_vl.py.
     """
@@ -176,7 +173,7 @@ def cut_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
         image = image.convert("RGB")
     _, grid_h, grid_w = grid_thw = image_grid(image.size, cfg)
     size_px = grid_w * cfg.patch_size, grid_h * cfg.patch_size
-    if size_px != image.size:  # bicubic to the same size is the identity
+    if size_px != image.size:  # resizing to the same size is the identity
         image = image.resize(size_px, Image.Resampling.BICUBIC)
     blocks = (
         np.asarray(image)
@@ -195,13 +192,13 @@ def cut_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
 
 
 def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
-    """`cut_image` and `pixel_values`: what the reference's processor returns."""
+    """`cut_image`, then `pixel_values`: the output of the reference's processor."""
     patches_pc, grid_thw = cut_image(image, cfg)
     return pixel_values(patches_pc, cfg), grid_thw
 
 
 def pixel_values(patches_pc: np.ndarray, cfg: ImageConfig) -> np.ndarray:
-    """What the vision tower reads of patches, on the host; `model.pixel_values` is the device's.
+    """The vision tower's input, on the host; `model.pixel_values` is the same on the device.
 
     Returns: float32[P,F]; F is (channel, time, height, width), the still image repeated in time.
     """
@@ -215,7 +212,7 @@ def pixel_values(patches_pc: np.ndarray, cfg: ImageConfig) -> np.ndarray:
 
 
 def num_visual_tokens(grid_thw: Grid, merge_size: int) -> int:
-    """How many tokens an image takes in the text: its patches over merge_size**2."""
+    """Tokens of an image in the text: its patches / merge_size**2."""
     t, h, w = grid_thw
     return t * (h // merge_size) * (w // merge_size)
 
@@ -237,15 +234,15 @@ def rope_positions(
 ) -> np.ndarray:
     """M-RoPE positions of one unpadded sequence, int32[3,T]: time, height, width.
 
-    Text counts on in all three; an image's tokens take its block's row and column, and the text
-    after it goes on at its largest position + 1:
+    Text tokens count up on all axes. Each visual token adds its row and column to the position at
+    which its image starts; text after the image continues at the largest position + 1:
 
         token     P  P  v  v  v  v  v  v  P        an image of 2 x 3 visual tokens
         time      0  1  2  2  2  2  2  2  5
         height    0  1  2  2  2  3  3  3  5
         width     0  1  2  3  4  2  3  4  5
 
-    Raises: ImageError where runs of image_token_id and grids do not fit each other.
+    Raises: ImageError: the runs of image_token_id do not have the lengths of the grids.
     Source: transformers, models/qwen2_vl/modeling_qwen2_vl.py, get_rope_index.
     """
     is_image_t = np.asarray(token_ids_t) == image_token_id
@@ -265,7 +262,7 @@ def rope_positions(
         rows, columns = h // merge_size, w // merge_size
         indices_3thw = np.indices((t, rows, columns), dtype=np.int32)
         positions_3t[:, start:end] = position + indices_3thw.reshape(3, -1)
-        # The time axis is not counted, as in the reference.
+        # Without the time axis, as in the reference.
         position += max(h, w) // merge_size
         done = end
     positions_3t[:, done:] = position + np.arange(len(is_image_t) - done)

@@ -1,8 +1,7 @@
-"""Qwen2-VL in Flax NNX: the vision tower, the text tower, and the border's device side.
+"""Qwen2-VL in Flax NNX: its vision tower, and a `models.decoder` with M-RoPE as text tower.
 
-A module holds names and parameters; its methods are pure, so that `jax.jit` stays at the edge. The
-blocks of a tower are stacked and run by one `lax.scan` under `jax.checkpoint`. Patches and
-positions come from `inputs`, names of tensors from `names`. Sampling and losses are elsewhere.
+Methods are pure; callers jit them. The blocks of a tower are stacked and run by one `lax.scan`
+under `jax.checkpoint`. Patches and positions come from `inputs`, names of tensors from `names`.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
@@ -32,7 +31,7 @@ from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
-_VISION_NORM_EPS = 1e-6  # not in the config of the reference either
+_VISION_NORM_EPS = 1e-6  # a constant in the reference, too
 
 
 class VisionBlock(nnx.Module):
@@ -98,7 +97,7 @@ class VisionTower(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: jnp.dtype,
     ) -> None:
-        # The reference's Conv3d has its kernel's size as stride: a product with flat patches.
+        # The reference's Conv3d with stride = kernel size is a matrix product on flat patches.
         self.patch_embed = Linear(
             cfg.patch_features,
             cfg.embed_dim,
@@ -131,12 +130,12 @@ class Qwen2VL(nnx.Module):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
     Args:
-      lora: which projections carry adapters; None for the base alone.
-      rngs: random weights; reading a directory replaces them.
+      lora: targets of the adapters; None: no adapters.
+      rngs: of the random initial weights.
       param_dtype: of the base weights; adapters are float32.
-      compute_dtype: of activations; None is param_dtype. Softmax, norms, angles and logprobs are
-        float32 in any case.
-      remat: what the backward pass keeps of a block.
+      compute_dtype: of activations; None: param_dtype. Softmax, norms, angles and logprobs are
+        always float32.
+      remat: what the backward pass recomputes of a block.
     """
 
     def __init__(
@@ -174,12 +173,12 @@ class Qwen2VL(nnx.Module):
         """The table of visual tokens.
 
         Args:
-          vision: of `inputs.pack_screens`: either patches_ipc, uint8[I,P,C], or pixels_ipf,
-            float32[I,P,F], as transformers' processor makes them; and
-            patch_positions_ip2: int32[I,P,2], (row, column) within the patch's own image;
-            patch_segments_ip: int32[I,P], one number per image, 0 at padding. Patches of one number
-            attend to each other; merge_size**2 patches in a row belong to one image.
-          adapters, dropout_key: as in `hidden`; they matter where the vision tower has adapters.
+          vision: arrays of `inputs.pack_screens` or `inputs.from_processor`:
+            patches_ipc: uint8[I,P,C], or pixels_ipf: float32[I,P,F];
+            patch_positions_ip2: int32[I,P,2], (row, column) of the patch within its image;
+            patch_segments_ip: int32[I,P], one number per image, 0 at padding. Patches attend to
+            those of the same number; merge_size**2 consecutive patches belong to one image.
+          adapters, dropout_key: see `hidden`; for adapters of the vision tower.
         Returns: visual_md, [I * P / merge_size**2, D]; rows of padding are undefined.
         """
         blocks_key, fc1_key, fc2_key = split_key(dropout_key, 3)
@@ -203,7 +202,7 @@ class Qwen2VL(nnx.Module):
         h_imd = jax.nn.gelu(h_imd, approximate=False)
         visual_imd = tower.merger_fc2(h_imd, adapters=adapters, dropout_key=fc2_key)
         visual_md = visual_imd.reshape(-1, self.cfg.vision.hidden_size)
-        # Any row of text may hold any image: every device holds the whole table.
+        # Replicated: any row of text may hold any image.
         return constrain(visual_md, None, None)
 
     def hidden(
@@ -214,13 +213,13 @@ class Qwen2VL(nnx.Module):
         adapters: bool = True,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """The text tower over whole rows, causal within a segment and the prefix that it shares.
+        """The text tower over whole rows, causal within a segment and its shared prefix.
 
         Args:
-          visual_md: [M,D] of encode_images; None where no row holds an image.
+          visual_md: [M,D] of encode_images; None: no row holds an image.
           adapters: False computes the base exactly, without the adapters' matrix products.
-          dropout_key: of the adapters' inputs (LoraConfig.dropout) in this one forward pass; None,
-            as in all passes that score or sample, drops nothing.
+          dropout_key: for the adapters' inputs (LoraConfig.dropout) in this forward pass; None, as
+            for scoring and sampling, drops nothing.
         Returns: x_btd in the compute dtype, after the final norm.
         """
         x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
@@ -239,7 +238,7 @@ class Qwen2VL(nnx.Module):
         span: int | None = None,
         blocks: Sequence[DecoderBlock] | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Writes the rows' next tokens into the cache; see border.Model.extend."""
+        """See border.Model.extend."""
         x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
         rotary = _rotary(self.cfg, positions_abt)
         return self.text.extend(
@@ -292,7 +291,7 @@ def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> Rotary:
 
 
 def block_outputs(model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block, [L,B,T,D], for comparison."""
+    """The residual stream after every text block, [L,B,T,D]; for tests."""
     return _text_rows(model, rows, visual_md, collect=True)[1]
 
 
@@ -302,7 +301,7 @@ def vision_block_outputs(
     patch_positions_ip2: jax.Array,
     patch_segments_ip: jax.Array,
 ) -> jax.Array:
-    """The residual stream after every vision block, [L,I,P,D], for comparison."""
+    """The residual stream after every vision block, [L,I,P,D]; for tests."""
     _, x_lipd = _vision_blocks(
         model,
         pixels_ipf,
@@ -316,14 +315,14 @@ def vision_block_outputs(
 
 
 def pixel_values(patches_ipc: jax.Array, image_cfg: ImageConfig) -> jax.Array:
-    """What the vision tower reads of patches that came to the device as bytes.
+    """The vision tower's input, of patches that were transferred as bytes: an eighth of the floats.
 
-    An eighth of the floats on the host and on their way. A table, so that they are those of
-    vision_inputs.pixel_values bit for bit: arithmetic is rounded in another way in every program
-    that the compiler joins it into, and gradients of equal screens then differ by 1e-5.
+    A lookup in a table equals inputs.pixel_values bit for bit. Arithmetic would be rounded
+    differently in every program that the compiler fuses it into, and gradients of equal screens
+    would then differ by 1e-5.
 
     Args:
-      patches_ipc: uint8[I,P,C], vision_inputs.cut_image.
+      patches_ipc: uint8[I,P,C], see inputs.cut_image.
     Returns: float32[I,P,F], the still image repeated in time.
     """
     shape_ip = patches_ipc.shape[:2]

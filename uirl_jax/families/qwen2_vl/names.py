@@ -1,4 +1,4 @@
-"""Qwen2-VL's tables: names of published tensors, LoRA projections, sharding rules."""
+"""Tables of Qwen2-VL: names of published tensors, LoRA projections, sharding rules."""
 
 import re
 import types
@@ -11,9 +11,9 @@ from uirl_jax.models.weight_table import Stack, WeightTable
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
-# attention, mlp and both of them, all, lie in the text tower. vision (the blocks of the vision
-# tower) and merger (between the towers) change visual tokens: the learner then computes these
-# inside the loss, and once more with adapters off for the reference.
+# attention, mlp and all (both) are in the text tower. vision (the blocks of the vision tower) and
+# merger (between the towers) change visual tokens: the learner then computes them inside the loss,
+# and once more with adapters off for the reference.
 LORA_GROUPS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
         "attention": _ATTENTION,
@@ -34,7 +34,7 @@ def _patch_embed_shape(cfg: Qwen2VLConfig) -> tuple[int, ...]:
 
 
 def _published_name(name: str) -> str | None:
-    """Since version 4.52 transformers holds both towers under `model.`:
+    """Since version 4.52 transformers has both towers under `model.`:
 
     model.language_model.layers.0...  ->  model.layers.0...
     model.visual.blocks.0...          ->  visual.blocks.0...
@@ -96,8 +96,8 @@ WEIGHTS = WeightTable(
     current_name=_current_name,
     redundant=lambda cfg: ("lm_head.weight",) if cfg.tie_word_embeddings else (),
     lora_groups=LORA_GROUPS,
-    # The patch embedding is a `proj` too: the parent's name goes along, as in what peft itself
-    # makes of "all-linear".
+    # The patch embedding is a `proj` too, so the parent's name is included, as peft does for
+    # "all-linear".
     peft_targets={"proj": "attn.proj", "merger_fc1": "mlp.0", "merger_fc2": "mlp.2"},
     sharding_rules=param_rules(
         wide_out=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "fc1", "merger_fc1"),
