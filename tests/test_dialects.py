@@ -282,17 +282,19 @@ def test_delay_beyond_what_the_proxy_bears_is_refused():
 
 def play(container, task, say):
     """One whole episode on a container, by an engine that says what it is told to."""
-    from uirl_jax.actor.rollout import run_episode
+    from uirl_jax.actor.rollout import RolloutSetup, run_episode
 
     async def run():
         async with serving(container) as url, client_of(url, "g2b") as client:
             return await run_episode(
                 task,
-                client=client,
-                engine=world.ScriptedEngine(say),
-                chat=world.chat(),
-                inputs=world.inputs(),
-                cfg=world.RolloutConfig(max_new_tokens=64, max_context_tokens=100_000),
+                RolloutSetup(
+                    client,
+                    world.ScriptedEngine(say),
+                    world.chat(),
+                    world.inputs(),
+                    world.RolloutConfig(max_new_tokens=64, max_context_tokens=100_000),
+                ),
                 seed=0,
                 group_id="g",
             )

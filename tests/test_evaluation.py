@@ -226,7 +226,7 @@ def test_rename_stage_completes_what_an_interrupted_one_began(tmp_path: Path, do
 def test_read_results_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "before.json").write_text('{"stage": "before", "per_task": {}}')
-    with pytest.raises(UirlError, match=r"before\.json: is no result of this version"):
+    with pytest.raises(UirlError, match=r"before\.json: not a result of this version"):
         evaluation.read_results(tmp_path)
 
 

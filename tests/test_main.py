@@ -18,8 +18,7 @@ from typing import BinaryIO
 import pytest
 
 from tests import tiny_config, tiny_model
-from uirl_jax import checkpoints, main
-from uirl_jax import evaluation as evaluate
+from uirl_jax import checkpoints, evaluation, main
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.state import OptimizerConfig
@@ -103,7 +102,7 @@ def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model
     longer = run(tmp_path / "run", model_dir, chance, f"--config.learner.steps={STEPS + 1}")
     assert longer.returncode == 0, longer.stderr[-2000:]
     assert metric_by_step(tmp_path / "run", "step") == list(range(1, STEPS + 2))
-    results = evaluate.read_results(tmp_path / "run")
+    results = evaluation.read_results(tmp_path / "run")
     assert list(results) == ["random", "before", f"version_{STEPS}", "after"], longer.stdout
     first_end = {"successes": results[f"version_{STEPS}"].successes}
     assert first_end.items() <= summary["after"].items()
@@ -446,7 +445,7 @@ def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
         learner=schema.LearnerConfig(steps=3),
     )
     run_id = open_run(tmp_path, cfg)
-    summary = tmp_path / evaluate.SUMMARY_FILE  # of the shorter run
+    summary = tmp_path / evaluation.SUMMARY_FILE  # of the shorter run
     summary.write_text("{}")
     more = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, **changes))
     if not message:

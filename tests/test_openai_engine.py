@@ -11,7 +11,7 @@ import pytest
 from tests import actor_world, openai_server
 from tests.openai_server import BASE, CONTEXT, NEW, Server, chat, model
 from tests.openai_world import assert_same, request, sample_one, sampled_here, with_server
-from uirl_jax.actor.rollout import RolloutConfig, run_episode
+from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.config import reading, schema
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig
@@ -112,11 +112,13 @@ def test_openai_engine_plays_the_episode_that_the_jax_engine_plays(tmp_path):
         async with actor_world.verifier() as url, actor_world.client(url) as client:
             return await run_episode(
                 task,
-                client=client,
-                engine=engine,
-                chat=chat(),
-                inputs=model().inputs,
-                cfg=RolloutConfig(temperature=0.5, max_new_tokens=NEW, max_context_tokens=CONTEXT),
+                RolloutSetup(
+                    client,
+                    engine,
+                    chat(),
+                    model().inputs,
+                    RolloutConfig(temperature=0.5, max_new_tokens=NEW, max_context_tokens=CONTEXT),
+                ),
                 seed=7,
                 group_id="g",
             )
@@ -148,11 +150,13 @@ def test_episode_with_a_hostile_instruction_ends_as_env_error(tmp_path):
         async with actor_world.verifier() as url, actor_world.client(url) as client:
             return await run_episode(
                 task,
-                client=client,
-                engine=engine,
-                chat=hostile,
-                inputs=model().inputs,
-                cfg=RolloutConfig(max_new_tokens=NEW, max_context_tokens=CONTEXT),
+                RolloutSetup(
+                    client,
+                    engine,
+                    hostile,
+                    model().inputs,
+                    RolloutConfig(max_new_tokens=NEW, max_context_tokens=CONTEXT),
+                ),
                 seed=7,
                 group_id="g",
             )

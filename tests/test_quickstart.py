@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from uirl_jax import evaluation as evaluate
-from uirl_jax import main
+from uirl_jax import evaluation, main
 from uirl_jax.config import reading, schema
 from uirl_jax.run import Run, open_run
 
@@ -22,7 +21,7 @@ def no_advantages(tokens: list[np.ndarray]) -> list[np.ndarray]:
 
 def train(
     workdir: Path, advantages, *, steps: int = STEPS, kl_coefficient: float | None = None
-) -> dict[str, evaluate.EvalResult]:
+) -> dict[str, evaluation.EvalResult]:
     cfg = quickstart.get_config()
     if kl_coefficient is not None:
         cfg.algorithm.loss.kl_coefficient = kl_coefficient
@@ -31,7 +30,7 @@ def train(
     resolved = reading.from_config(schema.RunConfig, cfg)
     run = Run(resolved, workdir, open_run(workdir, resolved))
     main.run_all(run, threading.Event(), replace_advantages=advantages)
-    return evaluate.read_results(workdir)
+    return evaluation.read_results(workdir)
 
 
 @pytest.mark.slow

@@ -370,7 +370,7 @@ def test_report_chance_is_in_the_table_and_no_policy_to_begin_from(tmp_path: Pat
         evaluate_stage(tmp_path, stage, quality, n=2)
     text = words(Page(report.write_report(tmp_path).read_text()).text)
     assert "Success on held-out tasks, before and after" in text
-    table, _, episodes = text.partition("not picked by outcome")
+    table, _, episodes = text.partition("not selected by outcome")
     assert "random" in table and "random" not in episodes and "before" in episodes
 
 
@@ -384,7 +384,7 @@ def test_report_broken_files_are_named_on_the_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     text = words(Page(report.write_report(tmp_path).read_text()).text)
     assert "episodes of stage after are left out" in text
-    assert "summary.json is no JSON" in text and "config.json is no JSON object" in text
+    assert "summary.json is not JSON" in text and "config.json is not a JSON object" in text
 
 
 def test_report_no_workdir_is_one_line(tmp_path: Path) -> None:

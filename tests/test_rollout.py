@@ -13,7 +13,7 @@ import pytest
 
 from tests import actor_world as world
 from uirl_jax import actions
-from uirl_jax.actor.rollout import RolloutConfig, derive_seed, run_episode
+from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, derive_seed, run_episode
 from uirl_jax.engine.engine import Engine, SampleRequest
 from uirl_jax.errors import VerifierError
 from uirl_jax.shards import record
@@ -51,11 +51,7 @@ def play(task, engine, *, fault=None, cfg=None, seed=0, waits_s=None):
                 await stack.enter_async_context(engine)
             trajectory = await run_episode(
                 task,
-                client=client,
-                engine=engine,
-                chat=world.chat(),
-                inputs=world.inputs(),
-                cfg=cfg or RolloutConfig(),
+                RolloutSetup(client, engine, world.chat(), world.inputs(), cfg or RolloutConfig()),
                 seed=seed,
                 group_id="g",
                 run_id="run",
@@ -287,11 +283,13 @@ def test_episode_progress_that_is_no_verdict_is_env_error(progress):
         async with world.verifier() as url, world.client(url) as client:
             trajectory = await run_episode(
                 BUTTON,
-                client=Lying(client),
-                engine=world.ScriptedEngine(demonstrator(BUTTON)),
-                chat=world.chat(),
-                inputs=world.inputs(),
-                cfg=RolloutConfig(),
+                RolloutSetup(
+                    Lying(client),
+                    world.ScriptedEngine(demonstrator(BUTTON)),
+                    world.chat(),
+                    world.inputs(),
+                    RolloutConfig(),
+                ),
                 seed=0,
                 group_id="g",
             )
@@ -374,11 +372,7 @@ def test_episode_cancelled_at_any_moment_leaves_no_session(moment):
             episode = asyncio.create_task(
                 run_episode(
                     BUTTON,
-                    client=client,
-                    engine=engine,
-                    chat=world.chat(),
-                    inputs=world.inputs(),
-                    cfg=RolloutConfig(),
+                    RolloutSetup(client, engine, world.chat(), world.inputs(), RolloutConfig()),
                     seed=0,
                     group_id="g",
                 )
@@ -437,11 +431,13 @@ def test_verifier_that_is_not_there_is_env_error():
                 await client.create(BUTTON)
             return await run_episode(
                 BUTTON,
-                client=client,
-                engine=world.ScriptedEngine(lambda turn: ""),
-                chat=world.chat(),
-                inputs=world.inputs(),
-                cfg=RolloutConfig(),
+                RolloutSetup(
+                    client,
+                    world.ScriptedEngine(lambda turn: ""),
+                    world.chat(),
+                    world.inputs(),
+                    RolloutConfig(),
+                ),
                 seed=0,
                 group_id="g",
             )

@@ -1,1 +1,1 @@
-"""Episodes: one of them (`rollout`) and many of them, in groups, in spite of faults (`host`)."""
+"""Plays episodes: one (`rollout`), and many in groups with retries after faults (`host`)."""

@@ -1,15 +1,15 @@
-"""Which groups of a run exist already, and so which ones an actor may start.
+"""Which groups of a run exist, and which groups an actor may start.
 
-Beside the data path: reads the shards that are on disk and the policy manifest, and writes nothing.
-A group is accounted for while the learner has trained on it or still can; one that was lost,
-quarantined or has become stale is not, and its index is started again. `host` acts on the answers.
+Reads the published shards and the policy manifest; writes nothing. A group is accounted for if the
+learner has trained on it or still can. A group that was lost, quarantined or became stale is not:
+its index is started again. `host` starts the groups.
 
-What the learner says in `Manifest.extra`:
+The learner's fields in `Manifest.extra`:
 
-    groups_trained    [[0, 57], [58, 120]]   indices trained on up to here, as half-open ranges
-    groups_consumed   119                    without groups_trained: the first 119 indices
-    groups_extra      3                      of these, on top of what the steps were to take:
-                                             others taught nothing, or too little
+    groups_trained    [[0, 57], [58, 120]]   indices trained so far, as half-open ranges
+    groups_consumed   119                    if groups_trained is missing: the first 119 indices
+    groups_extra      3                      groups beyond groups_per_step, which replaced groups
+                                             that the learner could not use
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from uirl_jax.store import Store
 
 
 def group_id(index: int) -> str:
-    """The group_id in the records of a group; `int` of it is the index."""
+    """The group_id in the records of a group; `int` of it gives the index back."""
     return f"{index:08d}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardGroup:
-    """One group in a shard on disk. The versions are those of its oldest and its newest turn."""
+    """One group in a published shard, with the oldest and newest policy version of its turns."""
 
     index: int
     oldest_version: int
@@ -38,17 +38,17 @@ class ShardGroup:
 
 
 class PublishedShards:
-    """The groups in all shards of a run, whichever actor wrote them. Each file is read once."""
+    """The groups in all shards of a run, of all actors. Each shard is read once."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._run_id = store, run_id
         self._groups: dict[str, tuple[ShardGroup, ...]] = {}
 
     def poll(self) -> tuple[ShardGroup, ...]:
-        """What is in the store now.
+        """The groups in the store now.
 
-        Call it before reading the manifest, not after: the learner publishes that it trained on a
-        group before it deletes the group's shard, so that in this order none is missed in both.
+        Call this before reading the manifest, not after: the learner publishes that it trained on a
+        group before it deletes the group's shard, so in this order no group is missed in both.
         """
         self._groups = {
             name: self._groups[name] if name in self._groups else self._read(name)
@@ -57,14 +57,14 @@ class PublishedShards:
         return tuple(itertools.chain.from_iterable(self._groups.values()))
 
     def note(self, name: str, group: ShardGroup) -> None:
-        """Of a shard that this process wrote itself: it need not be read."""
+        """Adds the group of a shard that this process wrote itself, without reading the shard."""
         self._groups[name] = (group,)
 
     def _read(self, name: str) -> tuple[ShardGroup, ...]:
         try:
             header, entries = scan_shard(self._store, name)
         except (OSError, ShardError, RecordError):
-            return ()  # the learner will quarantine it, and says why
+            return ()  # the learner quarantines it with the reason
         versions: dict[str, list[int]] = {}
         for entry in entries:
             seen = versions.setdefault(entry.group_id, [])
@@ -82,14 +82,14 @@ class Ledger:
 
     version: int
     trained: tuple[range, ...]  # ascending, disjoint
-    pending: frozenset[int]  # on disk, and the learner can still train on them
-    extra: int = 0  # of the trained ones: others are wanted beside them
+    pending: frozenset[int]  # in a shard, and the learner can still train on them
+    extra: int = 0  # trained groups that do not count towards groups_per_step
 
     @classmethod
     def of(cls, manifest: Manifest, on_disk: Collection[ShardGroup], max_staleness: int) -> Self:
-        """Raises PolicyError where the manifest's extra is not as described above."""
+        """Raises PolicyError if the manifest's extra is not as described above."""
         trained = _trained(manifest)
-        # The rule of shards.queue.take_groups: all else it drops or quarantines.
+        # The same rule as in shards.queue.take_groups, which drops or quarantines other groups.
         oldest = manifest.version - max_staleness
         pending = frozenset(
             group.index
@@ -106,11 +106,11 @@ class Ledger:
     def admits(
         self, running: int, *, groups_per_step: int, max_staleness: int, actors: int = 1
     ) -> bool:
-        """Whether one more group may start beside `running` ones that are not pending yet.
+        """Whether one more group may start while `running` groups are not pending yet.
 
         Args:
-          actors: how many there are. Each knows what it runs itself and takes the others to run as
-            many: what all of them sampled beyond a step would be stale.
+          actors: number of actors. Each knows only its own running groups and assumes that the
+            others run as many; groups sampled beyond the limit would become stale.
         Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch.
         """
         accepted = sum(map(len, self.trained)) - self.extra + len(self.pending)
@@ -123,7 +123,7 @@ class Ledger:
         while True:
             held = next((r for r in self.trained if index in r), None)
             if held is not None:
-                index += -(-(held.stop - index) // stride) * stride  # past the range at once
+                index += -(-(held.stop - index) // stride) * stride  # to the first one past it
             elif index in self.pending or index in taken:
                 index += stride
             else:
@@ -143,8 +143,8 @@ def _trained(manifest: Manifest) -> tuple[range, ...]:
     if ranges is None or not _ascending(ranges):
         raise PolicyError(
             f"policy version {manifest.version}: the manifest's groups_trained is "
-            f"{str(pairs)[:80]}, expected ascending pairs of whole numbers; is the learner of this "
-            "release?"
+            f"{str(pairs)[:80]}, expected ascending pairs of whole numbers; does the learner run "
+            "this release?"
         )
     return tuple(span for span in ranges if span)
 
@@ -154,7 +154,7 @@ def _extra(manifest: Manifest) -> int:
     if count.__class__ is not int or count < 0:
         raise PolicyError(
             f"policy version {manifest.version}: the manifest's groups_extra is "
-            f"{str(count)[:80]}, expected a whole number; is the learner of this release?"
+            f"{str(count)[:80]}, expected a whole number; does the learner run this release?"
         )
     return count
 

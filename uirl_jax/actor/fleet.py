@@ -1,9 +1,9 @@
-"""Which verifier the next episode goes to, and when to leave one alone for a while.
+"""Chooses the verifier for each episode, and pauses verifiers that fail.
 
-On the data path: between `player` and the verifiers' clients, which it owns. It starts no verifier
-and retries no request; it only knows which URLs exist now and how the last episodes went. An
-episode that a verifier breaks is played again by `host`, and goes to another one while the first
-rests: a session's state cannot move.
+Sits between `player` and the verifiers' clients, which it owns. It starts no verifier and retries
+no request. It tracks which URLs exist and how their last episodes ended. `host` repeats an episode
+that a verifier broke; it goes to another verifier while the first one is paused, because a
+session's state cannot move.
 """
 
 import asyncio
@@ -20,44 +20,45 @@ from uirl_jax.verifiers.containers.containers import ContainerClient
 
 FIRST_REST_S = 0.25
 POLL_S = 0.1
-BROKEN_EPISODES = 3  # in a row, each after it had begun: then a verifier rests too
+BROKEN_EPISODES = 3  # a verifier that breaks this many started episodes in a row is paused too
 LATENCY_WEIGHT = 0.2  # of the newest episode in the running mean
-MIN_LATENCY_S = 1e-3  # below this it is noise that would decide
+MIN_LATENCY_S = 1e-3  # shorter latencies are noise and count as this
 
 
 @dataclasses.dataclass
 class Verifier:
-    """One server of the fleet."""
+    """One verifier of the fleet."""
 
     url: str
     client: VerifierClient | ContainerClient
-    episodes: int = 0  # being played there now
-    broken: int = 0  # episodes in a row that it broke in their middle
+    episodes: int = 0  # running there now
+    broken: int = 0  # consecutive episodes that it broke after their first turn
     turn_s: float | None = None  # running mean of a turn's wait; None: no episode ended yet
-    rest_s: float = 0.0  # how long it is left alone after the last failure; 0: it works
+    rest_s: float = 0.0  # length of the pause after the last failure; 0: it works
     resting_until_s: float = 0.0  # time.monotonic()
     down_since_s: float = 0.0
 
     def takes_another(self, now_s: float) -> bool:
         if self.resting_until_s > now_s:
             return False
-        # A container is one session; and one episode is enough to see whether a rest has helped.
-        alone = self.rest_s > 0.0 or not self.client.dialect.has_sessions
-        return not alone or self.episodes == 0
+        # A container holds one session; and after a pause one episode is enough to probe.
+        one_at_a_time = self.rest_s > 0.0 or not self.client.dialect.has_sessions
+        return not one_at_a_time or self.episodes == 0
 
 
 class Fleet:
     """The verifiers, as an async context manager that closes their clients.
 
-    An episode goes where the turns of all episodes there, with it, wait least: with equal load
-    the shares are as one over the latency that was measured. Whoever takes a verifier by `next`
-    ends it with one of `worked`, `broke`, `failed` or `left`.
+    An episode goes to the verifier with the least load, which is its number of episodes times its
+    measured latency per turn; under constant load each verifier's share is inversely proportional
+    to its latency. Each verifier returned by `next` must be given back with exactly one of
+    `worked`, `broke`, `failed` or `left`.
 
     Args:
-        base_urls: returns the URLs that exist now; asked again for every episode, because a
-            verifier that a supervisor starts again may come back under another port.
+        base_urls: returns the current URLs; called for every episode, because a verifier that a
+            supervisor restarts may have another port.
         make_client: opens the client of one URL.
-        max_rest_s: a verifier that does not come back is tried this often in the end.
+        max_rest_s: longest pause between two attempts with a failing verifier.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Fleet:
         self._last_success_s = -1.0
         self._announced_empty = False
         self._stack = AsyncExitStack()
-        self._opening = asyncio.Lock()  # of clients: a second one of a URL would never be used
+        self._opening = asyncio.Lock()  # one client per URL
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -90,7 +91,7 @@ class Fleet:
         await self._stack.aclose()
 
     async def next(self) -> Verifier:
-        """A verifier for one episode; waits as long as there is none."""
+        """Returns a verifier for one episode; waits until one is available."""
         while True:
             verifiers = [await self._verifier(url) for url in self._base_urls()]
             now_s = time.monotonic()
@@ -98,7 +99,7 @@ class Fleet:
             if ready:
                 self._announced_empty = False
                 self._turn += 1
-                start = self._turn % len(ready)  # equal ones take turns
+                start = self._turn % len(ready)  # equal loads: round robin
                 chosen = min(ready[start:] + ready[:start], key=self._load)
                 chosen.episodes += 1
                 return chosen
@@ -111,11 +112,11 @@ class Fleet:
             await asyncio.sleep(min(POLL_S, wake_s - now_s))  # the URLs may change meanwhile
 
     def left(self, verifier: Verifier) -> None:
-        """An episode there is over, in a way that says nothing about the verifier."""
+        """An episode ended there for a reason that is not the verifier's, such as cancellation."""
         verifier.episodes = max(0, verifier.episodes - 1)
 
     def broke(self, verifier: Verifier) -> None:
-        """An episode had begun there and ended as env_error."""
+        """An episode ended there as env_error after at least one turn."""
         verifier.broken += 1
         if verifier.broken >= BROKEN_EPISODES:
             self.failed(verifier)
@@ -123,10 +124,10 @@ class Fleet:
             self.left(verifier)
 
     def failed(self, verifier: Verifier) -> None:
-        """An episode could not even begin there."""
+        """An episode ended there as env_error before its first turn; pauses the verifier."""
         self.left(verifier)
         now_s = time.monotonic()
-        if verifier.resting_until_s > now_s:  # one of many that failed at the same moment
+        if verifier.resting_until_s > now_s:  # paused already, by another episode
             return
         if not verifier.rest_s:
             verifier.down_since_s = now_s
@@ -141,7 +142,7 @@ class Fleet:
         print(line, flush=True)
 
     def worked(self, verifier: Verifier, turn_s: float | None = None) -> None:
-        """An episode there came to its end; turn_s is how long its turns waited on average."""
+        """An episode ended there without env_error; turn_s is the mean wait of its turns."""
         self.left(verifier)
         verifier.broken = 0
         self._last_success_s = time.monotonic()
@@ -154,12 +155,12 @@ class Fleet:
             verifier.rest_s = verifier.resting_until_s = 0.0
 
     def worked_since(self, monotonic_s: float) -> bool:
-        """Whether an episode came to its end, on any verifier, since then."""
+        """Whether an episode has ended without env_error on any verifier since that time."""
         return self._last_success_s >= monotonic_s
 
     def _load(self, verifier: Verifier) -> float:
-        """Seconds that one more episode's turns would make all of them wait there. One that is not
-        known yet counts as the quickest: that is how it becomes known."""
+        """Load with one more episode, in seconds: episodes x latency per turn. A verifier without a
+        measured latency counts as the fastest one, so that it is tried and measured."""
         turn_s = verifier.turn_s
         if turn_s is None:
             known = (other.turn_s for other in self._known.values())

@@ -1,9 +1,8 @@
-"""Many episodes: for an evaluation (`run_tasks`), and for training, in groups (`run_actor`).
+"""Plays many episodes: for an evaluation (`run_tasks`), or in groups for training (`run_actor`).
 
 On the data path: verifiers --`rollout`--> here --`shards.writer`--> learner, and back through
-`policy_sync`. The environment's faults end here: a failed episode is played again, a fleet that is
-gone is waited for, and every episode that was started ends in a record or in a counter. It does not
-know what an episode is made of (`rollout`), nor what is learnt from it.
+`policy_sync`. This module handles the environment's faults: it repeats failed episodes, waits while
+no verifier is available, and accounts for every started episode as a record or in a counter.
 """
 
 import asyncio
@@ -38,11 +37,11 @@ async def run_tasks(
     env_retries: int = 5,
     on_done: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
-    """One episode of each task, in their order, as an evaluation needs them.
+    """Plays one episode of each task; returns them in the order of the tasks.
 
-    An episode that ends in env_error is played again up to env_retries times, each time after the
-    verifier has rested for longer; after that its last env_error is what is returned. `on_done`
-    hears of each task's episode as it ends.
+    An episode that ends in env_error is repeated up to env_retries times, with growing pauses of
+    its verifier; after that the last env_error is returned. `on_done` is called with each task's
+    final episode.
     """
 
     async def play(index: int, task: TaskSpec) -> Trajectory:
@@ -57,7 +56,7 @@ async def run_tasks(
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """Runs all to their end; when one fails, ends the others first and raises its own error."""
+    """Runs all coroutines; if one fails, cancels the others and raises its error."""
     try:
         async with asyncio.TaskGroup() as owner:
             tasks = [owner.create_task(coroutine) for coroutine in coroutines]
@@ -71,22 +70,22 @@ async def _all(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Tr
 
 @dataclasses.dataclass(frozen=True)
 class ActorConfig:
-    """How groups are sampled and how far ahead of the learner."""
+    """How groups are sampled, and how far the actor may be ahead of the learner."""
 
     group_size: int
     groups_per_step: int  # of the learner
     max_staleness: int = 0  # of the learner
-    steps: int | None = None  # of the learner: the run is over then; None: it goes on until `stop`
-    env_retries: int = 3  # for each member of a group, not counting while the whole fleet is down
-    first_group: int = 0  # with several actors: its number ...
-    group_stride: int = 1  # ... and how many there are
-    policy_lag: int = 0  # versions that the engine stays behind: to study staleness, no use else
-    poll_s: float = 0.05  # between looks at the workdir
+    steps: int | None = None  # of the learner: the actor ends then; None: it runs until `stop`
+    env_retries: int = 3  # per member of a group, not counting faults while all verifiers fail
+    first_group: int = 0  # the number of this actor, from 0
+    group_stride: int = 1  # the number of actors
+    policy_lag: int = 0  # versions that the engine stays behind, to study staleness
+    poll_s: float = 0.05  # between reads of the workdir
     report_s: float = 10.0  # between calls of on_report
 
 
 Report = Callable[[dict[str, float]], None]
-# Arguments: the group index, and the tallies that the policy came with (learner.curriculum).
+# Arguments: the group index, and the tallies of the policy's manifest (learner.curriculum).
 TaskForGroup = Callable[[int, Any], TaskSpec]
 
 
@@ -97,13 +96,13 @@ class LearnerLink:
     workdir: str | os.PathLike[str]
     base_hash: str  # of the model that the engine holds
     layout: TokenLayout  # of that model
-    # Named adapters of a published policy -> what `engine.set_policy` takes.
+    # Adapters of a published policy by name -> the lora argument of `engine.set_policy`.
     to_lora: Callable[[dict[str, np.ndarray]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskSource:
-    """What the groups of a run play."""
+    """The tasks of a run's groups, and the seed of their sampling."""
 
     task_for_group: TaskForGroup
     run_seed: int  # member m of group i samples with the seed of (run_seed, i, m)
@@ -117,13 +116,13 @@ async def run_actor(
     stop: asyncio.Event,
     on_report: Report | None = None,
 ) -> dict[str, float]:
-    """Samples groups and publishes them until the learner is at its last step, or `stop` is set.
+    """Samples groups and publishes them until the learner's last step, or until `stop` is set.
 
-    Group i is G episodes of one task. What is lost with a killed process is played again. Each
-    group becomes one shard, published after the lower groups that run at the same time.
+    Group i has G episodes of one task. Groups that are lost with a killed process are played again.
+    Each group becomes one shard, published after the running groups with lower indices.
 
     Args:
-        on_report: gets the metrics every cfg.report_s, and at the end.
+        on_report: called with the metrics every cfg.report_s, and at the end.
 
     Returns:
         The last report: started = published + env_error + running + lost, with running 0.
@@ -149,11 +148,11 @@ async def run_actor(
 
 
 class _Abandoned(Exception):
-    """A member of a group met too many faults of the environment. Stays within this file."""
+    """A member of a group had too many env_errors. Caught within this file."""
 
 
 class _Actor:
-    """What run_actor holds: groups in the making, and what is known of the others."""
+    """The state of run_actor: running groups, and the ledger of all groups."""
 
     def __init__(
         self,
@@ -171,21 +170,23 @@ class _Actor:
             self._store, player.actor_id, player.run_id, link.base_hash, layout=link.layout
         )
         self._shards = PublishedShards(self._store, player.run_id)
-        self._manifest: Manifest | None = None  # the newest one that was taken
-        # Its policy and those before it, as (lora, version); the engine samples with the first.
+        self._manifest: Manifest | None = None  # the newest one whose policy was loaded
+        # Its policy and up to policy_lag earlier ones, as (lora, version), oldest first; the engine
+        # samples with the first.
         self._policies: collections.deque[tuple[Any, int]] = collections.deque(
             maxlen=cfg.policy_lag + 1
         )
-        self._ledger: Ledger | None = None  # None before the first policy
+        self._ledger: Ledger | None = None  # None until the first policy
         self._on_disk: frozenset[int] = frozenset()
         self._groups: dict[int, asyncio.Task[list[Trajectory] | None]] = {}  # by index
-        self._members_playing = 0  # or waiting for their place
-        self._in_memory: collections.Counter[int] = collections.Counter()  # episodes by group
+        self._members_playing = 0  # or waiting for a slot of the player
+        # Started episodes that are not published yet, by group.
+        self._in_memory: collections.Counter[int] = collections.Counter()
         self._publish_again_s = 0.0
         self._last_report_s = time.monotonic()
-        self._complaint = ""
+        self._last_warning = ""
 
-    # -------------------------------------------------------------- what the loop calls
+    # -------------------------------------------------------------- called by run_actor
 
     @property
     def finished(self) -> bool:
@@ -193,19 +194,19 @@ class _Actor:
         return steps is not None and self._manifest is not None and self._manifest.step >= steps
 
     async def look(self) -> None:
-        """Shards on disk, then the manifest; a new policy is in the engine before it counts."""
-        on_disk = await asyncio.to_thread(self._shards.poll)  # before the manifest: see there
+        """Reads the shards, then the manifest; loads a new policy before updating the ledger."""
+        on_disk = await asyncio.to_thread(self._shards.poll)  # before the manifest, see poll
         self._on_disk = frozenset(group.index for group in on_disk)
         manifest: Manifest | None = None
         try:
             manifest = await asyncio.to_thread(policy_sync.read_manifest, self._store)
             if manifest is None:
-                self._complain("no_policy", "none is published yet, waiting for the learner")
+                self._warn_once("no_policy", "none is published yet, waiting for the learner")
                 return
             if manifest != self._manifest:
                 lora = await asyncio.to_thread(self._load, manifest)
                 if self._policies and self._policies[-1][1] == manifest.version:
-                    self._policies.pop()  # the same, said again
+                    self._policies.pop()  # the same version was published again
                 self._policies.append((lora, manifest.version))
                 self._player.engine.set_policy(*self._policies[0])
                 self._manifest = manifest
@@ -213,11 +214,11 @@ class _Actor:
         except PolicyError as error:
             ours = (self._link.base_hash, self._player.run_id)
             if manifest is not None and (manifest.base_hash, manifest.run_id) != ours:
-                raise  # it will never fit
-            self._complain("policy_not_taken", str(error))  # just being replaced: look again
+                raise  # waiting cannot fix this
+            self._warn_once("policy_not_taken", str(error))  # being replaced: read again later
 
     def settle(self) -> None:
-        """Once, at the start: counts and prints what an earlier process of this actor lost."""
+        """At the start: counts and prints the episodes that an earlier process of it lost."""
         trained = self._ledger or ()
         lost = self._journal.settle(lambda index: index in self._on_disk or index in trained)
         if self._journal.total("started"):
@@ -228,10 +229,10 @@ class _Actor:
             print(key_values("journal_damaged", path=self._journal.path, lines=damaged), flush=True)
 
     async def publish_whole_groups(self) -> None:
-        """Every whole group below which none is still running, lowest first."""
+        """Publishes complete groups in order of their index, up to the first one still running."""
         for task in self._groups.values():
             if task.done():
-                task.result()  # a defect in it ends the actor
+                task.result()  # an unexpected error ends the actor
         for index in sorted(self._groups):
             if not self._groups[index].done():
                 return
@@ -244,11 +245,11 @@ class _Actor:
                 await uninterrupted(self._publish(index, trajectories))
 
     def start_admitted_groups(self) -> None:
-        """Starts groups while the learner is close enough and members find a place."""
+        """Starts groups while the ledger admits them and the player has free slots."""
         cfg = self._cfg
         while self._ledger is not None and self._members_playing < self._player.concurrency:
             running = sum(index not in self._ledger for index in self._groups)
-            ahead = cfg.max_staleness - cfg.policy_lag  # what is sampled is old already
+            ahead = cfg.max_staleness - cfg.policy_lag  # lagging policies are stale from the start
             if not self._ledger.admits(
                 running,
                 groups_per_step=cfg.groups_per_step,
@@ -259,12 +260,12 @@ class _Actor:
             taken = self._groups.keys() | self._journal.abandoned
             index = self._ledger.next_index(cfg.first_group, cfg.group_stride, taken)
             self._members_playing += cfg.group_size
-            assert self._manifest is not None  # as the ledger is of it
+            assert self._manifest is not None  # set before the ledger
             task = self._tasks.task_for_group(index, self._manifest.extra.get("tallies"))
             self._groups[index] = asyncio.create_task(self._sample_group(index, task))
 
     async def pause(self, stopped: asyncio.Task[bool]) -> None:
-        """Until a group ends, the actor is stopped or poll_s have passed."""
+        """Waits until a group ends, the actor is stopped or poll_s have passed."""
         running = [task for task in self._groups.values() if not task.done()]
         await asyncio.wait(
             [stopped, *running],
@@ -277,7 +278,7 @@ class _Actor:
             self.report()
 
     def report(self) -> dict[str, float]:
-        """The metrics: of the episodes since the last report, and totals over all restarts."""
+        """Metrics of the episodes since the last report, and totals over all restarts."""
         self._last_report_s = time.monotonic()
         metrics = self._player.statistics.read() | self._player.engine.metrics()
         metrics |= {f"actor/{name}": float(n) for name, n in self._counters().items()}
@@ -286,7 +287,7 @@ class _Actor:
         return metrics
 
     async def close(self) -> None:
-        """Cancels what runs, publishes what is whole (if it will be read) and counts the rest."""
+        """Cancels running groups, publishes complete ones (unless finished), counts the rest."""
         for task in self._groups.values():
             task.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
@@ -308,7 +309,7 @@ class _Actor:
     # -------------------------------------------------------------- groups
 
     async def _sample_group(self, index: int, task: TaskSpec) -> list[Trajectory] | None:
-        """G trajectories without an env_error among them; None where that cannot be had."""
+        """G trajectories, none of them env_error; None if the group was abandoned."""
         try:
             members = range(self._cfg.group_size)
             return await _all([self._sample_member(index, member, task) for member in members])
@@ -338,13 +339,13 @@ class _Actor:
         raise _Abandoned
 
     async def _publish(self, index: int, trajectories: list[Trajectory]) -> None:
-        """One group becomes one shard. A full disk is waited for; a record that is none is lost."""
+        """Writes a group as one shard. Retries later if the disk is full; drops invalid records."""
         self._journal.add("publishing", index, len(trajectories))
         try:
             name = await asyncio.to_thread(self._writer.publish, trajectories)
         except ShardError as error:
             self._publish_again_s = time.monotonic() + 20 * self._cfg.poll_s
-            self._complain("shard_not_published", str(error))
+            self._warn_once("shard_not_published", str(error))
             return
         except RecordError as error:
             print(key_values("group_abandoned", group=index, reason=error), flush=True)
@@ -373,7 +374,7 @@ class _Actor:
         )
         return link.to_lora(adapters)
 
-    # -------------------------------------------------------------- telling
+    # -------------------------------------------------------------- counters and warnings
 
     def _counters(self) -> dict[str, int]:
         names = ("started", "published", "env_error", "lost")
@@ -384,7 +385,7 @@ class _Actor:
         counters = self._counters()
         return " ".join(f"{name}={n}" for name, n in counters.items())
 
-    def _complain(self, event: str, reason: str) -> None:
-        if reason != self._complaint:  # once, not twenty times a second
+    def _warn_once(self, event: str, reason: str) -> None:
+        if reason != self._last_warning:  # not again at every poll
             print(key_values(event, reason=reason), flush=True)
-        self._complaint = reason
+        self._last_warning = reason

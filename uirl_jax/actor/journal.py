@@ -1,17 +1,17 @@
-"""What became of every episode that an actor started, in a file that survives SIGKILL.
+"""The outcome of every episode that an actor started, in a file that survives SIGKILL.
 
-Beside the data path: `host` writes a line before it starts an episode and one when its fate is
-known, so that after a restart started = published + env_error + running + lost still adds up, and
-what was lost is known. It holds no episode, and the learner does not read it.
+`host` writes a line before it starts an episode and one when its outcome is known, so that after a
+restart started = published + env_error + running + lost holds and the lost episodes are counted. It
+contains no episodes, and the learner does not read it.
 
-    started 12 1        one more episode of group 12
-    env_error 12 1      ... ended by the environment
-    publishing 12 8     the 8 episodes of group 12 are about to become a shard
-    published 12 8      ... and are one
-    lost 12 3           3 episodes of group 12 never got that far (killed, cancelled, given up)
-    abandoned 12 0      the environment failed group 12 too often: it is not tried again
+    started 12 1        one more episode of group 12 was started
+    env_error 12 1      one episode of group 12 ended as env_error
+    publishing 12 8     the 8 episodes of group 12 are about to be written as a shard
+    published 12 8      their shard is written
+    lost 12 3           3 episodes of group 12 were not published (killed, cancelled, abandoned)
+    abandoned 12 0      group 12 had too many env_errors and is not tried again
 
-A line is one write and is not synced: it outlives the process, not a loss of power.
+Each line is one write, without fsync: it survives the process, but not a power failure.
 """
 
 import collections
@@ -29,16 +29,16 @@ ACTOR_DIR = "actor"
 
 
 class Journal:
-    """The lines of one actor and run, counted. Raises UirlError where the file cannot be opened.
+    """Counts the journal lines of one actor and run. Raises UirlError if it cannot be opened.
 
-    While the disk is full, lines wait in memory and are written with the next one that fits.
+    If the disk is full, lines stay in memory and are written with a later line.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], actor_id: str, run_id: str) -> None:
         self.path = Path(workdir) / ACTOR_DIR / f"{actor_id}-{run_id}.journal"
         self.abandoned: set[int] = set()
         self.damaged_lines = 0
-        self._publishing: dict[int, int] = {}  # group -> episodes, of lines without an outcome
+        self._publishing: dict[int, int] = {}  # group -> episodes, until published or lost
         self._counts: dict[str, collections.Counter[int]] = {
             event: collections.Counter() for event in EVENTS
         }
@@ -48,7 +48,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise UirlError(f"{self.path}: {error.strerror}: cannot count episodes") from None
-        # Killed within a line: that one is damaged, the next one must not be.
+        # If the process was killed while writing a line, the next line must start on its own.
         self._unwritten = b"\n" if data and not data.endswith(b"\n") else b""
         for line in data.decode("ascii", "replace").splitlines():
             match = _LINE.fullmatch(line)
@@ -58,7 +58,7 @@ class Journal:
                 self.damaged_lines += 1
 
     def add(self, event: str, group: int, episodes: int) -> None:
-        """One line, in the kernel's hands when this returns (unless the disk is full)."""
+        """Writes one line, without fsync; keeps it in memory if the disk is full."""
         self._count(event, group, episodes)
         self._unwritten += f"{event} {group} {episodes}\n".encode("ascii")
         with contextlib.suppress(OSError):
@@ -70,19 +70,20 @@ class Journal:
         return self._counts[event].total()
 
     def settle(self, is_there: Callable[[int], bool]) -> int:
-        """After a restart: books what an earlier process left open, and returns how much it lost.
+        """After a restart: records the outcome of an earlier process's open episodes.
 
         Args:
-            is_there: whether a group's shard is there or was consumed; asked where the process was
-                killed between writing a shard and noting that.
+            is_there: whether a group's shard exists or was consumed; called for groups whose
+                process was killed between "publishing" and "published".
+        Returns: the number of lost episodes.
         """
         for group, episodes in list(self._publishing.items()):
             if is_there(group):
                 self.add("published", group, episodes)
         lost = 0
         for group, started in list(self._counts["started"].items()):
-            fates = ("env_error", "published", "lost")
-            unaccounted = started - sum(self._counts[fate][group] for fate in fates)
+            outcomes = ("env_error", "published", "lost")
+            unaccounted = started - sum(self._counts[outcome][group] for outcome in outcomes)
             if unaccounted > 0:
                 self.add("lost", group, unaccounted)
                 lost += unaccounted

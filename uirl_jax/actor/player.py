@@ -1,7 +1,7 @@
-"""Plays episodes for whoever asks: at most so many at a time, on whatever verifier works.
+"""Plays episodes with a limit on concurrency, each on a working verifier.
 
-On the data path: between `host`, which decides what is played and what a failed episode means, and
-`rollout`, which plays one. It retries nothing and keeps nothing but statistics.
+Sits between `host`, which decides what is played and handles failed episodes, and `rollout`, which
+plays one episode. It does not retry, and keeps only statistics.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from uirl_jax.actor.fleet import Fleet
-from uirl_jax.actor.rollout import RolloutConfig, run_episode
+from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
@@ -20,14 +20,15 @@ from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 class Attempt(NamedTuple):
     trajectory: Trajectory
-    fleet_down: bool  # env_error before the first turn, while no episode anywhere came to its end
+    # env_error before the first turn, and no episode ended on any verifier in the meantime.
+    fleet_down: bool
 
 
 class Player:
     """Plays single episodes, at most `concurrency` at a time.
 
     Args:
-        fleet, engine: entered by the caller, who also closes them, after the last episode.
+        fleet, engine: opened by the caller, who also closes them after the last episode.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class Player:
         self.cfg, self.run_id, self.actor_id = cfg, run_id, actor_id
         self.concurrency = concurrency
         self.statistics = Statistics()
-        self._places = asyncio.Semaphore(concurrency)  # first come, first served
+        self._slots = asyncio.Semaphore(concurrency)  # first come, first served
 
     async def play(
         self, task: TaskSpec, seed: int, group: str, on_start: Callable[[], None] | None = None
     ) -> Attempt:
-        """Waits for a place and a verifier, then plays one episode to whatever end it takes."""
-        async with self._places:
+        """Waits for a slot and a verifier, then plays one episode."""
+        async with self._slots:
             verifier = await self.fleet.next()
             started_s = time.monotonic()
             waits_s: dict[str, float] = {}
@@ -61,11 +62,7 @@ class Player:
                     on_start()
                 trajectory = await run_episode(
                     task,
-                    client=verifier.client,
-                    engine=self.engine,
-                    chat=self.chat,
-                    inputs=self.inputs,
-                    cfg=self.cfg,
+                    RolloutSetup(verifier.client, self.engine, self.chat, self.inputs, self.cfg),
                     seed=seed,
                     group_id=group,
                     run_id=self.run_id,
@@ -88,7 +85,7 @@ class Player:
 
 
 class Statistics:
-    """Means over the episodes that ended since they were last read."""
+    """Means over the episodes that ended since the last `read`."""
 
     def __init__(self) -> None:
         self._sums: collections.Counter[str] = collections.Counter()
@@ -110,7 +107,7 @@ class Statistics:
         )
 
     def read(self) -> dict[str, float]:
-        """The metrics of this window, and begins the next one; no episode gives means of 0."""
+        """Returns the metrics since the last call and resets them; means are 0 without episodes."""
         sums, elapsed_s = self._sums, max(1e-9, time.monotonic() - self._since_s)
         episodes = max(1, sums["episodes"])
         self._sums, self._since_s = collections.Counter(), time.monotonic()

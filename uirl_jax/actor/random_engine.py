@@ -1,7 +1,7 @@
-"""Chance in an engine's place: the row of a table that every policy is compared with.
+"""An engine of random actions: the baseline that policies are compared with.
 
-Three actions of four are clicks at a uniformly random place of the screen, the fourth types a word
-of what was said. Client, rollout, instances and judge stay those of the run.
+75 % of its actions click a uniformly random point of the screen, 25 % type a word of the prompt.
+Client, rollout, task instances and rewards are those of the run.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ _TYPED_SHARE = 0.25
 
 
 class RandomEngine:
-    """A SamplingEngine without a model: the seed of a request decides what is answered."""
+    """A SamplingEngine without a model; the request's seed determines the action."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """Raises: ImageError where the newest screenshot cannot be decoded, as every engine."""
+        """Raises: ImageError: the newest screenshot cannot be decoded, as in every engine."""
         image = await asyncio.to_thread(decode_image, request.screens[-1].screenshot)
         screen = image.size
         rng = np.random.default_rng(request.seed)
@@ -36,25 +36,25 @@ class RandomEngine:
         text = ""
         if rng.random() < _TYPED_SHARE and words:
             word = words[int(rng.integers(len(words)))].strip("\"'.,")
-            with contextlib.suppress(ActionError):  # no key types it, or the format has no typing
-                text = self._say(Action("type", text=word), screen, request)
+            with contextlib.suppress(ActionError):  # not typeable, or a format without typing
+                text = self._format(Action("type", text=word), screen, request)
         if not text:
             x, y = (int(rng.integers(side)) for side in screen)
-            text = self._say(Action("click", x=x, y=y), screen, request)
+            text = self._format(Action("click", x=x, y=y), screen, request)
         ids = self._chat.completion_ids(text)
-        logprobs = np.zeros(len(ids), np.float32)  # of no model: nothing is trained on it
+        logprobs = np.zeros(len(ids), np.float32)  # unused: these episodes are never trained on
         return SampleResult(ids, logprobs, 0, True, logprobs, np.zeros(len(ids), np.int32))
 
-    def _say(self, action: Action, screen: tuple[int, int], request: SampleRequest) -> str:
-        """In the words and the coordinates that the rollout will read."""
+    def _format(self, action: Action, screen: tuple[int, int], request: SampleRequest) -> str:
+        """The action as text, in the action format and coordinates that the rollout parses."""
         seen_px = request.screens[-1].seen_px
         return actions.format_action(action, screen, self._chat.action_format, image_size=seen_px)
 
     def release(self, episode: str) -> None:
-        pass  # nothing is kept of it
+        pass  # no state per episode
 
     def set_policy(self, lora: object, version: int) -> None:
-        pass  # there is none
+        pass  # no policy
 
     def metrics(self) -> dict[str, float]:
         return {}

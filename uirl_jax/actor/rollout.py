@@ -1,8 +1,8 @@
-"""One episode against one verifier session, from the first screenshot to its record.
+"""One episode in one verifier session, from the first screenshot to its record.
 
-On the data path: verifier --HTTP--> here --> `host` --> shards. Reads top to bottom: `run_episode`
-is the life of the session, `_play` its turns. It does not retry an episode, group episodes or write
-anything (`host` does), nor ask whether a trajectory is worth training on (the learner does).
+On the data path: verifier --HTTP--> here --> `host` --> shards. `run_episode` opens and closes the
+session, `_play` takes its turns. `host` retries and groups episodes and writes shards; the learner
+decides which trajectories it trains on.
 """
 
 import asyncio
@@ -35,93 +35,98 @@ from uirl_jax.verifiers.client.client import Session, VerifierClient
 
 logger = logging.getLogger(__name__)
 
-MAX_REWARD = 1e6  # a larger one is a verifier's defect, and would ruin its group's normalisation
-TERMINATE = "terminate"  # the policy says that it is through
-MAX_TAINTED_TURNS = 2  # acts that may or may not have been applied; a third ends the episode
-UNSENT = frozenset({TERMINATE, "answer"})  # said to us: nothing that happens on a screen
+MAX_REWARD = 1e6  # a larger one is a verifier's bug, and would break its group's normalisation
+TERMINATE = "terminate"  # the policy ends the episode
+# Turns whose action may or may not have been applied; one more ends the episode as env_error.
+MAX_TAINTED_TURNS = 2
+UNSENT = frozenset({TERMINATE, "answer"})  # kinds of action that are not sent to the verifier
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """What one episode may do, beside its task's `max_turns`."""
+    """Sampling settings and limits of one episode; the task has `max_turns`."""
 
     temperature: float = 1.0  # 0 is greedy
-    # Cut the tail off what is sampled from. The learner's ratios are of whole distributions; what
-    # is missing here is corrected like any other distance (loss.importance).
-    top_p: float = 1.0  # 1 cuts nothing
-    top_k: int = 0  # 0 cuts nothing
-    max_new_tokens: int = 32
-    max_context_tokens: int = 2048  # screenshots included; what is sampled comes on top
+    # Truncate the sampling distribution. The learner's ratios use the full distributions; the
+    # importance weights correct for the difference (loss.importance).
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    max_new_tokens: int = 32  # per turn
+    max_context_tokens: int = 2048  # including screenshots, excluding sampled tokens of the turn
     episode_timeout_s: float = 300.0
-    delete_timeout_s: float = 5.0  # deleting the session has a time of its own, also when cancelled
-    success_reward: float = 1.0  # done with at least this reward is success
+    delete_timeout_s: float = 5.0  # for deleting the session, on top of episode_timeout_s
+    success_reward: float = 1.0  # an episode that is done with at least this reward is a success
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSetup:
+    """The verifier client, engine and settings that an episode is played with."""
+
+    client: VerifierClient
+    engine: SamplingEngine
+    chat: Chat
+    inputs: Inputs
+    cfg: RolloutConfig
 
 
 @dataclasses.dataclass
 class _Episode:
-    """What has been seen and done so far: the trajectory in the making."""
+    """The observations and turns so far."""
 
     episode_id: str
     instruction: str = ""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     images: dict[str, bytes] = dataclasses.field(default_factory=dict)
     image_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
-    progress: dict[str, Any] = dataclasses.field(default_factory=dict)  # the verifier's last word
-    reward: float = 0.0  # what that last word is worth
+    progress: dict[str, Any] = dataclasses.field(default_factory=dict)  # the verifier's latest
+    reward: float = 0.0  # the episode's reward as of that progress
     success: bool = False
 
 
 async def run_episode(
     task: TaskSpec,
+    setup: RolloutSetup,
     *,
-    client: VerifierClient,
-    engine: SamplingEngine,
-    chat: Chat,
-    inputs: Inputs,
-    cfg: RolloutConfig,
     seed: int,
     group_id: str,
     run_id: str = "",
     actor_id: str = "",
     waits_s: MutableMapping[str, float] | None = None,
 ) -> Trajectory:
-    """Plays one episode of `task` and returns its record, whatever the verifier does.
+    """Plays one episode of `task` and returns its record, also if the verifier fails.
 
     Args:
-        seed: decides what is sampled, together with the policy and the screenshots.
-        waits_s: if given, the seconds spent waiting for "environment" and "engine" are added to
-            it.
+        seed: of the sampling; with the policy and the screenshots it determines the tokens.
+        waits_s: if given, the seconds spent waiting for "environment" and "engine" are added.
 
     Returns:
-        The trajectory. A fault of the verifier, or a text that the engine's server would misread,
-        ends it as `env_error` with the turns it has, and without a reward. An episode without a
-        single turn is `env_error` too: nothing in it was the policy's doing, and there is nothing
-        to train on.
+        The trajectory. A verifier fault, or text that the engine's server would tokenize
+        differently, ends it as `env_error` with the turns so far and reward 0. An episode without
+        a turn is `env_error` too: the policy took no action, so there is nothing to train on.
 
     Raises:
-        asyncio.CancelledError: after the session was deleted. Errors of the engine are not caught.
+        asyncio.CancelledError: after the session is deleted. Errors of the engine are not caught.
     """
+    cfg = setup.cfg
     started_unix_s, started_s = time.time(), time.monotonic()
     waits_s = {} if waits_s is None else waits_s
     episode = _Episode(episode_id=uuid.uuid4().hex)
     stop_reason: StopReason | None = None
     deadline = asyncio.timeout(cfg.episode_timeout_s)
     try:
-        async with deadline, _open_session(client, task, cfg, waits_s) as session:
+        async with deadline, _open_session(setup.client, task, cfg, waits_s) as session:
             episode.instruction = session.instruction
-            stop_reason = await _play(
-                episode, task, session, client, engine, chat, inputs, cfg, seed, waits_s
-            )
+            stop_reason = await _play(episode, task, session, setup, seed, waits_s)
     except TimeoutError:
         if not deadline.expired():
             raise
-        if stop_reason is None:  # else only the session's deletion was cut short
+        if stop_reason is None:  # otherwise only the session's deletion timed out
             stop_reason = StopReason.TIMEOUT
     except (VerifierError, ImageError, ContextError) as error:
         stop_reason = StopReason.ENV_ERROR
         _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
     finally:
-        engine.release(episode.episode_id)
+        setup.engine.release(episode.episode_id)
 
     if not episode.turns and stop_reason is not StopReason.ENV_ERROR:
         _warn("episode_env_error", group=group_id, turns=0, reason=f"{stop_reason}, no turn taken")
@@ -149,28 +154,25 @@ async def _play(
     episode: _Episode,
     task: TaskSpec,
     session: Session,
-    client: VerifierClient,
-    engine: SamplingEngine,
-    chat: Chat,
-    inputs: Inputs,
-    cfg: RolloutConfig,
+    setup: RolloutSetup,
     seed: int,
     waits_s: MutableMapping[str, float],
 ) -> StopReason:
-    """Takes turns until something ends the episode; `episode` always holds what happened so far."""
+    """Takes turns until the episode ends; `episode` is updated after every turn."""
+    client, chat, cfg = setup.client, setup.chat, setup.cfg
     screen_size = (session.width_px, session.height_px)
-    # Every observation, in order. No pixel is decoded here: the engine decodes what it has not
-    # seen, and a screen that cannot be decoded ends the episode there.
+    # All observations in order. The engine decodes the pixels; a screenshot that it cannot decode
+    # raises ImageError there and ends the episode.
     screens: list[Screen] = []
 
     with _stopwatch(waits_s, "environment"):
         screenshot = await client.screenshot(session.id)
 
     for turn_index in range(task.max_turns):
-        # 1. Look.
-        screens.append(plan_screen(inputs, screenshot, screen_size))
+        # 1. Observe.
+        screens.append(plan_screen(setup.inputs, screenshot, screen_size))
 
-        # 2. Think.
+        # 2. Sample.
         context = chat.context(
             episode.instruction, screens, [turn.token_ids for turn in episode.turns]
         )
@@ -189,7 +191,7 @@ async def _play(
             messages=context.messages,
         )
         with _stopwatch(waits_s, "engine"):
-            sample = await engine.sample(request)
+            sample = await setup.engine.sample(request)
         newest = screens[-1]
         episode.images[newest.key] = screenshot
         episode.image_tokens[newest.key] = newest.tokens
@@ -205,7 +207,7 @@ async def _play(
             progress=episode.progress,
         )
 
-        # 3. Act. A sample that max_new_tokens cut is read like any other: it may be an action.
+        # 3. Act. A text that max_new_tokens cut off is parsed too: it may be a valid action.
         try:
             action = actions.parse(
                 turn.text,
@@ -217,8 +219,8 @@ async def _play(
             if action.kind not in UNSENT:
                 client.check_action(action)
         except ActionError as error:
-            forfeited = min(0.0, episode.reward)  # what was earned; what it cost stays
-            _append(episode, turn, reward=forfeited, error=str(error))
+            # A format error forfeits positive reward and keeps negative reward.
+            _append(episode, turn, reward=min(0.0, episode.reward), error=str(error))
             return StopReason.FORMAT_ERROR
         turn = dataclasses.replace(turn, action=action)
         try:
@@ -232,12 +234,12 @@ async def _play(
             _append(episode, turn, reward=episode.reward, error=str(error))
             raise
 
-        # 4. Reap. A claim of success by the policy changes nothing in what the verifier counts.
+        # 4. Reward. It comes from the verifier alone; terminate(success) does not change it.
         episode.progress = progress
         turn = dataclasses.replace(turn, progress=progress)
         _append(episode, turn, reward=reward, error=taint)
         episode.success = done and reward >= cfg.success_reward
-        if not client.dialect.judges:  # judged by the task's own rule, in which success may cost
+        if not client.dialect.judges:  # success by the task's own rule, not by the reward
             episode.success = progress["success"] is True
         if done:
             return StopReason.COMPLETED if episode.success else StopReason.FAILED
@@ -249,8 +251,11 @@ async def _play(
 async def _act(
     client: VerifierClient, session: Session, action: Action, episode: _Episode
 ) -> tuple[bytes, str]:
-    """The screen after an action, and what taints the turn: where nobody knows whether the action
-    was applied, the episode goes on from what is seen."""
+    """Sends the action; returns the next screenshot and an error text.
+
+    If it is unknown whether the action was applied, the error is not empty and the episode goes on
+    from a new screenshot.
+    """
     try:
         return await client.act(session.id, action, uuid.uuid4().hex), ""
     except ActUncertainError as error:
@@ -261,29 +266,29 @@ async def _act(
 
 
 def _append(episode: _Episode, turn: Turn, *, reward: float, error: str = "") -> None:
-    """Ends a turn. Its reward is what it changed, so that the turns add up to the episode's."""
+    """Adds a turn. Its reward is the change of `reward`, so turns sum to the episode's reward."""
     episode.turns.append(dataclasses.replace(turn, reward=reward - episode.reward, error=error))
     episode.reward = reward
 
 
 def _verdict(progress: dict[str, Any]) -> tuple[bool, float]:
-    """(done, reward) of a progress answer; no reward yet counts as 0. Raises VerifierError."""
+    """(done, reward) of a progress answer; no reward before done means 0. Raises VerifierError."""
     done, reward = progress.get("done"), progress.get("reward")
     if not isinstance(done, bool):
         raise VerifierError(f"progress has done={done!r}: expected true or false")
     if reward is None and not done:
         return False, 0.0
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    if not is_number or not abs(reward) <= MAX_REWARD:  # NaN is not <= anything
+    if not is_number or not abs(reward) <= MAX_REWARD:  # written so that NaN fails
         raise VerifierError(
-            f"progress has done={done} and reward={str(reward)[:40]!r}: expected a number of at "
-            f"most {MAX_REWARD:g} either way"
+            f"progress has done={done} and reward={str(reward)[:40]!r}: expected a number from "
+            f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
         )
     return done, float(reward)
 
 
 def derive_seed(*path: int) -> int:
-    """31 bits from whole numbers >= 0, as (run seed, group index, member) or (episode, turn)."""
+    """A 31-bit seed from integers >= 0, such as (run seed, group index, member)."""
     return int(np.random.SeedSequence(path).generate_state(1)[0]) >> 1
 
 
@@ -298,9 +303,12 @@ def _stopwatch(waits_s: MutableMapping[str, float], name: str) -> Iterator[None]
 
 @contextlib.asynccontextmanager
 async def _open_session(
-    client: VerifierClient, task: TaskSpec, cfg: RolloutConfig, waits_s: MutableMapping[str, float]
+    client: VerifierClient,
+    task: TaskSpec,
+    cfg: RolloutConfig,
+    waits_s: MutableMapping[str, float],
 ) -> AsyncIterator[Session]:
-    """A session that is deleted in every case, also when cancelled while it is being created."""
+    """Opens a session and always deletes it, also if cancelled while it is being created."""
     creation = asyncio.create_task(client.create(task))
     try:
         with _stopwatch(waits_s, "environment"):
@@ -319,14 +327,14 @@ async def _delete_when_created(
 ) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            session = await creation  # a time-out cancels it
+            session = await creation  # the timeout cancels it
     except (VerifierError, TimeoutError, asyncio.CancelledError):
         return
     await _delete(client, session.id, timeout_s)
 
 
 async def _delete(client: VerifierClient, session_id: str, timeout_s: float) -> None:
-    """A session that cannot be deleted is told and left to the verifier's own idle time-out."""
+    """Deletes a session; a failure is logged, and the verifier's idle timeout ends the session."""
     try:
         async with asyncio.timeout(timeout_s):
             await client.delete(session_id)
@@ -335,11 +343,12 @@ async def _delete(client: VerifierClient, session_id: str, timeout_s: float) -> 
 
 
 def _warn(event: str, **fields: object) -> None:
-    logger.warning("%s", key_values(event, **fields))  # quoted: a verifier has a say in the reason
+    logger.warning("%s", key_values(event, **fields))  # quoted: the reason may be untrusted text
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Runs work, which bounds its own time, to its end; a cancellation is raised after it."""
+    """Runs work to its end, even if cancelled; then raises the cancellation. Work limits its own
+    time."""
     task = asyncio.create_task(work)
     cancelled = False
     while not task.done():

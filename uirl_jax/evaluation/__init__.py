@@ -1,7 +1,7 @@
-"""Held-out success of a policy: played (`play`), counted (`statistics`), kept (`results`), printed.
+"""Evaluates a policy on held-out task instances.
 
-`from uirl_jax import evaluation` gives everything that other rooms use, `evaluation.evaluate`
-first.
+`play` runs the episodes, `statistics` counts, `results` has the files, `tables` formats text. Other
+packages import all names from here: `from uirl_jax import evaluation`.
 """
 
 from uirl_jax.evaluation.play import KEPT_EPISODES, RunTasks, eval_tasks, evaluate

@@ -1,8 +1,8 @@
-"""Held-out tasks in, one stage's success out: each task is played once and counted.
+"""Runs the held-out tasks of one stage, once each, and counts successes.
 
-The caller hands in how tasks are run (an actor with the policy of the stage). This module starts no
-session, samples nothing and imports neither actor nor learner. `seeds` decides where held-out seeds
-come from.
+The caller passes the function that runs tasks (an actor with the policy of the stage). This module
+starts no sessions, samples nothing and imports neither actor nor learner. `seeds` defines the
+held-out seeds.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ KEPT_EPISODES = 12
 RunTasks = Callable[[Sequence[TaskSpec]], Sequence[Trajectory] | Awaitable[Sequence[Trajectory]]]
 
 _STAGE = re.compile(r"[a-z0-9_]{1,64}")
-_RUN_SEED_STRIDE = 100_000  # instances that one evaluation may have
+_RUN_SEED_STRIDE = 100_000  # maximum number of instances in one evaluation
 
 
 def eval_tasks(kinds: Sequence[TaskSpec], n: int, seed: int = 0) -> list[TaskSpec]:
-    """n held-out instances, the kinds in turn; none of them can come up in training.
+    """n held-out instances, alternating between the kinds; training never draws their seeds.
 
     Args:
-        kinds: name, variant and max_turns of each; their own seeds do not matter.
-        seed: another one gives other instances, as held-out as these.
-    Raises: ValueError for no kind, or more than 100,000 instances.
+        kinds: name, variant and max_turns of each; their seeds are ignored.
+        seed: selects another set of held-out instances.
+    Raises: ValueError: no kind, or more than 100,000 instances.
     """
     if not kinds or not 0 <= n <= _RUN_SEED_STRIDE:
         raise ValueError(f"{n} instances of {len(kinds)} tasks; at most {_RUN_SEED_STRIDE}")
@@ -55,20 +55,21 @@ async def evaluate(
     layout: TokenLayout,
     keep: int = KEPT_EPISODES,
 ) -> EvalResult:
-    """Runs every task once, counts, and writes `eval/<stage>.json` and a few episodes beside it.
+    """Runs every task once, counts, and writes `eval/<stage>.json` and a few episodes.
 
     Args:
         run_tasks: tasks -> their trajectories, in any order; a coroutine function or a plain one.
-            An episode that ended in env_error may be followed by another one of the same task.
-        stage: "before", "cold_start", "after": names the files.
+            It may return env_error episodes in addition to a later episode of the same task.
+        stage: "before", "cold_start", "after": the name of the files.
         base_hash, layout: of the model that sampled, for the header of the kept episodes.
-        keep: how many tasks' episodes are kept; the first ones, so that stages show the same tasks.
+        keep: number of episodes to keep: those of the first tasks, so that all stages keep
+            the same tasks.
     Raises:
         UirlError: the disk is full.
-        ValueError: a trajectory of a task that was not asked for, or too many of one that was.
+        ValueError: a trajectory of a task that is not in `tasks`, or several of one task.
     """
     if not _STAGE.fullmatch(stage):
-        raise ValueError(f"stage {stage!r}: expected 1 to 64 of a-z 0-9 _, it names a file")
+        raise ValueError(f"stage {stage!r}: expected 1 to 64 of a-z 0-9 _, for a file name")
     outcome = run_tasks(tasks)
     trajectories = await outcome if inspect.isawaitable(outcome) else outcome
     result = count(stage, tasks, trajectories)
@@ -76,11 +77,11 @@ async def evaluate(
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UirlError(f"{directory}: cannot be made ({error.strerror})") from error
+        raise UirlError(f"{directory}: cannot be created ({error.strerror})") from error
     attempts = {t.task: t for t in trajectories if t.stop_reason is not StopReason.ENV_ERROR}
     kept = [attempts[task] for task in tasks if task in attempts][:keep]
     if kept:
         write_shard(directory / EPISODES_FILE, kept, base_hash=base_hash, layout=layout)
-    # Last: a stage whose JSON is there is complete, and is not evaluated again after a restart.
+    # Written last: a stage with a JSON file is complete and is not evaluated again.
     write_json(directory.with_suffix(".json"), dataclasses.asdict(result))
     return result

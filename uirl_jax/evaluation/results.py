@@ -15,50 +15,52 @@ from uirl_jax.store.files import write_atomically
 EVAL_DIR = "eval"
 EPISODES_FILE = "episodes.tfrecord"
 SUMMARY_FILE = "summary.json"
-CHANCE = "random"  # the stage that no policy plays
-RUN_STAGES = (CHANCE, "before", "cold_start", "after")  # that a run measures by itself
+CHANCE = "random"  # the stage of random actions
+RUN_STAGES = (CHANCE, "before", "cold_start", "after")  # evaluated by every run
 FATES = ("trained", "stale", "quarantined", "duplicate", "pending")
 
 
 def read_results(workdir: str | os.PathLike[str]) -> dict[str, EvalResult]:
     """The finished stages of a run, oldest first.
 
-    Raises: UirlError for a file that is none of ours; `evaluate` writes them whole or not at all.
+    Raises: UirlError: a file is not a valid result.
     """
     results = []
     for path in Path(workdir).joinpath(EVAL_DIR).glob("*.json"):
         try:
             flat = json.loads(path.read_bytes())
-            flat["per_task"] = {label: Rate(**one) for label, one in flat["per_task"].items()}
+            flat["per_task"] = {label: Rate(**rate) for label, rate in flat["per_task"].items()}
             results.append(EvalResult(**flat))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UirlError(
-                f"{path}: is no result of this version ({type(error).__name__}: {error}); "
+                f"{path}: not a result of this version ({type(error).__name__}: {error}); "
                 "remove it to evaluate the stage again"
             ) from None
     return {r.stage: r for r in sorted(results, key=lambda r: (r.finished_unix_s, r.stage))}
 
 
 def stage_name(asked: str, version: int, last_version: int) -> str:
-    """The stage that `--role=eval` measures: what was asked for, or the policy's version.
+    """The stage name of `--role=eval`: `asked`, or version_<n> if it is empty.
 
     Args:
-        version: of the policy that plays; 0 is the base.
-        last_version: that the run ends with.
-    Raises: ConfigError: the run would take the result for its own of another policy.
+        asked: the --stage flag.
+        version: of the policy that is evaluated; 0 is the base.
+        last_version: the version at the end of the run.
+    Raises: ConfigError: a stage name that the run itself uses for another policy.
     """
     if asked in RUN_STAGES and not (asked == "after" and version == last_version):
         raise ConfigError(
-            f"--stage={asked}: that is what the run itself measures, and this is version {version} "
-            f"of {last_version}; use another name, or none for version_{version}"
+            f"--stage={asked}: the run itself evaluates this stage, and the current policy is "
+            f"version {version} of {last_version}; use another name, or omit --stage for "
+            f"version_{version}"
         )
     return asked or f"version_{version}"
 
 
 def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None:
-    """A finished stage under another name, so that its own is free to be measured again.
+    """Renames a finished stage, so that its old name can be evaluated again.
 
-    Interrupted at any point, the same call completes it. Does nothing where there is no such stage.
+    If interrupted, the same call completes it. Does nothing if the stage does not exist.
     """
     result, store = read_results(workdir).get(stage), open_store(workdir)
     if result is None:
@@ -71,12 +73,12 @@ def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None
 
 
 def episodes_summary(accounting: Mapping[str, int], *, lost: int, env_error: int) -> dict[str, Any]:
-    """What became of every episode that was started for training.
+    """The number of training episodes by outcome.
 
     Args:
-        accounting: of the learner's shard queue: published and each of FATES.
-        lost: started, and gone with a killed process before they were published.
-        env_error: broken by the environment and refilled; never published.
+        accounting: of the learner's shard queue: published, and each of FATES.
+        lost: episodes lost with a killed process before they were published.
+        env_error: episodes that ended as env_error and were repeated; never published.
     """
     fates = {name: int(accounting[name]) for name in FATES}
     return {
@@ -104,10 +106,10 @@ def summary(
     """The content of summary.json.
 
     Args:
-        results: by stage; `before`, `after` and, where there is one, `cold_start` are summarised.
+        results: by stage; `before`, `after` and, if present, `cold_start` are summarised.
         accounting, lost, env_error: see `episodes_summary`.
-        report: path of the page, as printed at the end.
-        facts: what the run was made on (see `report.machine_facts`).
+        report: path of report.html, as printed at the end.
+        facts: software versions and machine (see `report.machine_facts`).
     """
     stages = {
         name: {field.name: getattr(results[name], field.name) for field in dataclasses.fields(Rate)}
@@ -125,7 +127,7 @@ def summary(
 
 
 def write_summary(workdir: str | os.PathLike[str], content: Mapping[str, Any]) -> Path:
-    """Writes summary.json. Raises: UirlError where it cannot be written."""
+    """Writes summary.json. Raises: UirlError if it cannot be written."""
     path = Path(workdir) / SUMMARY_FILE
     write_json(path, content)
     return path

@@ -1,4 +1,4 @@
-"""Success among attempts with its uncertainty, counted from trajectories. Pure functions."""
+"""Success rates with confidence intervals, from trajectories. Pure functions."""
 
 import collections
 import dataclasses
@@ -15,32 +15,32 @@ class Rate:
 
     successes: int
     attempts: int
-    rate: float  # 0 where there was no attempt
+    rate: float  # 0 without attempts
     low: float
     high: float
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult(Rate):
-    """What one stage of a run (its base model, its policy after training) achieved."""
+    """The success of one stage of a run (its base model, its policy after training)."""
 
     stage: str
-    per_task: dict[str, Rate]  # "desktop/click_button", with its variant where it has one
-    env_errors: int  # episodes that the environment broke: no attempts
-    missing: int  # tasks without any attempt, whether by env_error or because the run was stopped
-    stop_reasons: dict[str, int]  # of all episodes, env_error included
+    per_task: dict[str, Rate]  # by name and variant: "desktop/click_button"
+    env_errors: int  # env_error episodes; they are not attempts
+    missing: int  # tasks without an attempt, because of env_errors or a stopped run
+    stop_reasons: dict[str, int]  # of all episodes, including env_error
     mean_reward: float  # over the attempts
     mean_turns: float
     finished_unix_s: float
 
 
 def wilson_interval(successes: int, attempts: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Bounds of the true success rate; honest also near 0 and 1, where the normal interval is not.
+    """Wilson score interval of a success rate; valid also near 0 and 1, unlike the normal one.
 
     Args:
         successes: 0 <= successes <= attempts.
         confidence: in (0, 1), two-sided.
-    Returns: (low, high) within [0, 1]; (0, 1) for no attempt.
+    Returns: (low, high) within [0, 1]; (0, 1) without attempts.
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
         1927.
     """
@@ -53,7 +53,7 @@ def wilson_interval(successes: int, attempts: int, confidence: float = 0.95) -> 
     centre = share + z * z / (2 * attempts)
     spread = z * ((share * (1 - share) + z * z / (4 * attempts)) / attempts) ** 0.5
     scale = 1 + z * z / attempts
-    # At 0 and 1 the bound is exact; the formula misses it by a rounding error.
+    # Exact at 0 and 1, where the formula has a rounding error.
     low = 0.0 if successes == 0 else (centre - spread) / scale
     high = 1.0 if successes == attempts else (centre + spread) / scale
     return low, high
@@ -65,16 +65,15 @@ def rate(successes: int, attempts: int) -> Rate:
 
 
 def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajectory]) -> EvalResult:
-    """The numbers of `evaluate`, from trajectories that are there.
+    """Counts the trajectories of one stage.
 
-    Episodes that the environment broke are no attempts of the policy: they are counted apart,
-    neither as failures nor out of sight.
+    Episodes that ended as env_error are not attempts: they are counted separately.
     """
     attempts = [t for t in trajectories if t.stop_reason is not StopReason.ENV_ERROR]
     surplus = collections.Counter(t.task for t in attempts) - collections.Counter(tasks)
     if surplus:
         raise ValueError(
-            f"{stage}: {sum(surplus.values())} episodes too many, {min(surplus, key=str)}"
+            f"{stage}: {sum(surplus.values())} episodes too many, such as {min(surplus, key=str)}"
         )
     by_task: dict[str, list[Trajectory]] = {}
     for trajectory in attempts:

@@ -1,4 +1,4 @@
-"""Results as plain text: the table that ends a run and the account of its episodes."""
+"""Results as plain text: the table at the end of a run, and its episodes by outcome."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,15 +8,15 @@ from uirl_jax.evaluation.statistics import EvalResult
 
 
 def format_table(results: Sequence[EvalResult]) -> str:
-    """The table that ends a run: plain text, aligned, no trailing blanks or newline."""
+    """The table at the end of a run: aligned plain text without trailing blanks or newline."""
     rows = [("stage", "success", "95 % interval", "episodes")]
-    for one in results:
+    for result in results:
         rows.append(
             (
-                stage_label(one.stage),
-                f"{one.rate:.1%}" if one.attempts else "-",
-                f"{one.low:.1%} to {one.high:.1%}",
-                f"{one.successes}/{one.attempts}",
+                stage_label(result.stage),
+                f"{result.rate:.1%}" if result.attempts else "-",
+                f"{result.low:.1%} to {result.high:.1%}",
+                f"{result.successes}/{result.attempts}",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -28,11 +28,11 @@ def format_table(results: Sequence[EvalResult]) -> str:
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
-    for one in results:
-        if one.env_errors or one.missing:
+    for result in results:
+        if result.env_errors or result.missing:
             lines.append(
-                f"{stage_label(one.stage)}: {one.env_errors} episodes broken by the environment "
-                f"(not counted), {one.missing} tasks without an attempt"
+                f"{stage_label(result.stage)}: {result.env_errors} episodes broken by the "
+                f"environment (not counted), {result.missing} tasks without an attempt"
             )
     return "\n".join(lines)
 
@@ -42,7 +42,7 @@ def stage_label(stage: str) -> str:
 
 
 def format_episodes(episodes: Mapping[str, Any]) -> str:
-    """`published 960 = 940 trained + 12 stale + ...`, and says so where that is false."""
+    """`published 960 = 940 trained + 12 stale + ...`; "IS NOT" for "=" if the sum differs."""
     terms = " + ".join(f"{episodes[name]} {name}" for name in FATES)
     sign = "=" if episodes["identity_holds"] else "IS NOT"
     return (

@@ -1,4 +1,4 @@
-"""The page of a run: what its workdir holds (`gather`), drawn as report.html (`draw`, `charts`)."""
+"""The report of a run: `gather` reads its workdir, `draw` and `charts` write report.html."""
 
 from uirl_jax.report.draw import REPORT_FILE, write_report
 from uirl_jax.report.gather import machine_facts

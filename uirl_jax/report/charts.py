@@ -1,8 +1,7 @@
-"""Geometry of the report's drawings: numbers in, coordinates and tick labels out.
+"""Geometry of the report's charts: numbers in, coordinates and tick labels out.
 
-Sits between `draw`, which chooses what is drawn, and its template, which draws it as inline SVG.
-It knows no metric names and writes no markup, so that everything on the page is escaped in one
-place.
+`draw` selects the charts, its template renders them as inline SVG. This module has no metric names
+and writes no markup, so that all escaping is done by the template.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 
 WIDTH, HEIGHT = 360.0, 176.0  # of a chart's viewBox; about CSS pixels on a phone
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 10.0, 24.0
-MAX_POINTS = 300  # more than a chart has pixels; longer series are averaged in bins
+MAX_POINTS = 300  # longer series are averaged in bins; a chart has about as many pixels
 SMOOTHED_FROM = 12  # shorter series are drawn as they are
 TOOLTIPS_UP_TO = 120
 
@@ -40,16 +39,16 @@ class Dot:
 class Line:
     label: str
     path: str  # SVG path data: a line, or a closed area where the chart is stacked
-    raw_path: str  # every step, drawn faintly under the smoothed line; "" where they are the same
+    raw_path: str  # the unsmoothed line, drawn faintly; "" without smoothing
     dots: tuple[Dot, ...]
-    last: str  # where the line ends, as text; of a stacked area its own height
+    last: str  # the last value as text; for a stacked area its own height
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
     title: str
-    description: str  # what the picture shows, in words: for those who do not see it
-    smoothed_over: int  # points of each running mean; 1 where there is none
+    description: str  # the chart in words, for screen readers
+    smoothed_over: int  # points of each running mean; 1: no smoothing
     stacked: bool
     lines: tuple[Line, ...]
     x_ticks: tuple[Tick, ...]
@@ -70,35 +69,37 @@ def line_chart(
 
     Args:
         series: at least one, each with at least one point.
-        unit: "%" shows shares as per cent; anything else follows the number ("s").
-        stacked: areas on top of each other (series share their steps), instead of lines.
-        from_zero: the axis includes zero, as it must where a length is a quantity.
+        unit: "%" shows shares as per cent; any other unit is appended to the number ("s").
+        stacked: stacked areas instead of lines; all series must have the same steps.
+        from_zero: the axis includes zero, as needed where lengths show quantities.
         full_share: the axis is 0 to 1, whatever the values are.
-        x: what the points' first number counts, for the words that describe them.
+        x: name of the points' x value in texts.
     """
-    binned = [dataclasses.replace(one, points=_bins(one.points)) for one in series]
+    binned = [dataclasses.replace(line, points=_bins(line.points)) for line in series]
     if stacked:
         drawn = _cumulated(binned)
         window = 1
     else:
-        window = _window(max(len(one.points) for one in binned))
-        drawn = [dataclasses.replace(one, points=_running(one.points, window)) for one in binned]
-    values = [value for one in (*binned, *drawn) for _, value in one.points]
+        window = _window(max(len(line.points) for line in binned))
+        drawn = [
+            dataclasses.replace(line, points=_running_mean(line.points, window)) for line in binned
+        ]
+    values = [value for line in (*binned, *drawn) for _, value in line.points]
     low, high, step = _axis(min(values), max(values), from_zero or stacked)
     if full_share:
         low, high, step = 0.0, 1.0, 0.25
-    steps = [at for one in binned for at, _ in one.points]
+    steps = [at for line in binned for at, _ in line.points]
     first, last = min(steps), max(steps)
 
-    def place_x(at: float) -> float:
+    def to_x(at: float) -> float:
         share = (at - first) / (last - first) if last > first else 0.5
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
-    def place_y(value: float) -> float:
+    def to_y(value: float) -> float:
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     def path(points: Sequence[tuple[float, float]]) -> str:
-        return "M" + "L".join(f"{place_x(at):.1f} {place_y(value):.1f}" for at, value in points)
+        return "M" + "L".join(f"{to_x(at):.1f} {to_y(value):.1f}" for at, value in points)
 
     lines = []
     below: Sequence[tuple[float, float]] = [(at, 0.0) for at, _ in drawn[0].points]
@@ -108,7 +109,7 @@ def line_chart(
             shape += "L" + path(list(reversed(below)))[1:] + "Z"
             below = smooth.points
         dots = (
-            Dot(place_x(at), place_y(top), f"{raw.label}, {x} {at:.0f}: {format_value(v, unit)}")
+            Dot(to_x(at), to_y(top), f"{raw.label}, {x} {at:.0f}: {format_value(v, unit)}")
             for (at, v), (_, top) in zip(
                 raw.points, smooth.points if stacked else raw.points, strict=True
             )
@@ -124,29 +125,29 @@ def line_chart(
         )
     return Chart(
         title=title,
-        description=f"{title}. " + " ".join(_describe(one, unit, x) for one in binned),
+        description=f"{title}. " + " ".join(_describe(line, unit, x) for line in binned),
         smoothed_over=window,
         stacked=stacked,
         lines=tuple(lines),
-        x_ticks=tuple(Tick(place_x(at), f"{at:.0f}") for at in _step_ticks(first, last)),
+        x_ticks=tuple(Tick(to_x(at), f"{at:.0f}") for at in _step_ticks(first, last)),
         y_ticks=tuple(
-            Tick(place_y(low + k * step), format_value(low + k * step, unit, step))
+            Tick(to_y(low + k * step), format_value(low + k * step, unit, step))
             for k in range(round((high - low) / step) + 1)
         ),
     )
 
 
-def _describe(one: Series, unit: str, x: str) -> str:
-    values = [value for _, value in one.points]
+def _describe(series: Series, unit: str, x: str) -> str:
+    values = [value for _, value in series.points]
     return (
-        f"{one.label}: {format_value(values[0], unit)} at {x} {one.points[0][0]:.0f}, "
-        f"{format_value(values[-1], unit)} at {x} {one.points[-1][0]:.0f}, between "
+        f"{series.label}: {format_value(values[0], unit)} at {x} {series.points[0][0]:.0f}, "
+        f"{format_value(values[-1], unit)} at {x} {series.points[-1][0]:.0f}, between "
         f"{format_value(min(values), unit)} and {format_value(max(values), unit)}."
     )
 
 
 def _bins(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """At most MAX_POINTS points, each the mean of its bin; the last step stays visible as such."""
+    """At most MAX_POINTS points, each the mean of its bin at the bin's last step."""
     if len(points) <= MAX_POINTS:
         return tuple(points)
     edges = [round(k * len(points) / MAX_POINTS) for k in range(MAX_POINTS + 1)]
@@ -160,8 +161,10 @@ def _window(count: int) -> int:
     return 1 if count < SMOOTHED_FROM else max(3, count // 12)
 
 
-def _running(points: Sequence[tuple[float, float]], window: int) -> tuple[tuple[float, float], ...]:
-    """The mean of the last `window` values, of fewer at the start: it never looks ahead."""
+def _running_mean(
+    points: Sequence[tuple[float, float]], window: int
+) -> tuple[tuple[float, float], ...]:
+    """The mean of the last `window` values, or of all values so far if there are fewer."""
     result = []
     for idx, (at, _) in enumerate(points):
         recent = [value for _, value in points[max(0, idx - window + 1) : idx + 1]]
@@ -172,10 +175,10 @@ def _running(points: Sequence[tuple[float, float]], window: int) -> tuple[tuple[
 def _cumulated(series: Sequence[Series]) -> list[Series]:
     total = [0.0] * len(series[0].points)
     result = []
-    for one in series:
-        total = [under + value for under, (_, value) in zip(total, one.points, strict=True)]
-        steps = [at for at, _ in one.points]
-        result.append(dataclasses.replace(one, points=tuple(zip(steps, total, strict=True))))
+    for line in series:
+        total = [below + value for below, (_, value) in zip(total, line.points, strict=True)]
+        steps = [at for at, _ in line.points]
+        result.append(dataclasses.replace(line, points=tuple(zip(steps, total, strict=True))))
     return result
 
 
@@ -197,15 +200,15 @@ def nice_step(rough: float) -> float:
 
 
 def _step_ticks(first: float, last: float) -> list[float]:
-    step = max(1, math.ceil(nice_step(max(last - first, 1.0) / 4)))  # there is no step 2.5
+    step = max(1, math.ceil(nice_step(max(last - first, 1.0) / 4)))  # steps are integers
     inner = [float(at) for at in range(math.ceil(first / step) * step, int(last) + 1, step)]
     return inner or [first]
 
 
 def format_value(value: float, unit: str = "", step: float | None = None) -> str:
-    """A number for a person: `41.2 %`, `1,520`, `0.0031`, `2.5 s`.
+    """A number as text: `41.2 %`, `1,520`, `0.0031`, `2.5 s`.
 
-    Args: step: of an axis; all its labels then have the same number of decimals.
+    Args: step: of an axis, so that all its labels have the same number of decimals.
     """
     shown = value * 100 if unit == "%" else value
     if step is not None:

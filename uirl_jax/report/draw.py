@@ -1,8 +1,8 @@
-"""The page of a run: one report.html, complete in itself, from what `gather` has read.
+"""Writes report.html, one self-contained page, from the files that `gather` has read.
 
-Draws curves (see `charts`), the table of held-out success and a few episodes. Text of models and
-verifiers is untrusted: the template escapes it, invisible characters are spelled out, and the page
-forbids itself scripts and requests.
+It has curves (see `charts`), the table of held-out success and a few episodes. Text from models and
+verifiers is untrusted: the template escapes it, invisible characters are shown as escapes, and the
+page's content security policy forbids scripts and requests.
 """
 
 import base64
@@ -31,7 +31,7 @@ REPORT_FILE = "report.html"
 MAX_PAIRS = 6
 MAX_TURNS = 24
 MAX_TEXT_CHARS = 600
-FRAME_WIDTH_PX = 448  # small screens are enlarged by whole factors up to it
+FRAME_WIDTH_PX = 448  # small screens are enlarged by an integer factor up to this width
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"
 _IMAGE_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
@@ -40,7 +40,7 @@ _REASONS = ("completed", "failed", "format_error", "max_turns", "max_tokens", "t
 
 @dataclasses.dataclass(frozen=True)
 class _Panel:
-    """A chart of the page: its title, and metric name -> legend."""
+    """A chart of the page; `series` maps metric name -> legend."""
 
     title: str
     series: Mapping[str, str]
@@ -50,7 +50,7 @@ class _Panel:
     full_share: bool = False
 
 
-# What is not named here is drawn too, small, at the end of the section.
+# All other metrics are drawn at the end of the section, smaller.
 _PANELS = (
     _Panel("Reward", {"reward/mean": "mean of a step's episodes"}),
     _Panel("Success in training", {"success/mean": "share of episodes"}, "%", full_share=True),
@@ -86,18 +86,18 @@ _COLD_PANELS = (_Panel("Loss on demonstrations", {"sft/loss": "cross-entropy per
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """Where an action touches the screen, in its pixels."""
+    """The point of the screen that an action touches, in screen pixels."""
 
     x: float
     y: float
     x2: float | None  # the end of a drag
     y2: float | None
-    off_screen: bool  # then drawn at the nearest edge
+    off_screen: bool  # drawn at the nearest edge
 
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-    """A turn as the page shows it. Without a picture `source` is "" and `alt` says why."""
+    """A turn as shown on the page. Without a screenshot `source` is "" and `alt` has the reason."""
 
     number: int
     source: str  # data URI
@@ -123,7 +123,7 @@ class _Episode:
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """One held-out instance, with its episode at each of the stages."""
+    """One held-out instance, with its episode at each stage."""
 
     task: str
     seed: int
@@ -132,11 +132,11 @@ class _Pair:
 
 
 def write_report(workdir: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into the workdir, by atomic replacement, and returns its path.
+    """Writes `report.html` into the workdir, atomically, and returns its path.
 
-    Sections of missing files are left out; broken files are named on the page.
+    Sections of missing files are left out; unreadable files are listed on the page.
 
-    Raises: UirlError if the workdir is not a directory or cannot be written.
+    Raises: UirlError: the workdir is not a directory or cannot be written.
     """
     run = gather.read_run(workdir)
     css = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
@@ -154,7 +154,7 @@ def write_report(workdir: str | os.PathLike[str]) -> Path:
     }
     page = environment.get_template("report.html.j2").render(
         css=markupsafe.Markup(css),
-        # The one style sheet is allowed by its hash: nothing else on the page may style or run.
+        # The policy allows this style sheet by its hash, and no other style or script.
         css_hash=base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
         name=run.root.resolve().name,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -183,7 +183,7 @@ def _status(run: gather.RunFiles) -> str:
 
 
 def _headline(results: Sequence[evaluation.EvalResult]) -> dict[str, Any] | None:
-    """First against last stage, or the only one."""
+    """The first and the last stage, or the only one."""
     measured = [result for result in results if result.attempts]
     if not measured:
         return None
@@ -196,7 +196,7 @@ def _headline(results: Sequence[evaluation.EvalResult]) -> dict[str, Any] | None
 def _curves(
     rows: Sequence[Mapping[str, Any]], cold_rows: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Sections with their charts; of each phase that has written anything."""
+    """A section of charts for each phase that has metrics."""
     sections = []
     for title, lines, panels in (
         ("Learning", rows, _PANELS),
@@ -219,7 +219,7 @@ def _panel(panel: _Panel, rows: Sequence[Mapping[str, Any]]) -> charts.Chart | N
     used = [row for row in rows if any(name in row for name in panel.series)]
     series = []
     for name, label in panel.series.items():
-        if panel.stacked:  # a reason that no episode of a step had is no gap, but nothing
+        if panel.stacked:  # a stop reason that is missing in a step has the share 0
             points = [(row["step"], row.get(name, 0.0)) for row in used]
             points = points if any(value for _, value in points) else []
         else:
@@ -242,19 +242,19 @@ def _panel(panel: _Panel, rows: Sequence[Mapping[str, Any]]) -> charts.Chart | N
 
 
 def _pairs(by_stage: Mapping[str, Mapping[TaskSpec, Trajectory]]) -> list[_Pair]:
-    """The first held-out instances in order, whatever came of them: not picked to look good."""
+    """The first held-out instances in order, independent of their outcome."""
     if not by_stage:
         return []
-    shown = list(dict.fromkeys((next(iter(by_stage)), list(by_stage)[-1])))
+    stages = list(dict.fromkeys((next(iter(by_stage)), list(by_stage)[-1])))
     tasks = [
-        task for task in by_stage[shown[-1]] if all(task in by_stage[stage] for stage in shown)
+        task for task in by_stage[stages[-1]] if all(task in by_stage[stage] for stage in stages)
     ]
     return [
         _Pair(
             task=evaluation.task_label(task),
             seed=task.seed,
-            instruction=visible(by_stage[shown[0]][task].instruction),
-            episodes=tuple(_episode(stage, by_stage[stage][task]) for stage in shown),
+            instruction=visible(by_stage[stages[0]][task].instruction),
+            episodes=tuple(_episode(stage, by_stage[stage][task]) for stage in stages),
         )
         for task in tasks[:MAX_PAIRS]
     ]
@@ -287,7 +287,7 @@ def _frame(number: int, turn: Turn, trajectory: Trajectory) -> _Frame:
     if not source:
         alt = "no screenshot was recorded for this turn"
     elif mark is None:
-        alt = f"Screenshot before action {number}; the action touches no point of it"
+        alt = f"Screenshot before action {number}, which has no screen position"
     else:
         alt = f"Screenshot before action {number}, which is at x {mark.x:.0f}, y {mark.y:.0f}"
     return _Frame(
@@ -304,8 +304,8 @@ def _frame(number: int, turn: Turn, trajectory: Trajectory) -> _Frame:
 
 
 def _picture(data: bytes) -> tuple[str, int, int]:
-    """(data URI, width, height), or ("", 0, 0) for bytes that are no screenshot; only the header is
-    read here, the pixels are the browser's."""
+    """(data URI, width, height); ("", 0, 0) if the bytes are not a screenshot. Reads the header
+    only; the browser decodes the pixels."""
     try:
         with Image.open(io.BytesIO(data), formats=tuple(_IMAGE_TYPES)) as image:
             kind, (width_px, height_px) = _IMAGE_TYPES[str(image.format)], image.size
@@ -315,7 +315,7 @@ def _picture(data: bytes) -> tuple[str, int, int]:
 
 
 def _shown_width(width_px: int) -> int:
-    """Small screens by a whole factor, so that a pixel stays a square; large ones as they are."""
+    """Width on the page; small screens are enlarged by an integer factor to keep pixels square."""
     return width_px * max(1, FRAME_WIDTH_PX // width_px) if width_px else FRAME_WIDTH_PX
 
 
@@ -338,17 +338,17 @@ def _mark(action: Action | None, width_px: int, height_px: int) -> _Mark | None:
 
 
 def visible(text: str) -> str:
-    """Untrusted text, at most MAX_TEXT_CHARS of it, with invisible characters spelled out.
+    """At most MAX_TEXT_CHARS of untrusted text, with invisible characters as \\u escapes.
 
-    Escaping keeps markup out; this keeps a right-to-left override or a control character from
-    making the page read otherwise than what the model wrote.
+    HTML escaping removes markup; this prevents control characters, such as a right-to-left
+    override, from changing how the text is displayed.
     """
     cut = text[:MAX_TEXT_CHARS]
-    spelled = "".join(
+    escaped = "".join(
         char
         if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
         else f"\\u{ord(char):04x}"
         for char in cut
     )
     left = len(text) - len(cut)
-    return f"{spelled} … and {left} more characters" if left else spelled
+    return f"{escaped} … and {left} more characters" if left else escaped

@@ -1,7 +1,7 @@
-"""What a run left in its workdir, read for its page: no drawing and no markup here.
+"""Reads the files of a run for its report; no drawing and no markup here.
 
-Reads metrics.jsonl, cold_start/metrics.jsonl, summary.json, config.json and eval/. Works with
-whatever exists yet, so that a run can be looked at while it goes.
+Reads metrics.jsonl, cold_start/metrics.jsonl, summary.json, config.json and eval/. Files may be
+missing, so that a report can be made while the run is in progress.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _SECRET = re.compile(r"(^|_)(token|secret|password|api_key)$")
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """The content of a workdir. Text in it is untrusted: whoever shows it escapes it."""
+    """The content of a workdir. Its text is untrusted and must be escaped for display."""
 
     root: Path
     rows: list[dict[str, Any]]  # of metrics.jsonl
@@ -36,18 +36,18 @@ class RunFiles:
     config: dict[str, Any]  # without secrets
     results: list[evaluation.EvalResult]
     episodes: dict[str, dict[TaskSpec, Trajectory]]  # by stage; stages without episodes are absent
-    notes: list[str]  # files that are left out because they are broken
+    notes: list[str]  # files that are left out because they cannot be read
 
     @property
     def played(self) -> list[evaluation.EvalResult]:
-        """Results of policies. What chance achieves is a row of the table, not a start."""
+        """The results of policies, without the stage of random actions."""
         return [result for result in self.results if result.stage != evaluation.CHANCE]
 
 
 def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
-    """Missing files give empty fields; broken ones give a note.
+    """Reads a workdir; missing files give empty fields, unreadable ones a note.
 
-    Raises: UirlError if the workdir is not a directory.
+    Raises: UirlError: the workdir is not a directory.
     """
     root = Path(workdir)
     if not root.is_dir():
@@ -80,11 +80,11 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        notes.append(f"{path.name} is no JSON ({error}) and is left out")
+        notes.append(f"{path.name} is not JSON ({error}) and is left out")
         return {}
     if isinstance(content, dict):
         return content
-    notes.append(f"{path.name} is no JSON object and is left out")
+    notes.append(f"{path.name} is not a JSON object and is left out")
     return {}
 
 
@@ -104,7 +104,7 @@ def _read_episodes(
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """A report is made to be passed on; a bearer token of a verifier is not."""
+    """Replaces secrets such as a verifier's bearer token: reports are shared with others."""
     if isinstance(value, dict):
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list):
@@ -113,7 +113,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 
 def machine_facts() -> dict[str, str]:
-    """What a run was made on: versions, processor, memory; no name of a person or host."""
+    """Package versions, processor and memory; no user or host names."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "system": f"{platform.system()} {platform.machine()}, {cores} cores",
@@ -131,7 +131,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def run_facts(run: RunFiles) -> dict[str, str]:
-    """Label -> value: steps, time, memory, seed and the machine. Values are untrusted text."""
+    """Label -> value: steps, time, memory, seed and machine. Values are untrusted text."""
     facts: dict[str, str] = {}
     if run.rows:
         facts["steps"] = str(run.rows[-1]["step"])
@@ -146,8 +146,10 @@ def run_facts(run: RunFiles) -> dict[str, str]:
 
 
 def accounting(run: RunFiles) -> dict[str, Any] | None:
-    """Episodes by what became of them: from the summary, or from the last step while the run goes
-    on; None before the first step."""
+    """Episodes by outcome, from the summary or, during the run, from the last step.
+
+    None before the first step.
+    """
     if "episodes" in run.summary:
         return dict(run.summary["episodes"])
     names = ("published", *evaluation.FATES)

@@ -15,7 +15,7 @@ import aiohttp
 
 from tools.bench.faults.actor import LANES, LIMITS, ROLLOUT, RUN_SEED, World
 from tools.bench.faults.proxy import SHEET_VARIANT
-from uirl_jax.actor.rollout import derive_seed, run_episode
+from uirl_jax.actor.rollout import RolloutSetup, derive_seed, run_episode
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import find_rule
@@ -87,11 +87,7 @@ async def _play_one(world: World, dialect: str, index: int, http: aiohttp.Client
     async with VerifierClient(url, dialect=dialect, limits=LIMITS) as client:
         trajectory = await run_episode(
             TASK,
-            client=client,
-            engine=world.engine,
-            chat=world.chat,
-            inputs=world.inputs,
-            cfg=ROLLOUT,
+            RolloutSetup(client, world.engine, world.chat, world.inputs, ROLLOUT),
             seed=seed,
             group_id=f"{dialect}-{index}",
         )
