@@ -337,8 +337,8 @@ def test_config_that_starts_from_the_shipped_model_is_one_that_runs(name, argume
     ],
 )
 def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
-    """Into the workdir that docs/results.md has it write to."""
-    told = Path("docs/results.md").read_text(encoding="utf-8")
+    """Into the workdir that docs/notes/results.md has it write to."""
+    told = Path("docs/notes/results.md").read_text(encoding="utf-8")
     get_config = importlib.import_module(f"configs.{name}").get_config
     made = {stage: reading.from_config(schema.RunConfig, get_config(stage)) for stage in stages}
     for before, stage in itertools.pairwise(stages):
@@ -395,7 +395,7 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
         ),
         ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
         ({"loss": {"importance_floor": 2.5}}, "expected between 0 and loss.importance_cap=2.0"),
-        ({"loss": {"importance_floor": 0.5, "importance": "mask"}}, "only loss.importance='trunc"),
+        ({"loss": {"importance_floor": 0.5, "importance": "mask"}}, "needs loss.importance='trunc"),
     ],
 )
 def test_config_of_an_algorithm_that_makes_no_sense_is_one_line(section: dict, message: str):

@@ -1,5 +1,6 @@
 """Models named on the Hugging Face hub, against a server on loopback that speaks its API."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -109,7 +110,7 @@ def test_loaded_weights_equal_those_of_the_directory(hub):
     ours = loading.load(TINY, lora=LoraConfig(), seed=0)
     fetched = uirl_jax.VLM.from_pretrained(f"hf://{NAME}@v1").model
     assert fetched.base_hash == ours.base_hash
-    assert fetched.cfg == ours.cfg
+    assert dataclasses.replace(fetched.cfg, images=ours.cfg.images) == ours.cfg
     assert fetched.cfg.images == ImageConfig(**images) != ours.cfg.images
     jax.tree.map(np.testing.assert_array_equal, fetched.frozen, ours.frozen)
     assert hub.files_sent() == WANTED

@@ -18,6 +18,10 @@ def family_of(model_dir: str | Path) -> Family:
     """The family that a model directory belongs to. Raises: ModelError."""
     path = Path(model_dir)
     expected = "a directory with config.json, *.safetensors and tokenizer.json"
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"{path}: no model in Hugging Face's format (no config.json there); expected {expected}"
+        )
     model_type = read_json(path / "config.json", expected).get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
