@@ -350,5 +350,5 @@ def test_run_config_refuses_a_cold_start_of_int8_weights():
         tasks=(TaskConfig("desktop/click_button"),),
         learner=LearnerConfig(steps=1),
     )
-    with pytest.raises(ConfigError, match=r"model\.quantize='int8': a cold start writes"):
+    with pytest.raises(ConfigError, match=r"model\.quantize='int8': a cold start cannot merge"):
         dataclasses.replace(cfg, cold_start=dataclasses.replace(cfg.cold_start, steps=1))
