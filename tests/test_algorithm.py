@@ -395,7 +395,7 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
         ),
         ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
         ({"loss": {"importance_floor": 2.5}}, "expected between 0 and loss.importance_cap=2.0"),
-        ({"loss": {"importance_floor": 0.5, "importance": "mask"}}, "only loss.importance='trunc"),
+        ({"loss": {"importance_floor": 0.5, "importance": "mask"}}, "needs loss.importance='trunc"),
     ],
 )
 def test_config_of_an_algorithm_that_makes_no_sense_is_one_line(section: dict, message: str):
