@@ -93,7 +93,7 @@ def test_journal_on_a_full_disk_adds_nothing_and_then_goes_on(tmp_path, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", full)
-        with pytest.raises(ShardError, match="No space left on device: cannot note new shards"):
+        with pytest.raises(ShardError, match="No space left on device: cannot write the list of shards"):
             append(notes, 1)
     assert notes.lines == before == Journal(store).lines
     append(notes, 1)
@@ -103,7 +103,7 @@ def test_journal_on_a_full_disk_adds_nothing_and_then_goes_on(tmp_path, monkeypa
 def test_journal_of_two_learners_at_once_is_refused(tmp_path):
     one, other = Journal(open_store(tmp_path)), Journal(open_store(tmp_path))
     append(one, 1)
-    with pytest.raises(ShardError, match="another learner has written it"):
+    with pytest.raises(ShardError, match="written by another learner"):
         append(other, 1)
 
 
@@ -113,7 +113,7 @@ def test_journal_with_a_part_missing_or_cut_raises_shard_error(tmp_path):
     first, second, *_ = store.names("journal")
     content = store.read(second)
     store.delete(second)
-    with pytest.raises(ShardError, match=r"holds lines 3 to 6 .* and 1 are known before it"):
+    with pytest.raises(ShardError, match=r"has lines 3 to 6 .* 1 lines precede it"):
         Journal(store)
     for cut in (content[:-4], b"", content.splitlines(True)[0]):
         store.put(second, cut)

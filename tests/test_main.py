@@ -415,7 +415,7 @@ def test_main_second_learner_of_a_workdir_is_refused_before_it_writes(tmp_path):
         for role in ("all", "learner"):
             process = run(workdir, SHIPPED_MODEL, f"--role={role}")
             assert process.returncode == 1
-            assert process.stderr.startswith(f"error: {workdir}: a learner is at work there")
+            assert process.stderr.startswith(f"error: {workdir}: a learner is running there")
             assert f"(process {os.getpid()} on " in process.stderr
             assert process.stderr.count("\n") == 1, process.stderr
         assert {path: path.read_bytes() for path in workdir.iterdir()} == before

@@ -125,7 +125,7 @@ def test_take_groups_puts_shards_of_a_policy_that_was_lost_out_of_the_actors_sig
     assert accounts(queue) == {"published": 3, "trained": 1, "quarantined": 2}
     assert here.exists() and not gone.exists()
     (reason,) = (tmp_path / "quarantine").glob("*.reason")
-    assert "after version 5, which was lost" in reason.read_text()
+    assert "after version 5 that was lost" in reason.read_text()
     # Nor does it come back: not in this process, and not in the next.
     assert queue.take_groups(1, current_version=6, max_staleness=1) is None
     assert accounts(open_queue(tmp_path, queue.state())) == accounts(queue)
@@ -427,10 +427,10 @@ def test_restart_with_a_torn_journal_line_notices_that_shard_again(tmp_path):
 @pytest.mark.parametrize(
     ("form", "text", "message"),
     [
-        ("now", None, "0 lines, the checkpoint has seen 1"),
-        ("before", None, "0 lines, the checkpoint has seen 1"),
-        ("before", "", "0 lines, the checkpoint has seen 1"),
-        ("now", "", "holds lines 0 to 0 of the journal"),
+        ("now", None, "0 lines, the checkpoint refers to 1"),
+        ("before", None, "0 lines, the checkpoint refers to 1"),
+        ("before", "", "0 lines, the checkpoint refers to 1"),
+        ("now", "", "has lines 0 to 0 of the journal"),
         ("now", "{}\n", "line 1 is damaged"),
         ("before", "{}\n", "line 1 is damaged"),
     ],

@@ -42,20 +42,20 @@ def test_scan_truncated_anywhere_raises(tmp_path):
     assert boundaries.pop() == len(whole)
     for size in {*range(0, len(whole), 17), *boundaries, len(whole) - 1}:
         path.write_bytes(whole[:size])
-        with pytest.raises(ShardError, match=r"cut off|empty"):
+        with pytest.raises(ShardError, match=r"truncated|empty"):
             scan(path)
 
 
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ([0, 2, 1, 3], "the footer says"),  # swapped: each crc is right, their crc is not
-        ([0, 1, 1, 3], "the footer says"),
+        ([0, 2, 1, 3], "the footer has"),  # swapped: each crc is right, their crc is not
+        ([0, 1, 1, 3], "the footer has"),
         ([0, 1, 3], "record 2: kind is 'footer'"),
         ([0, 1, 2, 2, 3], "the last record is no footer"),
         ([1, 2, 3], "record 0 is no header"),
-        ([0, 1, 2, 3, 3], "more after the footer"),
-        ([0, 1, 2, 3, 0, 1, 2, 3], "more after the footer"),
+        ([0, 1, 2, 3, 3], "bytes after the footer"),
+        ([0, 1, 2, 3, 0, 1, 2, 3], "bytes after the footer"),
     ],
 )
 def test_scan_with_whole_records_out_of_place_raises(tmp_path, order, message):
@@ -75,7 +75,7 @@ def test_scan_with_versions_that_the_header_hides_raises(tmp_path):
     crcs = [int.from_bytes(f[-4:], "little") for f in framed]
     footer = record.Footer(2, sum(map(len, framed)), framing.crc_of_crcs(crcs))
     path.write_bytes(b"".join([*framed, framing.frame(record.encode_footer(footer))]))
-    with pytest.raises(ShardError, match="versions 8 to 8, its records have 7 to 7"):
+    with pytest.raises(ShardError, match="versions 8 to 8, the records have 7 to 7"):
         scan(path)
 
 
@@ -90,9 +90,9 @@ def test_scan_of_too_large_a_file_is_refused_unread(tmp_path):
 def test_read_shard_that_is_broken_names_the_path(tmp_path):
     path = tmp_path / "x.tfrecord"
     path.write_bytes(b"")
-    with pytest.raises(ShardError, match=r"x\.tfrecord: an empty file"):
+    with pytest.raises(ShardError, match=r"x\.tfrecord: empty file"):
         reader.read_shard(path)
     with pytest.raises(ShardError, match="No such file"):
         reader.read_shard(tmp_path / "gone.tfrecord")
-    with pytest.raises(ShardError, match=r"x\.tfrecord: an empty file"):
+    with pytest.raises(ShardError, match=r"x\.tfrecord: empty file"):
         reader.read_stored_shard(open_store(tmp_path), "x.tfrecord")

@@ -1,6 +1,6 @@
-"""Trajectories as files: written by the actor, read exactly once by the learner, made to batches.
+"""Trajectories as files: written by the actor, used exactly once by the learner, batched.
 
-`record` is the byte format, over `framing` and `example`. `writer` writes shard files and `reader`
-reads them; `queue` gives the learner each record once, and `journal` keeps its order over restarts.
-`batching` makes the arrays of a learner step.
+`record` is the byte format, built on `framing` and `example`. `writer` writes shards and `reader`
+reads them; `queue` gives each record to the learner once, and `journal` keeps the order over
+restarts. `batching` makes the arrays of a learner step.
 """

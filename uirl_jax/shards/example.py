@@ -1,13 +1,13 @@
-"""The wire format of `tf.train.Example`, as far as a record needs it: bytes lists and int64 lists.
+"""The wire format of `tf.train.Example`, limited to bytes lists and int64 lists.
 
-Sits under `record`, so that any TFRecord tool opens our shards without our having TensorFlow. It
-knows nothing of trajectories, and is strict: an unknown field is an error, not skipped.
+Used by `record`, so that any TFRecord tool can open the shards; TensorFlow is not needed here. The
+decoder is strict: an unknown field is an error.
 
     Example  {1: Features}
     Features {1: entry {1: name, 2: Feature}}, one entry per feature
     Feature  {1: BytesList {1: bytes, ...}} or {3: Int64List {1: varint, ...}}
 
-`Fields` reads the decoded features with their types checked, arrays included.
+`Fields` reads the decoded features, including arrays, with type checks.
 
 Source: tensorflow/core/example/{example,feature}.proto and the protocol buffer encoding guide.
 """
@@ -23,7 +23,7 @@ from uirl_jax.errors import RecordError
 Feature = Sequence[bytes] | Sequence[int]
 
 _DTYPES = {"<i4": 4, "<i8": 8, "<f4": 4, "<f8": 8}
-_MAX_ITEMS = 2**26  # of an array's side, also where another side is 0
+_MAX_ITEMS = 2**26  # per dimension of an array, also if another dimension is 0
 _VARINT, _LENGTH_DELIMITED = 0, 2
 _BYTES_LIST, _INT64_LIST = 1, 3
 
@@ -31,7 +31,7 @@ _BYTES_LIST, _INT64_LIST = 1, 3
 def encode(features: Mapping[str, Feature]) -> bytes:
     """The Example's bytes, features sorted by name: equal features give equal bytes.
 
-    An empty list has no type of its own and is written as an empty bytes list.
+    An empty list is written as an empty bytes list.
     """
     entries = bytearray()
     for name in sorted(features):
@@ -41,7 +41,7 @@ def encode(features: Mapping[str, Feature]) -> bytes:
 
 
 def decode(payload: bytes) -> dict[str, list[bytes] | list[int]]:
-    """The features of an Example. Raises RecordError for anything that `encode` would not write."""
+    """The features of an Example. Raises RecordError for an invalid one or unknown fields."""
     features: dict[str, list[bytes] | list[int]] = {}
     for features_view in _messages(memoryview(payload), 1, "Example"):
         for entry_view in _messages(features_view, 1, "Features"):
@@ -59,7 +59,7 @@ def decode(payload: bytes) -> dict[str, list[bytes] | list[int]]:
 
 
 class Fields:
-    """The features of one Example, each asked for exactly once; what is left over is an error."""
+    """The features of one Example; each is read once, and `finish` raises for the rest."""
 
     def __init__(self, features: dict[str, Any], kind: str) -> None:
         self._features = features
@@ -67,12 +67,12 @@ class Fields:
         if got != kind:
             raise RecordError(f"kind is {got[:32]!r}, expected {kind!r}")
 
-    def _take(self, name: str, of: type, count: int | None) -> list[Any]:
+    def _take(self, name: str, item_type: type, count: int | None) -> list[Any]:
         if name not in self._features:
             raise RecordError(f"{name} is missing")
         values = self._features.pop(name)
-        if not all(isinstance(value, of) for value in values):
-            raise RecordError(f"{name} is no list of {of.__name__}")
+        if not all(isinstance(value, item_type) for value in values):
+            raise RecordError(f"{name} is not a list of {item_type.__name__}")
         if count is not None and len(values) != count:
             raise RecordError(f"{name} has {len(values)} values, expected {count}")
         return values
@@ -87,7 +87,7 @@ class Fields:
         return decode_text(self.items(name, 1)[0], name)
 
     def array(self, name: str, dtype: str, ndim: int, count: int | None = None) -> np.ndarray:
-        """A copy of the array, in native byte order; its first side is `count` where given."""
+        """A copy of the array in native byte order; `count`: its expected first dimension."""
         data = self.items(name, 1)[0]
         got = self.text(f"{name}/dtype")
         if got not in _DTYPES:
@@ -95,11 +95,11 @@ class Fields:
         if got != dtype:
             raise RecordError(f"{name} has dtype {got}, expected {dtype}")
         shape = self._take(f"{name}/shape", int, ndim)
-        # Python integers: a product that overflows 64 bits is simply not equal.
+        # Python integers do not overflow, so a huge shape cannot match the number of bytes.
         if min(shape) < 0 or math.prod(shape) * _DTYPES[dtype] != len(data):
             raise RecordError(f"{name} has shape {shape} and {len(data)} bytes of {dtype}")
         if max(shape) > _MAX_ITEMS or (count is not None and shape[0] != count):
-            raise RecordError(f"{name} has shape {shape}, expected {count} first")
+            raise RecordError(f"{name} has shape {shape}, expected first dimension {count}")
         array = np.frombuffer(data, dtype).reshape(shape)
         return array.astype(array.dtype.newbyteorder("="))
 
@@ -112,7 +112,7 @@ def decode_text(data: bytes, name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise RecordError(f"{name} is no UTF-8 at byte {error.start}") from None
+        raise RecordError(f"{name} is not UTF-8 at byte {error.start}") from None
 
 
 def _encode_feature(name: str, values: Feature) -> bytes:
@@ -132,12 +132,12 @@ def _decode_feature(name: str, view: memoryview) -> list[bytes] | list[int]:
     if number == _BYTES_LIST:
         return [bytes(value) for value in _messages(list_view, 1, name)]
     if number != _INT64_LIST:
-        raise RecordError(f"feature {name!r} is no bytes list and no int64 list (field {number})")
+        raise RecordError(f"feature {name!r}: field {number} is not a bytes list or int64 list")
     integers: list[int] = []
     for inner, value in _fields(list_view):
         if inner != 1:
             raise RecordError(f"feature {name!r} has field {inner} in its int64 list, expected 1")
-        if isinstance(value, int):  # unpacked, as older writers do it
+        if isinstance(value, int):  # unpacked, as older writers encode it
             integers.append(_signed(value))
             continue
         position = 0
@@ -165,7 +165,7 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         elif wire_type == _LENGTH_DELIMITED:
             length, position = _read_varint(view, position)
             if length > len(view) - position:
-                raise RecordError(f"field of {length} bytes in a message with fewer left")
+                raise RecordError(f"field of {length} bytes, the message has fewer left")
             yield number, view[position : position + length]
             position += length
         else:
@@ -195,7 +195,7 @@ def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value & 0xFFFFFFFFFFFFFFFF, position
-    raise RecordError("number that is cut off or longer than 64 bits")
+    raise RecordError("a varint is truncated or longer than 64 bits")
 
 
 def _signed(value: int) -> int:

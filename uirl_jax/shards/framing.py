@@ -1,7 +1,7 @@
-"""TFRecord's framing: payloads in a file, each with crcs of its length and of itself.
+"""TFRecord framing: payloads in a file, each with checksums of its length and its bytes.
 
-Under `writer` and `reader`; it knows nothing of what a payload holds. The caps are checked before
-anything of that size is allocated. A cut exactly between two frames is not its to notice.
+Used by `writer` and `reader`; payloads are opaque here. Size limits are checked before memory is
+allocated. A file that is cut exactly between two frames is valid here; `reader` detects it.
 """
 
 import io
@@ -14,7 +14,7 @@ from uirl_jax.errors import ShardError
 
 MAX_RECORD_BYTES = 64 * 2**20
 MAX_SHARD_BYTES = 2**30
-FRAME_BYTES = 16  # what the framing adds to a payload
+FRAME_BYTES = 16  # overhead per payload
 
 
 def masked_crc(data: bytes) -> int:
@@ -24,7 +24,7 @@ def masked_crc(data: bytes) -> int:
 
 
 def frame(payload: bytes) -> bytes:
-    """uint64 length, its masked crc, the payload, its masked crc; all little-endian."""
+    """A frame: uint64 length, its masked crc, the payload, its masked crc; little-endian."""
     length = struct.pack("<Q", len(payload))
     return b"".join(
         (
@@ -39,22 +39,23 @@ def frame(payload: bytes) -> bytes:
 def read_frame(file: io.BufferedIOBase, left_bytes: int) -> tuple[bytes, int]:
     """The payload at the file's position, and its masked crc.
 
-    left_bytes is what the file still holds: a length beyond it or beyond the cap is refused before
-    anything is allocated. Raises ShardError.
+    Args: left_bytes: the rest of the file; a longer length, or one above the limit, is refused
+      before memory is allocated.
+    Raises: ShardError: a damaged or truncated frame.
     """
     head = file.read(12) if left_bytes >= 12 else b""
     if len(head) < 12:
-        raise ShardError(f"cut off: {left_bytes} bytes left, a record needs {FRAME_BYTES}")
+        raise ShardError(f"truncated: {left_bytes} bytes left, a record needs {FRAME_BYTES}")
     length, length_crc = struct.unpack("<QI", head)
     if masked_crc(head[:8]) != length_crc:
         raise ShardError("the crc of a record's length does not match")
     if length > MAX_RECORD_BYTES:
-        raise ShardError(f"record of {length} bytes, at most {MAX_RECORD_BYTES} are read")
+        raise ShardError(f"record of {length} bytes, at most {MAX_RECORD_BYTES} are allowed")
     if length > left_bytes - FRAME_BYTES:
-        raise ShardError(f"cut off: record of {length} bytes, the file has {left_bytes} left")
+        raise ShardError(f"truncated: record of {length} bytes, the file has {left_bytes} left")
     data = file.read(length + 4)
     if len(data) < length + 4:
-        raise ShardError(f"cut off: record of {length} bytes, got {len(data)}")
+        raise ShardError(f"truncated: record of {length} bytes, got {len(data)}")
     payload, (crc,) = data[:length], struct.unpack("<I", data[length:])
     if masked_crc(payload) != crc:
         raise ShardError("the crc of a record does not match")

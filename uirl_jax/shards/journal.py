@@ -1,21 +1,21 @@
-"""The learner's list of every shard it has noticed, in the order in which it noticed them.
+"""The learner's list of all shards it has noticed, in order.
 
-Kept by `queue.ShardQueue` and durable before a record of a noticed shard is handed out. A
-checkpoint's data cursor counts in its lines: after a crash the learner reads the same shards in the
-same order, however many came since. One process writes it, and it only grows (about 150 bytes a
-shard).
+Written by `queue.ShardQueue`, durably, before the queue returns a record of a noticed shard. The
+data cursor of a checkpoint is a line number of the journal: after a crash the learner reads the
+same shards in the same order, even if more have arrived. One process writes it, and it only grows
+(about 150 bytes per shard).
 
     journal/0000000000.jsonl    lines 0 to 99, folded
-    journal/0000000100.jsonl    what one poll of the queue noticed: lines 100 and 101
-    journal/0000000102.jsonl    ... and the next one
-    shards/journal.jsonl        the first lines of a run that release 0.1.0 began: it appended
+    journal/0000000100.jsonl    lines 100 and 101: the shards noticed by one poll of the queue
+    journal/0000000102.jsonl    the shards noticed by the next poll
+    shards/journal.jsonl        the first lines of a run started by release 0.1.0, which appended
 
-A store cannot append, so each poll that notices shards writes a small object of its own, named by
-the number of its first line: one write, however long the run. One object rewritten at every poll
-would cost megabytes each time in a long run, and a bucket takes about one write a second and name.
-So that a restart need not read an object per poll, FOLD of them are written again as one, under the
-name of the first, and the others deleted. A process killed in between leaves objects whose lines
-are known already, which are passed over.
+A store cannot append. Each poll that notices shards therefore writes a new small object, named by
+the number of its first line: the cost does not grow with the run. Rewriting one object at each poll
+would cost megabytes per poll in a long run, and a bucket allows about one write per second and
+name. So that a restart need not read one object per poll, FOLD objects are merged into one under
+the first one's name, and the others are deleted. If the process is killed in between, objects with
+known lines remain; they are ignored.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _NAME = re.compile(rf"{JOURNAL}/\d{{10}}\.jsonl")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One shard: its path under shards/, how many records it was published with, and its fate."""
+    """One shard: its path below shards/, its number of records, whether it is quarantined."""
 
     shard: str  # "a0/a0-<boot>-00000007-v3.tfrecord"
     records: int
@@ -48,7 +48,7 @@ class Journal:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.lines: list[Line] = []
-        # Names of the objects since the last folded one, and of those that folding left behind.
+        # Names of the objects since the last fold, and of objects that an interrupted fold left.
         self._unfolded: list[str] = []
         self._redundant: list[str] = []
         try:
@@ -61,18 +61,18 @@ class Journal:
             ) from None
 
     def append(self, lines: list[Line]) -> None:
-        """Add lines, durable when this returns; all or, with ShardError (disk full), none."""
+        """Add lines durably. Raises: ShardError: the disk is full; then no line was added."""
         name = _name(len(self.lines))
         try:
             is_new = self._store.put_new(name, _to_bytes(lines))
         except OSError as error:
             raise ShardError(
-                f"{self._store.location(name)}: {error.strerror}: cannot note new shards"
+                f"{self._store.location(name)}: {error.strerror}: cannot write the list of shards"
             ) from None
         if not is_new:
             raise ShardError(
-                f"{self._store.location(name)}: another learner has written it; a workdir has one "
-                "learner at a time: stop the other one"
+                f"{self._store.location(name)}: written by another learner; a workdir can have "
+                "only one learner: stop the other one"
             )
         self.lines += lines
         self._unfolded.append(name)
@@ -81,7 +81,7 @@ class Journal:
 
     def _fold(self) -> None:
         first, *others = self._unfolded
-        # The lines are safe already: if the disk is full now, the next append tries again.
+        # The lines are already durable. If the disk is full now, a later append folds.
         with contextlib.suppress(OSError):
             self._store.put(first, _to_bytes(self.lines[_first_line(first) :]))
             self._store.delete(*others, *self._redundant)
@@ -93,8 +93,8 @@ class Journal:
         first, known = _first_line(name), len(self.lines)
         if first > known or not lines or first < known < first + len(lines):
             raise ShardError(
-                f"{where}: holds lines {first} to {first + len(lines)} of the journal and {known} "
-                "are known before it: put the missing file back, or start in a new workdir"
+                f"{where}: has lines {first} to {first + len(lines)} of the journal, but {known} "
+                "lines precede it: restore the missing file, or start in a new workdir"
             )
         if first < known:
             self._redundant.append(name)
@@ -107,7 +107,7 @@ class Journal:
             data = self._store.read(APPENDED_JOURNAL)
         except FileNotFoundError:
             return
-        # Killed while appending: no record of a torn last line was used.
+        # A torn last line is dropped: no record of its shard was used before the kill.
         whole = data[: data.rfind(b"\n") + 1]
         self.lines = _parse_lines(self._store.location(APPENDED_JOURNAL), whole)
 
@@ -139,8 +139,8 @@ def _parse_lines(where: str, data: bytes) -> list[Line]:
             and type(fields["quarantined"]) is bool
         ):
             raise ShardError(
-                f"{where}: line {number} is damaged, and without it shards cannot be counted "
-                "exactly once: start in a new workdir"
+                f"{where}: line {number} is damaged, so shards cannot be counted exactly once: "
+                "start in a new workdir"
             )
         lines.append(Line(**fields))
     return lines

@@ -1,4 +1,4 @@
-"""What a shard's header says about the model that sampled: the one place that derives it."""
+"""Derives the token layout in a shard's header from a model config."""
 
 from typing import Any
 

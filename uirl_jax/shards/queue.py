@@ -1,8 +1,8 @@
 """The learner's queue of groups: every record is used exactly once, in a fixed order.
 
-Actor's `writer` -> shards/<actor>/ in the store -> here -> learner. What is broken or foreign goes
-to quarantine/ with its reason; nothing is dropped without being counted. The queue keeps an index
-in memory, not the records. It computes no advantages; `reader` checks and reads the files.
+Actor's `writer` -> shards/<actor>/ in the store -> here -> learner. Shards that are damaged or of
+another run are moved to quarantine/ with a reason, and every dropped record is counted. The queue
+keeps an index in memory, not the records. `reader` checks and reads the files.
 """
 
 import base64
@@ -28,24 +28,24 @@ STATE_SCHEMA = 1
 
 @dataclasses.dataclass
 class _Shard:
-    """A shard that exists. done: indices of its records that are not pending any more."""
+    """An existing shard. done: indices of its records that are no longer pending."""
 
     line: int  # in the journal
-    layout: record.TokenLayout | None = None  # None once it is wholly consumed
+    layout: record.TokenLayout | None = None  # None if all its records were consumed
     records: int = 0
     done: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """The records of one group_id in one shard that are still to be used."""
+    """The pending records of one group_id in one shard."""
 
     shard: str
     entries: tuple[tuple[int, Entry], ...]  # (index in the shard, entry)
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Oldest and newest; members without a turn have none; (-1, -1) if that is all of them."""
+        """Oldest and newest version, ignoring members without turns; (-1, -1) without any turn."""
         with_turns = [entry for _, entry in self.entries if entry.oldest_version >= 0]
         return (
             min((entry.oldest_version for entry in with_turns), default=-1),
@@ -54,20 +54,20 @@ class _Group:
 
 
 class ShardQueue:
-    """The groups that wait for the learner, and the accounts of all that came. One per workdir.
+    """The pending groups, and the number of records by outcome. One per workdir.
 
-    Shards are noticed by `poll` and used in the order noticed (new ones of one poll: by policy
-    version, actor, boot and sequence number), which the `journal` keeps. What `take_groups`
-    returns depends on that order and its arguments alone, not on when it was asked.
+    `poll` notices new shards; they are used in that order (within one poll: by policy version,
+    actor, boot and sequence number), which the `journal` stores. The result of `take_groups`
+    depends only on this order and the arguments, not on timing.
 
-    The accounts, in records: published = trained + stale + quarantined + duplicate + pending.
-    A shard that is quarantined when noticed counts as many records as its header says, 1 if that
-    cannot be read. A shard that is damaged or gone later counts what was left of it as quarantined.
+    Records are counted as published = trained + stale + quarantined + duplicate + pending. A shard
+    that is quarantined when noticed counts as its header's number of records, or 1 if that cannot
+    be read. If a shard is damaged or missing later, its pending records count as quarantined.
 
     Args:
-        state: what `state()` returned for the checkpoint that is restored; None if there is none.
+        state: the result of `state()` in the restored checkpoint; None without a checkpoint.
 
-    Raises ShardError for a state of another run, or one that the journal does not reach.
+    Raises: ShardError: a state of another run, or one that is ahead of the journal.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class ShardQueue:
         self._noticed = {line.shard for line in self._journal.lines}
         self._resume(state)
 
-    # ------------------------------------------------------------ what the learner calls
+    # ------------------------------------------------------------ called by the learner
 
     def poll(self) -> None:
         """Notice new shards. Costs one listing, and one scan of each new shard.
 
-        Other files, and shards that vanish meanwhile, are left alone. Raises ShardError only if
-        the journal or the quarantine cannot be written.
+        Other files, and shards that are deleted meanwhile, are ignored. Raises: ShardError: the
+        journal or the quarantine cannot be written.
         """
         accepted: list[tuple[str, record.Header, list[Entry]]] = []
         refused: dict[str, str] = {}
@@ -129,14 +129,16 @@ class ShardQueue:
     def take_groups(
         self, n_groups: int, current_version: int, max_staleness: int
     ) -> list[list[Trajectory]] | None:
-        """The next n_groups whole groups, trained from now on; None until there are that many.
+        """The next n_groups groups, counted as trained; None if there are fewer.
 
-        Before that, whole groups are counted as stale and dropped: those with a turn older than
-        current_version - max_staleness, and those without any turn. A shard with a turn newer than
-        current_version comes from a policy that was lost with a damaged checkpoint, and is
-        quarantined: left where it is, actors would take it for fresh once that version comes again.
-        current_version is the version that the learner holds: publish a version only after its
-        checkpoint is committed, or a restart will see its own shards as future ones.
+        First drops groups as stale: those with a turn older than current_version - max_staleness,
+        and those without turns. A shard with a turn newer than current_version is from a policy
+        that was lost with a damaged checkpoint; it is quarantined, because actors would count it as
+        fresh when that version is reached again.
+
+        Args:
+            current_version: the version that the learner holds. Publish a version only after its
+                checkpoint is committed; otherwise a restart quarantines its shards as too new.
         """
         while True:
             self._drop_stale(current_version, max_staleness)
@@ -154,9 +156,9 @@ class ShardQueue:
             return groups
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to go on from here. JSON; about 11 bytes per episode so far.
+        """The data cursor for a checkpoint: JSON, about 11 bytes per episode so far.
 
-        Take it when the groups taken so far have been trained on, and no others.
+        Call it when all groups taken so far are trained on.
         """
         return {
             "schema": STATE_SCHEMA,
@@ -173,10 +175,10 @@ class ShardQueue:
         }
 
     def committed(self, state: dict[str, Any]) -> None:
-        """Delete the shards of which `state` needs nothing more.
+        """Delete the shards whose records are all consumed in `state`.
 
-        Call it with the state of a checkpoint that is committed, and that no later fallback will go
-        behind: the oldest checkpoint that is kept, not the newest, if one may be damaged.
+        Call it with the state of the oldest kept checkpoint, not the newest: a restart may fall
+        back to it if newer ones are damaged.
         """
         self._check(state)
         done = [
@@ -196,7 +198,7 @@ class ShardQueue:
             del self._shards[name]
 
     def accounting(self) -> dict[str, int]:
-        """Records by fate. Each number is counted for itself; the identity is a test, not a sum."""
+        """Records by outcome. Each is counted independently, so the identity is a real check."""
         lines = self._journal.lines
         return {
             "published": sum(line.records for line in lines),
@@ -221,13 +223,13 @@ class ShardQueue:
         match = _NAME.fullmatch(file_name)
         if not match or match["actor"] != directory:
             raise ShardError("its name is not <actor>-<boot uuid>-<seq>-v<version>.tfrecord")
-        for what, got, expected in (
+        for field, got, expected in (
             ("run", header.run_id, self._run_id),
             ("actor", header.actor_id, directory),
             ("base model", header.base_hash, self._base_hash),
         ):
             if got != expected:
-                raise ShardError(f"{what} {got[:64]!r}, expected {expected[:64]!r}")
+                raise ShardError(f"{field} {got[:64]!r}, expected {expected[:64]!r}")
 
     def _admit(
         self, name: str, line: int, header: record.Header, entries: list[Entry], done: set[int]
@@ -250,8 +252,8 @@ class ShardQueue:
     def _drop_stale(self, current_version: int, max_staleness: int) -> None:
         future = {group.shard for group in self._groups if group.versions[1] > current_version}
         for name in sorted(future):
-            said = f"sampled with a policy after version {current_version}, which was lost since"
-            self._lose(name, said)
+            reason = f"sampled with a policy after version {current_version} that was lost since"
+            self._lose(name, reason)
         fresh = []
         for group in self._groups:
             if 0 <= group.versions[0] >= current_version - max_staleness:
@@ -260,12 +262,12 @@ class ShardQueue:
                 self._finish(group, "stale")
         self._groups = fresh
 
-    def _finish(self, group: _Group, fate: str) -> None:
+    def _finish(self, group: _Group, outcome: str) -> None:
         for idx, entry in group.entries:
             self._shards[group.shard].done.add(idx)
             self._waiting.discard(entry.episode_digest)
             self._consumed.add(entry.episode_digest)
-            self._counts[fate] += 1
+            self._counts[outcome] += 1
 
     def _read_group(self, group: _Group) -> list[Trajectory]:
         shard = self._shards[group.shard]
@@ -279,7 +281,7 @@ class ShardQueue:
             raise _LostShardError(group.shard, str(error)) from None
 
     def _lose(self, name: str, reason: str) -> None:
-        """A shard that was good when noticed no longer is: what is left of it is quarantined."""
+        """Quarantines the pending records of a shard that was valid when noticed."""
         shard = self._shards.pop(name)
         self._lost[name] = shard.records - len(shard.done)
         for group in self._groups:
@@ -289,10 +291,10 @@ class ShardQueue:
         self._quarantine(name, reason)
 
     def _quarantine(self, name: str, reason: str) -> None:
-        """Move a shard, if it exists; its reason is written first, so that none lacks one."""
+        """Move a shard, if it exists; the reason is written first, so that it is never missing."""
         target = f"{QUARANTINE}/{name.replace('/', '--')}"
         try:
-            # Only if there is none: after a restart the first reason is the true one.
+            # put_new: after a restart the original reason is kept.
             self._store.put_new(f"{target}.reason", f"{_stored(name)}: {reason}\n".encode())
             with contextlib.suppress(FileNotFoundError):
                 self._store.move(_stored(name), target)
@@ -325,28 +327,28 @@ class ShardQueue:
         if state["noticed"] > len(self._journal.lines):
             raise ShardError(
                 f"{self._store.location(JOURNAL)}: {len(self._journal.lines)} lines, the "
-                f"checkpoint has seen {state['noticed']}: put the files back, or start in a new "
+                f"checkpoint refers to {state['noticed']}: restore the files, or start in a new "
                 "workdir"
             )
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Index again what the state has not consumed, in the journal's order."""
+        """Index the records that the state has not consumed, in the journal's order."""
         existing = set(reader.shard_names(self._store))
         for number, line in enumerate(self._journal.lines):
             exists = _stored(line.shard) in existing
             if line.quarantined:
-                if exists:  # killed between the journal and the move
+                if exists:  # killed after writing the journal and before the move
                     self._quarantine(line.shard, "refused before a restart")
                 continue
             if number < state["noticed"] and line.shard not in state["open"]:
-                if exists:  # killed between the commit and the deletion
+                if exists:  # killed after the commit and before the deletion
                     self._shards[line.shard] = _Shard(number)
                 continue
             done = set(state["open"].get(line.shard, ()))
             try:
                 header, entries = reader.scan_shard(self._store, _stored(line.shard))
                 if header.records != line.records:
-                    raise ShardError(f"{header.records} records, there were {line.records}")
+                    raise ShardError(f"{header.records} records, expected {line.records}")
                 self._check_ours(line.shard, header)
             except (OSError, ShardError, RecordError) as error:
                 self._shards[line.shard] = _Shard(number, None, line.records, done)
@@ -356,7 +358,7 @@ class ShardQueue:
 
 
 class _LostShardError(Exception):
-    """A shard of which records were pending cannot be read any more. Stays within this file."""
+    """A shard with pending records cannot be read any more. Caught within this file."""
 
     def __init__(self, shard: str, reason: str) -> None:
         super().__init__(shard, reason)
@@ -371,7 +373,7 @@ def _arrival(name: str) -> tuple[int, str, str, int, str]:
 
 
 def _stored(name: str) -> str:
-    """Name in the store of a shard, which the journal and the states name without the prefix."""
+    """A shard's name in the store; the journal and the states leave out the prefix."""
     return f"{SHARDS}/{name}"
 
 

@@ -1,7 +1,7 @@
-"""Shard files, read and checked: framing, header, every record's contents, footer.
+"""Reads and checks shard files: framing, header, contents of all records, footer.
 
-Between `framing` and `record` below and, above, the learner's `queue`, the actors' admission and
-whatever shows episodes. Reads from a store, or a local file by its path; keeps and deletes nothing.
+Used by the learner's `queue`, the actors' admission and tools that show episodes. Reads from a
+store, or a local file by its path; never writes or deletes.
 """
 
 import dataclasses
@@ -21,28 +21,28 @@ DIGEST_BYTES = 8  # of an episode id: a million episodes collide with probabilit
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one record lies in its shard, and what the queue must know of it."""
+    """The position of one record in its shard, and the fields that the queue needs."""
 
     offset: int  # of its frame
     size_bytes: int  # of its frame
     episode_digest: bytes
     group_id: str
-    oldest_version: int  # -1: the episode has no turn that a policy sampled
+    oldest_version: int  # -1 if no turn was sampled by a policy
     newest_version: int
 
 
 def shard_names(store: Store) -> list[str]:
-    """Every shard in a store, whichever actor wrote it. Raises OSError."""
+    """Names of all shards in a store, of all actors. Raises OSError."""
     return [
         name for name in store.names(SHARDS) if name.count("/") == 2 and name.endswith(".tfrecord")
     ]
 
 
 def scan_shard(store: Store, name: str) -> tuple[record.Header, list[Entry]]:
-    """Check a whole shard: framing, header, every record's contents, footer.
+    """Check a whole shard: framing, header, contents of all records, footer.
 
-    Memory holds one record at a time. Raises ShardError or RecordError, without the name;
-    FileNotFoundError if the shard is gone.
+    Memory holds one record at a time. Raises ShardError or RecordError, whose messages lack the
+    name; FileNotFoundError if the shard does not exist.
     """
     header: record.Header | None = None
     entries: list[Entry] = []
@@ -60,14 +60,14 @@ def scan_shard(store: Store, name: str) -> tuple[record.Header, list[Entry]]:
                     newest_version=newest,
                 )
             )
-    assert header is not None  # _walk raises for a shard without a record
+    assert header is not None  # _walk raises for a shard without records
     seen = [v for e in entries for v in (e.oldest_version, e.newest_version) if v >= 0]
     if (header.lowest_version, header.highest_version) != (
         min(seen, default=-1),
         max(seen, default=-1),
     ):
         raise ShardError(
-            f"the header says versions {header.lowest_version} to {header.highest_version}, its "
+            f"the header has versions {header.lowest_version} to {header.highest_version}, the "
             f"records have {min(seen, default=-1)} to {max(seen, default=-1)}"
         )
     return header, entries
@@ -90,12 +90,12 @@ def read_entry(store: Store, name: str, entry: Entry, layout: record.TokenLayout
         payload, _ = framing.read_frame(file, entry.size_bytes)
     trajectory = record.decode(payload, layout)
     if episode_digest(trajectory.episode_id) != entry.episode_digest:
-        raise ShardError(f"byte {entry.offset} has another episode than before")
+        raise ShardError(f"the episode at byte {entry.offset} changed since the shard was scanned")
     return trajectory
 
 
 def records_by_header(store: Store, name: str) -> int:
-    """How many records a broken shard counts: what its header says, 1 if that cannot be read."""
+    """The number of records that a damaged shard counts as: its header's, or 1 if unreadable."""
     try:
         with store.open(name) as file:
             payload, _ = framing.read_frame(file, _size_bytes(file))
@@ -120,12 +120,12 @@ def _read_all(
 
 
 def _walk(file: io.BufferedIOBase) -> Iterator[tuple[record.Header, int, Trajectory, int]]:
-    """(header, offset of the frame, trajectory, bytes of the frame) of every record of a shard."""
+    """(header, frame offset, trajectory, frame size in bytes) of every record of a shard."""
     size_bytes = _size_bytes(file)
     if size_bytes > framing.MAX_SHARD_BYTES:
-        raise ShardError(f"{size_bytes} bytes, at most {framing.MAX_SHARD_BYTES} are read")
+        raise ShardError(f"{size_bytes} bytes, at most {framing.MAX_SHARD_BYTES} are allowed")
     if size_bytes == 0:
-        raise ShardError("an empty file")
+        raise ShardError("empty file")
     header, footer, crcs = None, None, []
     for offset, payload, crc in framing.iterate_frames(file, size_bytes):
         if header is None:
@@ -137,18 +137,18 @@ def _walk(file: io.BufferedIOBase) -> Iterator[tuple[record.Header, int, Traject
             except RecordError as error:
                 raise RecordError(f"record {number}: {error}") from None
             if (trajectory.run_id, trajectory.actor_id) != (header.run_id, header.actor_id):
-                raise RecordError(f"record {number} is of another run or actor than its header")
+                raise RecordError(f"record {number} has another run or actor than the header")
             yield header, offset, trajectory, len(payload) + framing.FRAME_BYTES
         elif footer is None:
             footer = record.decode_footer(payload)
             expected = record.Footer(header.records, offset, framing.crc_of_crcs(crcs))
             if footer != expected:
-                raise ShardError(f"the footer says {footer}, the file has {expected}")
+                raise ShardError(f"the footer has {footer}, the file has {expected}")
         else:
-            raise ShardError("there is more after the footer")
+            raise ShardError("there are bytes after the footer")
         crcs.append(crc)
     if footer is None:
-        raise ShardError(f"cut off: {len(crcs)} records and no footer")
+        raise ShardError(f"truncated: {len(crcs)} records and no footer")
 
 
 def _size_bytes(file: io.BufferedIOBase) -> int:

@@ -1,4 +1,4 @@
-"""The actor's end of the shards: whole groups, in a shard that appears whole or not at all.
+"""Writes whole groups as shards, atomically.
 
 Actor -> shards/<actor>/ in the store -> learner's `queue`. It does not read, delete or rename
 shards, and does not retry.
@@ -24,9 +24,9 @@ class ShardWriter:
 
     Args:
         store: of the run; shards go to `shards/<actor_id>/` in it.
-        actor_id: 1 to 64 of A-Z a-z 0-9 _ -, because it is part of names.
-        run_id, base_hash: written into every header; the learner refuses those of another run.
-        layout: of the model that sampled, so that any reader can check tokens against screenshots.
+        actor_id: 1 to 64 of A-Z a-z 0-9 _ -; it is part of file names.
+        run_id, base_hash: written into every header; the learner refuses shards of another run.
+        layout: of the model that sampled, so that readers can check tokens against screenshots.
     """
 
     def __init__(
@@ -49,15 +49,17 @@ class ShardWriter:
             store.remove_unfinished(self._prefix)
         except OSError as error:
             raise ShardError(
-                f"{store.location(self._prefix)}: {error.strerror}: cannot keep shards"
+                f"{store.location(self._prefix)}: {error.strerror}: cannot write shards"
             ) from None
 
     def publish(self, trajectories: Sequence[Trajectory]) -> str:
-        """One shard of whole groups, in the order given. Returns its name in the store.
+        """Writes one shard of whole groups, in the order given. Returns its name in the store.
 
-        Empty run and actor ids are filled in. Raises ShardError, with nothing published, when the
-        disk is full or a trajectory belongs to another run or actor; RecordError where a trajectory
-        is not valid or all of them together are too large.
+        Empty run and actor ids are filled in. If it raises, nothing is published.
+
+        Raises:
+            ShardError: the disk is full, or a trajectory has another run or actor.
+            RecordError: a trajectory is invalid, or the shard would be too large.
         """
         ours = {"run_id": self._run_id, "actor_id": self._actor_id}
         for trajectory in trajectories:
@@ -84,17 +86,19 @@ def put_shard(
     base_hash: str,
     layout: record.TokenLayout,
 ) -> None:
-    """Write one shard, of trajectories of one run and actor, whole or not at all.
+    """Write one shard, of trajectories of one run and actor, atomically.
 
-    Also for records that no learner reads, such as those of an evaluation. Raises ShardError in one
-    line (disk full, none or mixed) or RecordError (one that is not valid, too many bytes); then
-    nothing is left.
+    Also used for records that are not for the learner, such as an evaluation's.
+
+    Raises:
+        ShardError: the disk is full, there is no trajectory, or they are of several runs or actors.
+        RecordError: a trajectory is invalid, or the shard would be too large.
     """
     where = store.location(name)
     if not trajectories:
         raise ShardError(f"{where}: a shard needs at least one trajectory")
     if len({(t.run_id, t.actor_id) for t in trajectories}) > 1:
-        raise ShardError(f"{where}: trajectories of several runs or actors, a shard holds one's")
+        raise ShardError(f"{where}: trajectories of several runs or actors; a shard holds one")
     versions = [v for t in trajectories for v in t.policy_versions if v >= 0]
     header = record.Header(
         run_id=trajectories[0].run_id,
@@ -109,8 +113,8 @@ def put_shard(
         store.put(name, _frames(where, header, trajectories))
     except OSError as error:
         raise ShardError(
-            f"{where}: {error.strerror}: the shard was not published; make room or choose another "
-            "workdir"
+            f"{where}: {error.strerror}: the shard was not published; free disk space or choose "
+            "another workdir"
         ) from None
 
 
@@ -121,7 +125,7 @@ def write_shard(
     base_hash: str,
     layout: record.TokenLayout,
 ) -> None:
-    """`put_shard` for a local file outside a workdir, or one that only this process uses."""
+    """`put_shard` for a local file outside a workdir, or for a file of this process alone."""
     store = open_store(path.parent)
     put_shard(store, path.name, trajectories, base_hash=base_hash, layout=layout)
 
@@ -129,7 +133,7 @@ def write_shard(
 def _frames(
     where: str, header: record.Header, trajectories: Sequence[Trajectory]
 ) -> Iterator[bytes]:
-    """Record by record, so that memory holds one encoded record and not one shard."""
+    """The shard's frames one by one, so that memory holds one encoded record, not a shard."""
     crcs: list[int] = []
     size_bytes = 0
 
@@ -139,8 +143,8 @@ def _frames(
         size_bytes += len(frame)
         if size_bytes > framing.MAX_SHARD_BYTES:
             raise RecordError(
-                f"{where}: more than {framing.MAX_SHARD_BYTES} bytes, which no reader takes; make "
-                "groups smaller or episodes shorter"
+                f"{where}: more than {framing.MAX_SHARD_BYTES} bytes, which readers refuse; use "
+                "smaller groups or shorter episodes"
             )
         crcs.append(int.from_bytes(frame[-4:], "little"))
         return frame

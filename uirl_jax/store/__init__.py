@@ -1,8 +1,8 @@
-"""The files that the processes of a run share: the one border to the disk, later also to a bucket.
+"""Storage of the files that the processes of a run share.
 
-`interface` says what every store offers, `local` is a directory's form of it, `lease` gives a
-workdir to one learner and an actor number to one process. `files` writes whole files: the one place
-in the package that syncs and renames; also for files that only one process uses.
+`interface` defines what a store offers, so that a bucket can be added; `local` implements it for a
+directory. `lease` gives a workdir to one learner and an actor number to one process. `files` writes
+files atomically: only this module calls fsync and rename, also for files of a single process.
 """
 
 import os
@@ -14,5 +14,5 @@ __all__ = ["Lease", "Store", "open_store"]
 
 
 def open_store(workdir: str | os.PathLike[str]) -> Store:
-    """The store of a workdir. Nothing is made or read before the first call of it."""
+    """The store of a workdir. Files are not touched before its first method call."""
     return LocalStore(workdir)

@@ -1,9 +1,8 @@
-"""Files and directories that appear whole or not at all, on a local file system.
+"""Atomic writes of files and directories on a local file system.
 
-Temporary name in the same directory, fsync, rename, fsync of the directory: 53 SIGKILLs left no
-torn file, 1,902 were torn when written in place. This is the only fsync and the only atomic
-replacement in the package: `local` shares files with it, and weights, exports and reports use it
-directly.
+Each write uses a temporary name in the same directory, fsync, rename, and fsync of the directory.
+53 SIGKILLs left no torn file; without it 1,902 files were torn. All fsyncs and atomic replacements
+of the package are here: `local` uses this module, and so do weights, exports and reports.
 """
 
 import contextlib
@@ -24,9 +23,9 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and network file
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file; a reader, or a process killed at any moment, sees the old or the new one.
+    """Replace a file atomically; readers, also after a SIGKILL, see the old or the new content.
 
-    Raises: UirlError if the disk is full or the directory cannot be written; `path` is as before.
+    Raises: UirlError: the disk is full or the directory not writable; `path` is unchanged.
     """
     try:
         with replacing(path) as (file,):
@@ -38,15 +37,15 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def replacing(*paths: Path) -> contextlib.AbstractContextManager[list[BinaryIO]]:
-    """Files that appear under their names, in this order, once all of them are whole and synced.
+    """Files to write; when the block ends all are synced, then renamed to `paths` in this order.
 
-    Missing directories are made. If the block raises, every path is as before.
+    Missing directories are created. If the block raises, all paths are unchanged.
     """
     return _appearing(paths, os.replace)
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Write a file whole if there is none. Returns whether it was written. Raises OSError."""
+    """Write a file atomically if it does not exist; returns whether it did so. Raises OSError."""
     is_new = True
 
     def link(temporary: Path, target: Path) -> None:
@@ -63,12 +62,12 @@ def write_new(path: Path, content: bytes) -> bool:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill, renamed to `target`, which must not exist, when the block ends.
+    """A directory to fill; renamed to `target`, which must not exist, when the block ends.
 
-    What is written in it must be synced by whoever writes it. Raises OSError.
+    The caller must sync the files that it writes there. Raises OSError.
     """
     temporary = target.with_name(f".{target.name}{TEMPORARY_SUFFIX}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     try:
         _make_directory(temporary)
         yield temporary
@@ -97,7 +96,7 @@ def _appearing(
         for temporary, path in zip(temporaries, paths, strict=True):
             put_in_place(temporary, path)
         for directory in {path.parent for path in paths}:
-            with contextlib.suppress(FileNotFoundError):  # deleted already, and its directory too
+            with contextlib.suppress(FileNotFoundError):  # the directory was deleted meanwhile
                 _sync_directory(directory)
     finally:
         for temporary in temporaries:
@@ -111,21 +110,21 @@ def _open_temporary(path: Path) -> BinaryIO:
 
 
 def in_directory(directory: Path, act: Callable[[], T]) -> T:
-    """What `act` returns, in a directory that is made if it is missing. Raises OSError."""
+    """The result of `act`, after creating `directory` if it is missing. Raises OSError."""
     attempts = 0
     while True:
         try:
             _make_directory(directory)
             return act()
         except (FileNotFoundError, FileExistsError):
-            # Another process may have removed the directory, still empty, in between.
+            # Another process may have removed the empty directory before `act`.
             attempts += 1
             if attempts == _ATTEMPTS:
                 raise
 
 
 def _make_directory(path: Path) -> None:
-    """mkdir -p; a directory that is new is as durable as the files in it."""
+    """mkdir -p, with an fsync of the parent of each new directory."""
     missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -133,7 +132,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """fsync of a directory: without it a rename may be lost with the power."""
+    """fsync of a directory; without it a power failure may undo a rename."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,11 @@
-"""What a store offers: a flat space of names with whole contents, as a bucket has it.
+"""The interface of a store: names with contents, as in a bucket.
 
-A name is a relative path with forward slashes ("shards/a0/x.tfrecord"). There are no directories to
-make or remove, no append, no link and no lock: a bucket has none of these.
+A name is a relative path with forward slashes ("shards/a0/x.tfrecord"). There are no directories,
+appends, links or locks, because buckets have none.
 
-Every method raises OSError, with `strerror` set, if the storage fails (disk full, no permission),
-FileNotFoundError if the name does not exist, and OSError for an invalid name. Callers turn it into
-an error of their own that says what to do.
+All methods raise OSError, with `strerror` set, if the storage fails (disk full, no permission) or a
+name is invalid, and FileNotFoundError if a name does not exist. Callers convert these to their own
+errors, which say what to do.
 """
 
 import io
@@ -14,66 +14,65 @@ from typing import Protocol
 
 
 class Lease(Protocol):
-    """The right to be the one process that does something, held until `release` or until the
-    process dies."""
+    """An exclusive right of one process, held until `release` or until the process dies."""
 
     def renew(self) -> None:
-        """Keep the lease. Raises LeaseHeldError if another process has it now."""
+        """Keep the lease. Raises: LeaseHeldError: another process has taken it."""
         ...
 
     def release(self) -> None: ...
 
 
 class Store(Protocol):
-    """Named contents below one root, which is the workdir."""
+    """Named contents below one root, the workdir."""
 
     def location(self, name: str = "") -> str:
-        """Where a name, or the whole store, is; for messages only."""
+        """The path or URL of a name, or of the whole store; for messages only."""
         ...
 
     def put(self, name: str, content: bytes | Iterable[bytes]) -> None:
-        """Write a content, replacing any that is there.
+        """Write or replace a content.
 
-        It appears whole or not at all, and survives a power cut once this returns.
+        The write is atomic, and survives a power failure once this returns.
 
         Args:
-            content: bytes, or chunks of them, so that memory need not hold all of it. If the
-                iterator raises, nothing is written.
+            content: bytes, or an iterable of chunks to save memory. If the iterator raises,
+                nothing is written.
         """
         ...
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """`put`, if the name does not exist; of two processes one succeeds.
+        """`put` if the name does not exist; if two processes call it, one succeeds.
 
-        Returns: whether it was written.
+        Returns: whether this call wrote it.
         """
         ...
 
     def read(self, name: str) -> bytes: ...
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """A content to read in parts: `read`, `seek` and `tell`."""
+        """Open a content for reading in parts: `read`, `seek` and `tell`."""
         ...
 
     def names(self, prefix: str, after: str = "") -> list[str]:
-        """Every name below `prefix` (whole path segments) that sorts after `after`, ascending."""
+        """Sorted names below `prefix` (whole path segments) that are greater than `after`."""
         ...
 
     def move(self, name: str, target: str) -> None:
-        """Give a content another name, replacing what is there.
+        """Rename a content, replacing the target.
 
-        A process that is killed meanwhile may leave it under both names, never under none.
+        A process killed during the call may leave the content under both names, but not lose it.
         """
         ...
 
     def delete(self, *names: str) -> None:
-        """Delete names; those that do not exist are passed over."""
+        """Delete names; names that do not exist are ignored."""
         ...
 
     def remove_unfinished(self, prefix: str) -> None:
-        """Free what killed processes left of unfinished writes below `prefix`.
+        """Delete the unfinished writes of killed processes below `prefix`.
 
-        Only for a prefix below which no other process writes: it would lose what it is writing.
+        Only for a prefix where no other process writes: its unfinished writes would be deleted too.
         """
         ...
 
@@ -81,7 +80,7 @@ class Store(Protocol):
         """Take a lease; see `lease`.
 
         Args:
-            holder: this process, as told to others that claim the same name.
-        Raises: LeaseHeldError, with the holder.
+            holder: name of this process, shown to other processes that claim the same name.
+        Raises: LeaseHeldError: another process holds it; the message is its holder.
         """
         ...

@@ -1,19 +1,18 @@
-"""Who owns a workdir, and which process is an actor number.
+"""Leases: one learner per workdir, one process per actor number.
 
-A lease is a small shared file with its holder's name. The interface is one that a bucket can offer:
-`claim` creates the file or takes it over from a holder that is dead, and the holder renews it every
-RENEW_S seconds. How a dead holder is told from a live one is the store's:
+A lease is a small shared file with its holder's name. `claim` creates the file, or takes it over
+from a dead holder; the holder renews it every RENEW_S seconds. A bucket can offer this too. How a
+dead holder is detected depends on the store:
 
-- `local` locks the file (flock). The kernel frees the lock with the process, however that ends, so
-  a supervisor can start the next one at once, and a stopped clock or a long step costs nothing. A
-  renewal only checks that the file is still the locked one (somebody may have deleted it). Other
-  hosts see the lock where the file system passes locks on: NFS does, a mounted bucket does not.
-- A bucket has no locks. There a renewal increments a counter in the file, and a taker watches the
-  counter for a minute of its own clock before it replaces the file, if that is unchanged.
+- `local` locks the file (flock). The kernel releases the lock when the process ends for any reason,
+  so a supervisor can restart it at once, and pauses of the process do not matter. A renewal checks
+  only that the locked file still has its name (someone may have deleted it). Other hosts see the
+  lock if the file system supports that: NFS does, a mounted bucket does not.
+- A bucket has no locks. There a renewal would increment a counter in the file, and a claimant
+  would watch the counter for a minute and replace the file if it does not change.
 
-So a caller may rely on this: at most one process holds a lease and renews it successfully, and the
-lease of a dead process becomes free. It may not rely on how soon. A counter in the local form would
-have no reader, so there is none: the lock says more than the counter could.
+Guarantees: at most one process holds a lease and renews it successfully, and the lease of a dead
+process becomes free eventually.
 """
 
 import contextlib
@@ -34,12 +33,11 @@ RENEW_S = 10.0
 def only_learner(
     store: Store, on_lost: Callable[[], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Hold the workdir: a second learner would overwrite the steps of the first.
+    """Hold the learner's lease of a workdir: two learners would overwrite each other's steps.
 
     Args:
-        on_lost: called from a thread if another process has taken the lease over; must end the
-            work.
-    Raises: ConfigError, with the holder.
+        on_lost: called from a thread if another process has taken the lease; must stop the work.
+    Raises: ConfigError: another process holds it; the message names the holder.
     """
     return _hold(store, "learner.lock", "a learner", "use another --workdir", on_lost)
 
@@ -47,7 +45,7 @@ def only_learner(
 def only_actor(
     store: Store, actor_id: str, on_lost: Callable[[], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Hold an actor's number: a second process would play the same groups, to be trained twice.
+    """Hold the lease of an actor number: two processes would play the same groups.
 
     Args and Raises as for `only_learner`.
     """
@@ -63,7 +61,7 @@ def _hold(
         lease = store.claim(name, f"process {os.getpid()} on {socket.gethostname()}")
     except LeaseHeldError as error:
         raise ConfigError(
-            f"{store.location()}: {who} is at work there ({error}); wait for it or stop it, or "
+            f"{store.location()}: {who} is running there ({error}); wait for it or stop it, or "
             f"{way_out}"
         ) from None
     with renewed(lease, on_lost):
@@ -83,7 +81,7 @@ def renewed(lease: Lease, on_lost: Callable[[], None], every_s: float = RENEW_S)
                 logger.error('event=lease_lost holder="%s"', error)
                 on_lost()
                 return
-            except OSError as error:  # the storage is away for a moment: try again
+            except OSError as error:  # possibly temporary: try again
                 logger.warning('event=lease_not_renewed reason="%s"', error)
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)

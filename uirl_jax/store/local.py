@@ -1,8 +1,7 @@
-"""A store in a local directory, or one that several hosts mount.
+"""A store in a directory, local or mounted by several hosts.
 
-Names are paths below the root. Directories are made when a name needs them and removed when they
-become empty, so that callers need not know of them. Files whose names begin with a dot are this
-module's own and are not listed.
+Names are paths below the root. Directories are created when needed and removed when empty. Files
+whose names start with a dot are temporary files of this module and are not listed.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalStore:
-    """See `interface.Store`. The root is made by the first write."""
+    """See `interface.Store`. The first write creates the root."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root)
@@ -47,11 +46,11 @@ class LocalStore:
 
     def open(self, name: str) -> io.BufferedIOBase:
         path = self._path(name)
-        # A name may come from a file that somebody else wrote, and a link in the workdir may lead
-        # anywhere. The first segment may be a link: shards/ on a larger disk is the user's choice.
+        # Names may come from untrusted files, and links may lead out of the workdir. Only the first
+        # segment may be a link, so that users can put shards/ on a larger disk.
         first = os.path.realpath(self._root / name.split("/")[0])
         if not Path(os.path.realpath(path)).is_relative_to(first):
-            raise OSError(errno.EPERM, "leaves the workdir; it is not read", str(path))
+            raise OSError(errno.EPERM, "is outside the workdir and is not read", str(path))
         return open(path, "rb")
 
     def names(self, prefix: str, after: str = "") -> list[str]:
@@ -63,7 +62,7 @@ class LocalStore:
         try:
             files.in_directory(path.parent, lambda: os.replace(source, path))
         finally:
-            self._prune(path.parent)  # if there was nothing to move
+            self._prune(path.parent)  # empty if `name` does not exist
             self._prune(source.parent)
 
     def delete(self, *names: str) -> None:
@@ -72,7 +71,7 @@ class LocalStore:
             self._prune(path.parent)
 
     def remove_unfinished(self, prefix: str) -> None:
-        # A directory of that name: policies were once written so.
+        # Also directories: earlier releases wrote policies to temporary directories.
         for directory, folders, file_names in os.walk(self._path(prefix)):
             for name in filter(_is_unfinished, file_names):
                 Path(directory, name).unlink(missing_ok=True)
@@ -83,23 +82,23 @@ class LocalStore:
         return LockedFile(self._path(name), holder)
 
     def _path(self, name: str) -> Path:
-        """Raises OSError for a name that is empty, absolute, hidden or leads upwards."""
+        """Raises OSError for a name that is empty, absolute, hidden or has ".." in it."""
         segments = name.split("/")
         if "\0" in name or any(not part or part.startswith(".") for part in segments):
-            raise OSError(errno.EINVAL, "not a name in a workdir", name)
+            raise OSError(errno.EINVAL, "invalid name in a workdir", name)
         return self._root.joinpath(*segments)
 
     @contextlib.contextmanager
     def _pruned_if_failed(self, directory: Path) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # also a cancelled actor leaves nothing
+        except BaseException:  # including the cancellation of an actor
             self._prune(directory)
             raise
 
     def _prune(self, directory: Path) -> None:
-        """Remove directories that have become empty, up to the root."""
-        with contextlib.suppress(OSError):  # not empty, or gone
+        """Remove empty directories from here up to the root."""
+        with contextlib.suppress(OSError):  # not empty, or removed already
             while directory != self._root:
                 directory.rmdir()
                 directory = directory.parent
@@ -114,8 +113,8 @@ class LockedFile:
         self._descriptor = self._lock()
 
     def renew(self) -> None:
-        """Nothing to do while the locked file still has its name; else claim the name again."""
-        with contextlib.suppress(FileNotFoundError):  # deleted by hand
+        """Checks that the locked file still has its name; otherwise claims the name again."""
+        with contextlib.suppress(FileNotFoundError):  # the file was deleted
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
                 return
         descriptor = self._lock()
@@ -133,7 +132,7 @@ class LockedFile:
             holder = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
             raise LeaseHeldError(holder or "a process that has just started") from None
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system has no locks
             logger.warning('event=no_lock path="%s" reason="%s"', self._path, error)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{self._holder}\n".encode())
