@@ -248,7 +248,7 @@ def test_restore_with_all_steps_damaged_raises_and_moves_nothing(three_steps: Pa
         damage(three_steps / str(step))
     with Checkpointer(three_steps) as checkpointer:
         for _ in range(2):  # nor does trying again start from nothing
-            with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
+            with pytest.raises(CheckpointError, match="all checkpoints are damaged") as caught:
                 checkpointer.restore_latest(ABSTRACT)
             assert all(f"step {step}: " in str(caught.value) for step in (1, 2, 3))
             assert "\n" not in str(caught.value)
@@ -262,7 +262,7 @@ def test_restore_into_another_config_says_which_arrays(three_steps: Path) -> Non
     with Checkpointer(three_steps) as checkpointer, pytest.raises(CheckpointError) as caught:
         checkpointer.restore_latest(wanted)
     message = str(caught.value)
-    assert message.startswith(f"{three_steps}/3: 4 arrays are not this config's: ")
+    assert message.startswith(f"{three_steps}/3: 4 arrays do not fit this config: ")
     assert "value_head is missing" in message
     assert "lora/blocks/lora_a is unknown" in message
     assert "step is int32[], expected int8[]" in message

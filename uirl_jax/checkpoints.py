@@ -1,17 +1,17 @@
 """The learner's checkpoints: adapters, optimizer, step, rng, data cursor; each array checksummed.
 
-On the data path: the learner saves here after its steps, and publishes a policy only once that save
-is committed; a process that starts again restores the newest checkpoint that is whole.
+The learner saves after its steps and publishes a policy once the save is committed. After a restart
+it restores the newest undamaged checkpoint.
 
-Orbax writes and reads; what it does not do is done here. It notices no flipped bit in array data,
-so a crc32c of every array stands in the checkpoint's JSON item and is checked on restore. It raises
-on a damaged newest step, so restoring goes down to the first good one and says what it passed over.
+Orbax writes and reads the files. It does not detect flipped bits in array data, so the checkpoint's
+JSON item has a crc32c of every array, which is checked on restore. It raises if the newest step is
+damaged; `restore_latest` then tries older steps and reports the skipped ones.
 
 A checkpoint is one flat dict of arrays, named by their paths in the tree, so that the bytes on disk
-do not depend on the classes of optax or Flax. The tree's structure comes from the caller.
+do not depend on the classes of optax or Flax. The caller provides the tree's structure.
 
-What this file does not do: decide when to save, publish to actors (policy_sync), or hold base
-weights. Checksums take whole arrays on this host: one process, any number of its devices.
+Base weights are not saved. Checksums need whole arrays on this host: one process, with any number
+of devices.
 """
 
 import dataclasses
@@ -34,38 +34,38 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 from uirl_jax.errors import CheckpointError
 
 FORMAT = 1
-# Beside the arrays: Orbax's metadata, some kilobytes an array, and what else writes to the disk.
+# Free space needed besides the arrays: Orbax's metadata, some kilobytes per array, and a reserve.
 SPARE_BYTES = 4 << 20
-# Damaged steps are moved here, never deleted: somebody may want to know what happened to the disk.
+# Damaged steps are moved here and not deleted, so that the cause can be investigated.
 DAMAGED_DIR = "damaged"
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `restore_latest` found."""
+    """The result of `restore_latest`."""
 
     step: int
-    arrays: Any  # the tree that was asked for, on the shardings that were asked for
+    arrays: Any  # the requested tree, with the requested shardings
     meta: dict[str, Any]
-    skipped: list[str]  # newer steps that were damaged, one line each: which and why
+    skipped: list[str]  # newer, damaged steps: one line each, with the reason
 
 
 class Checkpointer:
-    """The checkpoints of one run, in `directory`; its one learner writes, others open it read-only.
+    """The checkpoints of one run, in `directory`. The learner writes; others open it read-only.
 
-    Measured for 60 float32 leaves, 370 kB in all, on two CPU cores and a local disk: a save is
-    committed after 120 ms, of which 20-40 ms block when `wait=False`; 180 leaves take 250 ms, so
-    the number of leaves is what costs. Orbax without its async mode, without OCDBT, without
-    compression or with zarr3 is no faster (85-125 ms for 60); one packed leaf takes 25 ms, but
-    could not be restored onto another mesh array by array, so the leaves stay apart.
+    Measured with 60 float32 leaves, 370 kB in total, on two CPU cores and a local disk: a save is
+    committed after 120 ms, of which 20-40 ms block when `wait=False`. 180 leaves take 250 ms, so
+    the cost depends on the number of leaves. Orbax without async mode, OCDBT or compression, or
+    with zarr3, is not faster (85-125 ms for 60). One packed leaf takes 25 ms, but could not be
+    restored array by array onto another mesh, so the leaves are separate.
 
     Args:
-        directory: a local path or gs://; made if missing, unless read_only.
-        keep: how many committed checkpoints stay; older ones are deleted after a commit.
-        read_only: never write, delete or move anything (an evaluation beside a running learner).
+        directory: a local path or gs://; created if missing, unless read_only.
+        keep: number of committed checkpoints to keep; older ones are deleted after a commit.
+        read_only: never write, delete or move anything (an evaluation during training).
 
     Raises:
-        CheckpointError: the directory cannot be made or read.
+        CheckpointError: the directory cannot be created or read.
     """
 
     def __init__(
@@ -75,51 +75,51 @@ class Checkpointer:
         self._is_bucket = str(directory).startswith("gs://")
         self._directory = epath.Path(directory if self._is_bucket else os.path.abspath(directory))
         self._in_flight: int | None = None
-        # Not Orbax's read_only, which warns at every opening; without create, cleanup and save it
-        # writes nothing either.
+        # Not Orbax's read_only, which logs a warning each time; without create, cleanup and save
+        # Orbax writes nothing either.
         options = ocp.CheckpointManagerOptions(
             create=not read_only,
             cleanup_tmp_directories=not read_only,
             preservation_policy=LatestN(keep),
-            # One damaged step's metadata must not keep the others from being listed.
+            # Otherwise damaged metadata of one step makes listing all steps fail.
             lightweight_initialize=True,
         )
-        _hear_each_error_once()
+        _silence_repeated_errors()
         try:
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         except OSError as error:
             raise CheckpointError(
                 f"{self._directory}: cannot be used for checkpoints: {_one_line(error)}; "
-                "free space or give another --workdir"
+                "free disk space or use another --workdir"
             ) from error
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, oldest first; some may prove to be damaged."""
+        """Steps with a committed checkpoint, oldest first; some may be damaged."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, arrays: Any, meta: dict[str, Any], *, wait: bool = True) -> None:
-        """Write one checkpoint; committed (atomically renamed into place) when this returns.
+        """Write one checkpoint; it is committed (atomically renamed) when this returns.
 
-        With wait=False the arrays may be donated as soon as this returns, but the checkpoint is
-        committed only when `wait` returns, or the next `save`.
+        With wait=False the arrays may be donated once this returns, but the checkpoint is committed
+        only when `wait` or the next `save` returns.
 
         Args:
             step: the learner's step, greater than every step saved before.
-            arrays: any pytree of jax or numpy arrays, typed PRNG keys included.
-            meta: plain JSON (data cursor, config, run id); comes back equal up to JSON's own types.
+            arrays: any pytree of jax or numpy arrays, including typed PRNG keys.
+            meta: plain JSON (data cursor, config, run id); restored equal up to JSON's types.
 
         Raises:
-            CheckpointError: it could not be written (disk full, ...); earlier ones are untouched.
+            CheckpointError: it could not be written (disk full, ...); earlier ones are unchanged.
         """
         if self._read_only:
             raise CheckpointError(f"{self._directory}: opened read-only, step {step} is not saved")
         self.wait()
         newest = self._manager.latest_step()
         if newest is not None and step <= newest:
-            # Orbax would keep the newest three by number, and delete what was just written.
+            # Orbax keeps the highest step numbers and would delete this checkpoint at once.
             raise CheckpointError(
                 f"{self._directory}: step {step} is not after the newest checkpoint, {newest}; "
-                "restore that one first, or give another --workdir"
+                "restore that one first, or use another --workdir"
             )
         plain = {name: _plain(leaf) for name, leaf in _named_leaves(arrays).items()}
         self._check_space(step, sum(leaf.nbytes for leaf in plain.values()))
@@ -148,10 +148,10 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Return once the save in flight, if any, is committed.
+        """Wait until the save in progress, if any, is committed.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: it could not be committed.
         """
         step, self._in_flight = self._in_flight, None
         if step is None:
@@ -162,21 +162,21 @@ class Checkpointer:
             raise self._failed(step, error) from error
 
     def restore_latest(self, abstract: Any) -> Restored | None:
-        """Restore the newest checkpoint that is whole.
+        """Restore the newest undamaged checkpoint.
 
-        Damaged newer ones are moved to `damaged/` (unless read-only), so that the run can save
-        their steps again and they do not push good ones out of the last `keep`.
+        Newer, damaged ones are moved to `damaged/` (unless read-only), so that the run can save
+        their steps again and they do not count among the last `keep`.
 
         Args:
-            abstract: the tree that is wanted, jax.ShapeDtypeStruct leaves; a leaf's sharding may be
-                on another mesh than the saved one; without any it goes to the first device.
+            abstract: the requested tree of jax.ShapeDtypeStruct leaves; a leaf's sharding may be
+                on another mesh than the saved one; leaves without one go to the first device.
 
         Returns:
-            None only where there is no committed checkpoint at all.
+            None only if there is no committed checkpoint.
 
         Raises:
-            CheckpointError: every checkpoint is damaged, or the newest whole one is of another
-                model or optimizer. Never a silent fresh start.
+            CheckpointError: all checkpoints are damaged, or the newest undamaged one has another
+                model or optimizer. The run never starts over silently.
         """
         self.wait()
         wanted = _named_leaves(abstract)
@@ -187,8 +187,8 @@ class Checkpointer:
                 self._check_fits(step, body["arrays"], wanted)
                 leaves = self._read_arrays(step, body["arrays"], wanted)
             except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
-                raise  # not damage: trying an older one would hide it
-            except Exception as error:  # whatever Orbax and tensorstore raise on broken files
+                raise  # the files are not damaged: an older step would hide the error
+            except Exception as error:  # Orbax and tensorstore raise many types on damaged files
                 skipped.append((step, _one_line(error)))
                 continue
             if not self._read_only:
@@ -203,15 +203,15 @@ class Checkpointer:
             return None
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in skipped)
         raise CheckpointError(
-            f"{self._directory}: no checkpoint is whole ({reasons}); put one back from a copy, "
-            "or move the directory away to start from nothing"
+            f"{self._directory}: all checkpoints are damaged ({reasons}); restore one from a "
+            "backup, or move the directory away to start over"
         )
 
     def close(self) -> None:
-        """Commit what is in flight and release Orbax's threads.
+        """Commit the save in progress and stop Orbax's threads.
 
         Raises:
-            CheckpointError: the save in flight could not be committed.
+            CheckpointError: the save in progress could not be committed.
         """
         try:
             self.wait()
@@ -237,17 +237,17 @@ class Checkpointer:
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         self._in_flight = None
         return CheckpointError(
-            f"{self._directory}: step {step} was not saved: {_one_line(error)}; the checkpoints "
-            "before it are untouched; free space and run the same command again"
+            f"{self._directory}: step {step} was not saved: {_one_line(error)}; earlier "
+            "checkpoints are unchanged; free disk space and run the same command again"
         )
 
     def _read_body(self, step: int) -> dict[str, Any]:
-        """The JSON item of a step. Raises ValueError where it is not what was written."""
+        """The JSON item of a step. Raises ValueError if it is damaged."""
         item = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
             "meta"
         ]
         if not isinstance(item, dict) or type(item.get("format")) is not int:
-            raise ValueError("its JSON item is no checkpoint's")
+            raise ValueError("its JSON item is not a checkpoint's")
         if item["format"] != FORMAT:
             raise CheckpointError(
                 f"{self._directory / str(step)}: format {item['format']}, this program reads "
@@ -257,11 +257,11 @@ class Checkpointer:
         if crc32c != google_crc32c.value(_canonical(item)):
             raise ValueError("checksum of its JSON item does not match")
         if item["step"] != step:
-            raise ValueError(f"its files are those of step {item['step']}")
+            raise ValueError(f"its files are from step {item['step']}")
         return item
 
     def _check_fits(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """Raise CheckpointError where saved and wanted arrays differ in name, shape or dtype."""
+        """Raise CheckpointError if saved and wanted arrays differ in name, shape or dtype."""
         faults = [f"{name} is missing" for name in wanted if name not in saved]
         faults += [f"{name} is unknown" for name in saved if name not in wanted]
         for name in wanted.keys() & saved.keys():
@@ -273,14 +273,14 @@ class Checkpointer:
         if faults:
             shown = "; ".join(sorted(faults)[:8]) + ("; ..." if len(faults) > 8 else "")
             raise CheckpointError(
-                f"{self._directory / str(step)}: {len(faults)} arrays are not this config's: "
-                f"{shown}; restore with the config it was saved with, or give another --workdir"
+                f"{self._directory / str(step)}: {len(faults)} arrays do not fit this config: "
+                f"{shown}; restore with the config it was saved with, or use another --workdir"
             )
 
     def _read_arrays(
         self, step: int, saved: dict[str, Any], wanted: dict[str, Any]
     ) -> dict[str, jax.Array]:
-        """The wanted arrays, checked. Raises ValueError where a checksum does not match."""
+        """The wanted arrays, checked. Raises ValueError if a checksum does not match."""
         first_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         targets = {
             name: jax.ShapeDtypeStruct(
@@ -329,14 +329,14 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    """An array without extended dtype: the uint32 data of a typed key, other arrays as they are."""
+    """An array without extended dtype: the uint32 data of a typed key, other arrays unchanged."""
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _plain_abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The abstract array whose bytes are on disk for an abstract leaf."""
+    """The abstract array that is stored on disk for an abstract leaf."""
     if not _is_key(leaf):
         return leaf
     # Key data has one more dimension than the keys, never sharded.
@@ -345,18 +345,18 @@ def _plain_abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _like(array: jax.Array, leaf: Any) -> jax.Array:
-    """A restored plain array as the abstract leaf wants it."""
+    """A restored plain array with the dtype of the abstract leaf."""
     if not _is_key(leaf):
         return array
-    impls: list[Any] = []  # key_impl wants a key, and an abstract one is none: trace it
+    impls: list[Any] = []  # key_impl needs a key, not an abstract one: get it by tracing
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)
     return jax.random.wrap_key_data(array, impl=impls[0])
 
 
 def _crc32c(array: Any) -> int:
-    """Of the array's bytes in C order, little-endian, gathered on this host."""
+    """crc32c of the array's bytes in C order, little-endian, gathered on this host."""
     host = np.ascontiguousarray(np.asarray(array))
-    # bfloat16 has no buffer protocol; its bytes do.
+    # View as bytes, because bfloat16 arrays do not support the buffer protocol.
     return google_crc32c.value(host.reshape(-1).view(np.uint8).data.tobytes())
 
 
@@ -369,19 +369,18 @@ def _describe(array: Any) -> dict[str, Any]:
 
 
 def _canonical(body: Any) -> bytes:
-    """One byte string per JSON value: keys as strings, sorted; NaN and infinity are refused."""
+    """The canonical bytes of a JSON value: string keys, sorted; NaN and infinity are refused."""
     as_json = json.loads(json.dumps(body, allow_nan=False))
     return json.dumps(as_json, sort_keys=True, separators=(",", ":")).encode()
 
 
 @functools.cache
-def _hear_each_error_once() -> None:
-    """Keep from stderr what Orbax and tensorstore print besides raising it.
+def _silence_repeated_errors() -> None:
+    """Suppress on stderr the errors that Orbax and tensorstore both print and raise.
 
-    Orbax logs every error of its threads, then raises it: 300 lines for one full disk. Where one of
-    several reads fails it closes its event loop, and tensorstore reports, from threads of its own
-    and possibly later, that it cannot tell the loop about the others. Installed for the whole
-    process because of that "later".
+    Orbax logs every error of its threads before raising it: 300 lines for one full disk. If one of
+    several reads fails, it closes its event loop, and tensorstore's threads then report, possibly
+    later, that the loop is closed. Because of the delay this applies to the whole process.
     """
     report = sys.unraisablehook
 
@@ -398,6 +397,6 @@ def _hear_each_error_once() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """An exception as one short line; tensorstore's own run to a page."""
+    """An exception as one short line; tensorstore's messages fill a page."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
