@@ -101,7 +101,7 @@ def test_load_of_another_model_or_run_is_refused(tmp_path: Path) -> None:
     manifest = publish(tmp_path, 0)
     with pytest.raises(PolicyError, match="belongs to base model base, this process loaded other"):
         policy_sync.load(open_store(tmp_path), manifest, "other")
-    with pytest.raises(PolicyError, match="is of run run, this process is of run mine"):
+    with pytest.raises(PolicyError, match="is from run run, this process belongs to run mine"):
         policy_sync.load(open_store(tmp_path), manifest, "base", run_id="mine")
 
 
@@ -133,7 +133,7 @@ def test_load_of_another_format_under_a_right_checksum_is_refused(
     manifest = publish(tmp_path, 0)
     (tmp_path / manifest.path).write_bytes(contents)
     manifest = dataclasses.replace(manifest, crc32c=google_crc32c.value(contents))
-    with pytest.raises(PolicyError, match="is no safetensors file"):
+    with pytest.raises(PolicyError, match="not a safetensors file"):
         policy_sync.load(open_store(tmp_path), manifest, "base")
 
 
@@ -156,11 +156,11 @@ def without(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (b"", "is no JSON"),
-        (b"\xff\xfe", "is no JSON"),
-        (b'{"version": 1', "is no JSON"),
-        (b"[" * 200_000, "is no JSON"),
-        (b'{"version": ' + b"9" * 5000 + b"}", "is no JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"version": 1', "not JSON"),
+        (b"[" * 200_000, "not JSON"),
+        (b'{"version": ' + b"9" * 5000 + b"}", "not JSON"),
         (b" " * ((1 << 20) + 1), "more than 1048576 bytes"),
         (b"[1]", "is list"),
         (json.dumps({**GOOD, "published_unix_s": float("nan")}).encode(), "NaN is not JSON"),
@@ -186,7 +186,7 @@ def without(name: str) -> dict[str, Any]:
         (json.dumps({**GOOD, "version": -1}).encode(), "version is out of range"),
         (json.dumps({**GOOD, "crc32c": 2**32}).encode(), "crc32c is out of range"),
         *[
-            (json.dumps({**GOOD, "path": path}).encode(), "is not a path below the workdir")
+            (json.dumps({**GOOD, "path": path}).encode(), "is not below the workdir")
             for path in [
                 "",
                 "/etc/passwd",
@@ -219,7 +219,7 @@ def test_load_never_follows_a_path_out_of_the_workdir(tmp_path: Path) -> None:
     publish(outside, 0)
     (workdir / "policy" / "link").symlink_to(outside / "policy" / "0")
     for path in ("../outside/policy/0/adapters.safetensors", str(outside / manifest.path)):
-        with pytest.raises(PolicyError, match="not a path below the workdir"):
+        with pytest.raises(PolicyError, match="not below the workdir"):
             policy_sync.load(open_store(workdir), dataclasses.replace(manifest, path=path), "base")
     with pytest.raises(PolicyError, match="is outside the workdir"):
         linked = dataclasses.replace(manifest, path="policy/link/adapters.safetensors")

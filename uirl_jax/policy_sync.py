@@ -1,16 +1,16 @@
-"""How a policy goes from the learner to the actors: a directory of adapters and one small manifest.
+"""Publishes policies from the learner to the actors: files of adapters and one small manifest.
 
-On the data path: the learner publishes after a checkpoint is committed; actors and evaluations
-read the manifest, load the version it names and hand it to their engine. Version 0 is the base
-model with zero adapters, published like any other, so that an actor has one way to start.
+The learner publishes after a checkpoint is committed. Actors and evaluations read the manifest,
+load its version and pass it to their engine. Version 0 is the base model with zero adapters,
+published like any other, so that all actors start in the same way.
 
-    policy/manifest.json                       what is current, replaced whole
-    policy/<version>/adapters.safetensors      named by the manifest, never changed once there
+    policy/manifest.json                       the current version; replaced atomically
+    policy/<version>/adapters.safetensors      named by the manifest; never changed
 
-The last three versions stay: an actor that has just read the manifest may load while the learner
-publishes. A manifest is input from outside: nothing in it is believed before it was checked.
+The last three versions are kept, because an actor may load a version while the learner publishes
+the next. The manifest is untrusted input: every field is checked before use.
 
-What this file does not do: decide when to publish, or know what the names of the adapters mean.
+The learner decides when to publish; the meaning of the adapters' names is the model's.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ KEEP_VERSIONS = 3
 POLICY = "policy"
 MANIFEST = "policy/manifest.json"
 ADAPTERS_FILE = "adapters.safetensors"
-MAX_MANIFEST_BYTES = 1 << 20  # it takes a few hundred; a longer one is not ours
+MAX_MANIFEST_BYTES = 1 << 20  # a manifest is usually a few hundred bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What policy/manifest.json says: the version that actors should use now."""
+    """The content of policy/manifest.json: the version that actors should use now."""
 
     version: int  # publish counter, from 0
     step: int  # the learner's step
     path: str  # of the adapters' file, relative to the workdir, with forward slashes
     crc32c: int  # of that file's bytes
-    base_hash: str  # of the base model that the adapters belong to
+    base_hash: str  # of the base model of the adapters
     run_id: str
-    extra: dict[str, Any]  # plain JSON of the learner's
+    extra: dict[str, Any]  # plain JSON from the learner
     published_unix_s: float
 
 
@@ -63,10 +63,10 @@ def publish(
     run_id: str,
     extra: dict[str, Any],
 ) -> Manifest:
-    """Write a version and make it the current one; actors see the old one or the new one, whole.
+    """Write a version and make it current; actors see either the old or the new version.
 
-    Publishing a version again (the learner was killed and came back) leaves equal adapters alone,
-    and replaces others.
+    A version may be published again after a restart: equal adapters are not rewritten, different
+    ones are replaced.
 
     Args:
         store: of the run.
@@ -78,7 +78,7 @@ def publish(
         extra: plain JSON for the readers.
 
     Raises:
-        PolicyError: it could not be written; the version before stays current.
+        PolicyError: it could not be written; the previous version stays current.
     """
     name = f"{POLICY}/{version}/{ADAPTERS_FILE}"
     try:
@@ -102,10 +102,10 @@ def publish(
         store.put(MANIFEST, text.encode())
     except OSError as error:
         raise PolicyError(
-            f"{store.location(name)}: version {version} was not published: {error}; the version "
-            "before stays current; free space and run the same command again"
+            f"{store.location(name)}: version {version} was not published: {error}; the previous "
+            "version stays current; free disk space and run the same command again"
         ) from error
-    with contextlib.suppress(OSError):  # a leftover is no reason to stop: the next one tries again
+    with contextlib.suppress(OSError):  # not fatal: the next publication tries again
         _delete_old(store, current=version)
     return manifest
 
@@ -114,7 +114,7 @@ def read_manifest(store: Store) -> Manifest | None:
     """The current manifest; None before the first publication.
 
     Raises:
-        PolicyError: the file is no manifest.
+        PolicyError: the file is not a valid manifest.
     """
     where = store.location(MANIFEST)
     try:
@@ -126,12 +126,12 @@ def read_manifest(store: Store) -> Manifest | None:
         raise PolicyError(f"{where}: cannot be read: {error}") from error
     if len(text) > MAX_MANIFEST_BYTES:
         raise PolicyError(
-            f"{where}: more than {MAX_MANIFEST_BYTES} bytes, a manifest has a few hundred"
+            f"{where}: more than {MAX_MANIFEST_BYTES} bytes; a manifest has a few hundred"
         )
     try:
         fields = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, NaN, 200,000 levels
-        raise PolicyError(f"{where}: is no JSON: {error}; the learner writes it anew") from error
+        raise PolicyError(f"{where}: not JSON: {error}; the learner will rewrite it") from error
     return _to_manifest(where, fields)
 
 
@@ -142,17 +142,17 @@ def load(
     *,
     run_id: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """The adapters that a manifest names, checked.
+    """Loads and checks the adapters of a manifest.
 
     Args:
-        store: of the run; the adapters' file must lie in it, links followed.
+        store: of the run; the adapters' file must be inside it after following links.
         manifest: from `read_manifest`.
         base_hash: of the base model that this process has loaded.
-        run_id: of this process' run; None accepts any (an evaluation).
+        run_id: of this process's run; None accepts any run.
 
     Raises:
-        PolicyError: another base model or run, a path that leaves the workdir, a file that is
-            missing, damaged or no safetensors.
+        PolicyError: another base model or run, a path outside the workdir, or a file that is
+            missing, damaged or not safetensors.
     """
     where = store.location(MANIFEST)
     if manifest.base_hash != base_hash:
@@ -163,8 +163,8 @@ def load(
         )
     if run_id is not None and manifest.run_id != run_id:
         raise PolicyError(
-            f"{where}: version {manifest.version} is of run {manifest.run_id}, this "
-            f"process is of run {run_id}; give it the workdir of its own run"
+            f"{where}: version {manifest.version} is from run {manifest.run_id}, this "
+            f"process belongs to run {run_id}; use the workdir of that run"
         )
     _check_relative(where, manifest.path)
     where = store.location(manifest.path)
@@ -175,29 +175,29 @@ def load(
     crc32c = google_crc32c.value(contents)
     if crc32c != manifest.crc32c:
         raise PolicyError(
-            f"{where}: crc32c {crc32c:08x}, the manifest says {manifest.crc32c:08x}; "
+            f"{where}: crc32c {crc32c:08x}, the manifest has {manifest.crc32c:08x}; "
             "the file is damaged, or was just replaced: read the manifest again"
         )
     try:
         return _read_safetensors(contents)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise PolicyError(f"{where}: is no safetensors file: {error}") from error
+        raise PolicyError(f"{where}: not a safetensors file: {error}") from error
 
 
 async def watch(
     store: Store, poll_s: float = 1.0, *, after_version: int = -1
 ) -> AsyncIterator[Manifest]:
-    """Yield each new manifest once, the current one first; the newest where several came between.
+    """Yield each new manifest once, starting with the current one; may skip intermediate ones.
 
     Args:
         store: of the run.
-        poll_s: seconds between two looks.
-        after_version: the version that the caller has already.
+        poll_s: seconds between two reads.
+        after_version: the version that the caller already has.
 
     Raises:
-        PolicyError: the file is no manifest.
+        PolicyError: the file is not a valid manifest.
     """
-    # A version may be published again after a restart, with other contents: compare all of it.
+    # After a restart a version may be published again with other contents: compare all fields.
     seen: Manifest | None = None
     while True:
         manifest = await asyncio.to_thread(read_manifest, store)
@@ -209,9 +209,9 @@ async def watch(
 
 
 def _to_manifest(where: str, fields: Any) -> Manifest:
-    """Parsed JSON -> Manifest; every fault in one PolicyError that names it."""
+    """Parsed JSON -> Manifest. Raises: PolicyError: lists all faults."""
     if not isinstance(fields, dict):
-        raise PolicyError(f"{where}: is {type(fields).__name__}, a manifest is a JSON object")
+        raise PolicyError(f"{where}: is {type(fields).__name__}, expected a JSON object")
     known = {field.name: field.type for field in dataclasses.fields(Manifest)}
     faults = [f"{name} is missing" for name in known if name not in fields]
     faults += [f"{str(name)[:60]!r} is unknown" for name in fields if name not in known]
@@ -228,19 +228,17 @@ def _to_manifest(where: str, fields: Any) -> Manifest:
             faults.append("published_unix_s is out of range")
     if faults:
         raise PolicyError(
-            f"{where}: is no manifest: {'; '.join(faults[:8])}; the learner writes it anew"
+            f"{where}: not a manifest: {'; '.join(faults[:8])}; the learner will rewrite it"
         )
     _check_relative(where, fields["path"])
     return Manifest(**{**fields, "published_unix_s": float(fields["published_unix_s"])})
 
 
 def _check_relative(where: str, path: str) -> None:
-    """Refuse, before touching the disk, every path that is not plainly below the workdir."""
+    """Refuse every path that is not plainly below the workdir, before accessing it."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or not path.isprintable():
-        raise PolicyError(
-            f"{where}: path {path[:200]!r} is not a path below the workdir; it is not read"
-        )
+        raise PolicyError(f"{where}: path {path[:200]!r} is not below the workdir; it is not read")
 
 
 def _refuse_constant(name: str) -> None:
@@ -248,7 +246,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _read_safetensors(contents: bytes) -> dict[str, np.ndarray]:
-    """Arrays by name. safetensors.numpy.load knows no bfloat16, so the table is read here."""
+    """Arrays by name. safetensors.numpy.load does not support bfloat16, so it is decoded here."""
     arrays = {}
     for name, entry in safetensors.deserialize(contents):
         dtype = _DTYPES[entry["dtype"]]
