@@ -144,7 +144,7 @@ def test_write_disk_full_in_mid_line_leaves_no_torn_line(
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(metrics.os, "write", lambda fd, data: really_write(fd, data[:7]))
-            with pytest.raises(UirlError, match="free the disk"):
+            with pytest.raises(UirlError, match="free disk space"):
                 writer.write(3, {"reward/mean": 1.0})
         writer.write(3, {"reward/mean": 1.0})
     assert steps_of(tmp_path) == [1, 2, 3]

@@ -1,10 +1,9 @@
-"""Scalars of a run: to metrics.jsonl, to TensorBoard and as one progress line on the console.
+"""Writes the metrics of a run to metrics.jsonl, TensorBoard and a progress line on the console.
 
-The learner owns the one `MetricsWriter` of a workdir and writes one line a step. A cold start
-counts its own steps and has a writer of its own, on `cold_start/` in the workdir. What a line holds
-is decided by the caller; names are `group/name`, as in `actor/policy_loss`, `actor/kl_loss`,
-`reward/mean`, `agent_loop/generate_sequences/mean`. Nothing here averages, plots (see `report`) or
-talks to a network.
+The learner has the only `MetricsWriter` of a workdir and writes one line per step. A cold start has
+its own steps and its own writer, in `cold_start/` of the workdir. The caller chooses the metrics;
+names are `group/name`, such as `actor/policy_loss`, `actor/kl_loss`, `reward/mean`,
+`agent_loop/generate_sequences/mean`. `report` plots them.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _PLAIN = re.compile(r"[^\s\"=]+")
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """One line of metrics.jsonl, or None where it is torn or was never one of ours."""
+    """One line of metrics.jsonl; None if it is torn or invalid."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -43,9 +42,9 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in the order of their steps; [] where there is none yet.
+    """The lines of metrics.jsonl, sorted by step; [] if there is no file yet.
 
-    A torn line is left out: a run that is still going may be in the middle of one.
+    Torn lines are left out: a running process may be writing one.
     """
     path = Path(workdir) / METRICS_FILE
     if not path.exists():
@@ -55,15 +54,15 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class MetricsWriter:
-    """Appends one line a step to metrics.jsonl and the same scalars to TensorBoard's event files.
+    """Appends one line per step to metrics.jsonl, and the same scalars to TensorBoard's files.
 
-    A restart from the checkpoint of step s calls `truncate_from(s + 1)` before the first `write`:
-    the lines of steps that will be taken again go, so that no step appears twice. SIGKILL while a
-    line is written leaves a torn last line, which the next start cuts off.
+    A restart from the checkpoint of step s calls `truncate_from(s + 1)` before the first `write`,
+    which removes the lines of repeated steps, so that no step appears twice. A SIGKILL during a
+    write leaves a torn last line, which the next start removes.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, tensorboard: bool = True) -> None:
-        """Raises: UirlError where the workdir cannot be written."""
+        """Raises: UirlError: the workdir cannot be written."""
         self._path = Path(workdir) / METRICS_FILE
         self._tensorboard_dir = Path(workdir) / TENSORBOARD_DIR if tensorboard else None
         self._tensorboard: SummaryWriter | None = None
@@ -77,7 +76,7 @@ class MetricsWriter:
         self.last_step = self._repair()
 
     def _repair(self) -> int | None:
-        """Cuts off a torn end; returns the last whole step."""
+        """Removes a torn end; returns the step of the last valid line."""
         content = self._path.read_bytes()
         end = len(content)
         while end:
@@ -91,11 +90,11 @@ class MetricsWriter:
         return None
 
     def truncate_from(self, step: int) -> int:
-        """Drops every line of this step and later ones, by atomic replacement.
+        """Drops the lines of this step and later ones, atomically.
 
         Args:
-            step: the first step that will be taken again.
-        Returns: how many lines were dropped.
+            step: the first step that will be repeated.
+        Returns: the number of dropped lines.
         """
         rows = [(line, _parse_line(line)) for line in self._path.read_bytes().splitlines(True)]
         kept = [(line, row) for line, row in rows if row is not None and row["step"] < step]
@@ -110,22 +109,22 @@ class MetricsWriter:
         return len(rows) - len(kept)
 
     def write(self, step: int, scalars: Mapping[str, SupportsFloat]) -> None:
-        """Writes the scalars of one step; all of them or, where it raises, none.
+        """Writes the scalars of one step; if it raises, none of them.
 
         Args:
-            step: larger than every step written so far.
+            step: greater than every step written so far.
             scalars: `group/name` -> a number or a 0-d array.
         Raises:
-            TrainingError: a value is NaN or infinite (RELIABILITY: such a step stops the run).
+            TrainingError: a value is NaN or infinite; such a step stops the run.
             UirlError: the disk is full.
-            ValueError: a name that is not `group/name`, or a step that is there already.
+            ValueError: a name that is not `group/name`, or a step that is not a later one.
         """
         values = {name: float(value) for name, value in scalars.items()}
         broken = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
         if broken:
             raise TrainingError(
                 f"step {step}: {', '.join(broken)}; the run stops here and keeps its last good "
-                "checkpoint: lower the learning rate or look at the batch of this step"
+                "checkpoint: lower the learning rate, or inspect the step's batches"
             )
         bad_names = [name for name in values if not _NAME.fullmatch(name)]
         if bad_names:
@@ -140,8 +139,9 @@ class MetricsWriter:
         self.last_step = int(step)
         if self._tensorboard_dir is not None:
             if self._tensorboard is None:
-                # purge_step makes TensorBoard hide what a killed process wrote from this step on.
-                # A file's name is else unique only to the second; an older one is overwritten.
+                # purge_step makes TensorBoard hide values that a killed process wrote for this and
+                # later steps. The suffix makes the file name unique within a second; otherwise an
+                # older file could be overwritten.
                 self._tensorboard = SummaryWriter(
                     str(self._tensorboard_dir),
                     purge_step=step,
@@ -160,7 +160,8 @@ class MetricsWriter:
         except OSError as error:
             os.ftruncate(self._fd, size_bytes)
             raise UirlError(
-                f"{self._path}: cannot be written ({error.strerror}); free the disk and start again"
+                f"{self._path}: cannot be written ({error.strerror}); free disk space and run the "
+                "same command again"
             ) from error
 
     def close(self) -> None:
@@ -187,7 +188,7 @@ def key_values(event: str, **fields: object) -> str:
     """A log line: `event=shard_quarantined path=shards/a3.tfrecord reason="no footer"`.
 
     Values with blanks, quotes or control characters are quoted and escaped, so that text from a
-    model or a verifier can neither start a line of its own nor colour a terminal.
+    model or verifier cannot start a new line or send terminal control codes.
     """
     return " ".join(f"{key}={_value(value)}" for key, value in {"event": event, **fields}.items())
 
@@ -198,7 +199,7 @@ def _value(value: object) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`45s`, `3m05s`, `2h07m`: short enough for a progress line."""
+    """`45s`, `3m05s`, `2h07m`: a short form for progress lines."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -208,10 +209,10 @@ def format_duration(seconds: float) -> str:
 
 
 class Progress:
-    """One line about where a phase of the run stands.
+    """A progress line for one phase of a run.
 
-    On a terminal it is redrawn in place. Elsewhere (a file, a CI log) it is a key=value line,
-    printed for the first and the last step and in between at most once in `interval_s`.
+    On a terminal it is redrawn in place. Otherwise (a file, a CI log) it is a key=value line,
+    printed for the first and the last step, and at most once per `interval_s` in between.
     """
 
     BAR_CELLS = 16
@@ -228,9 +229,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        phase: "training", "cold start": the first word of the line.
-        total_steps: of the whole phase, those before a restart included.
-        first_step: steps that were done before this process started; they tell nothing about speed.
+        phase: "training", "cold start": the start of the line.
+        total_steps: of the whole phase, including steps before a restart.
+        first_step: steps done before this process started; excluded from the speed.
         """
         self._phase = phase
         self._total = total_steps
@@ -251,7 +252,7 @@ class Progress:
         success: float | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
-        """Args: step: how many are done; success: a share in [0, 1]; what is None is left out."""
+        """Args: step: number of steps done; success: in [0, 1]; None values are left out."""
         now_s = self._clock()
         done = step >= self._total
         recent = self._printed_s is not None and now_s - self._printed_s < self._interval_s
@@ -296,15 +297,14 @@ class Progress:
         return "  ".join(parts)
 
     def _draw(self, line: str) -> None:
-        # One column is kept free: a full line would wrap, and the next redraw leave its first row
-        # behind.
+        # One column stays free: a full line would wrap, and a redraw replaces only the last row.
         columns = shutil.get_terminal_size().columns
         self._drawn = line[: max(columns - 1, 1)]
         self._stream.write(f"\r\x1b[K{self._drawn}")
         self._stream.flush()
 
     def say(self, text: str) -> None:
-        """Prints a line above the one that is redrawn."""
+        """Prints a line above the progress line."""
         if self._terminal and self._drawn:
             self._stream.write(f"\r\x1b[K{text}\n{self._drawn}")
             self._stream.flush()
@@ -312,7 +312,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leaves the last state on the screen and ends its line."""
+        """Keeps the last state on the screen and ends its line."""
         if self._terminal and self._drawn:
             self._stream.write("\n")
             self._stream.flush()
@@ -320,11 +320,11 @@ class Progress:
 
 
 def peak_rss_gib() -> float:
-    """Largest resident memory so far of this process and of its living children, added up.
+    """Sum of the peak resident memory of this process and its living children.
 
-    An upper bound: their peaks need not fall together. Children are counted on Linux alone.
+    An upper bound, because the peaks may be at different times. Children count on Linux only.
     """
-    import resource  # not on Windows, where nothing else of a run needs it either
+    import resource  # does not exist on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
@@ -337,9 +337,9 @@ def _children() -> list[str]:
 
 
 def _high_water_kib(pid: str) -> int:
-    """VmHWM of a process; 0 of one that is gone or a zombie.
+    """VmHWM of a process in KiB; 0 if it has ended or is a zombie.
 
-    Not RUSAGE_CHILDREN: that counts what the parent held when it started the child.
+    Not RUSAGE_CHILDREN, which includes the parent's memory at the time of the fork.
     """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
