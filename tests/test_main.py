@@ -374,7 +374,7 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.tasks.0.name=x"], "config.tasks"),
         (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "at most engine.max_new_tokens=8"),
-        (["--actor=2", "--actors=2"], "--actor=2: of --actors=2 the last is number 1"),
+        (["--actor=2", "--actors=2"], "--actor=2: with --actors=2 the last number is 1"),
         (["--config.learner.keep_checkpoints=0"], "config.learner.keep_checkpoints"),
         (["--config.learner.groups_per_step=0"], "config.learner.groups_per_step"),
         (["--config.mesh.data=3"], "the 1 devices, e.g. data=1, fsdp=1, model=1"),

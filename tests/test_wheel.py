@@ -74,7 +74,7 @@ def test_command_help_names_the_flags_and_how_to_name_a_config(installed, tmp_pa
     process = run(str(installed / "bin/uirl-jax"), "--help", cwd=tmp_path, packages=installed)
     words = " ".join(process.stdout.split())
     assert "uirl-jax --config=quickstart --workdir=runs/quickstart" in words, process.stderr
-    for flag in ("--config: an experiment: a file", "--workdir: ", "--role: ", "--actors: "):
+    for flag in ("--config: config file", "--workdir: ", "--role: ", "--actors: "):
         assert flag in words
 
 

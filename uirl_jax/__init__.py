@@ -12,7 +12,7 @@ __all__ = ["VLM"]
 
 
 def __getattr__(name: str) -> Any:
-    """`VLM`, when it is first asked for: a verifier imports this package and no JAX."""
+    """Imports `VLM` at its first use, because verifiers import this package without JAX."""
     if name == "VLM":
         from uirl_jax.vlm import VLM
 

@@ -1,47 +1,46 @@
-"""The one exception tree: everything a user can get wrong, or a boundary can do to us.
+"""The exceptions of the package: user errors and faults of files, servers and devices.
 
 A message says what was got, what was expected, where, and what to do. `main` prints such an error
-as one line and exits with its `exit_code`; anything else that escapes is a defect and keeps its
-traceback.
+in one line and exits with its `exit_code`; any other exception is a bug and keeps its traceback.
 """
 
 
 class UirlError(Exception):
-    """Root of every error that is told to the user in one line."""
+    """Base class of all errors that are shown to the user in one line."""
 
     exit_code = 1
 
 
 class ConfigError(UirlError):
-    """A config key or value that is missing, unknown or impossible."""
+    """A config key or value that is missing, unknown or invalid."""
 
 
 class LeaseHeldError(UirlError):
-    """A lease that another process holds; the message is the holder's name."""
+    """Another process holds the lease; the message is the holder's name."""
 
 
 class ModelError(UirlError):
-    """A directory that is no model, or weights that do not fit its config."""
+    """A directory without a model, or weights that do not fit its config."""
 
 
 class ImageError(UirlError):
-    """Bytes that are not an acceptable screenshot."""
+    """Bytes that are not a valid screenshot."""
 
 
 class ActionError(UirlError):
-    """Model text that is no action in the format that was asked for: the turn's `format_error`."""
+    """Model text that is not a valid action in the action format (`format_error`)."""
 
 
 class RecordError(UirlError):
-    """A record whose bytes or whose contents break the schema."""
+    """A record whose bytes or contents violate the schema."""
 
 
 class ShardError(UirlError):
-    """A shard file that is broken as a whole: truncated, no footer, wrong schema or run."""
+    """A shard that cannot be used: truncated, no footer, wrong schema or run; or not written."""
 
 
 class CheckpointError(UirlError):
-    """No checkpoint can be restored, or one cannot be written."""
+    """A checkpoint cannot be written, or none can be restored."""
 
 
 class PolicyError(UirlError):
@@ -49,32 +48,32 @@ class PolicyError(UirlError):
 
 
 class VerifierError(UirlError):
-    """A verifier that cannot be reached or answers with something it must not (an `env_error`)."""
+    """A verifier that cannot be reached or whose answer is invalid (`env_error`)."""
 
 
 class RequestRefusedError(VerifierError):
-    """A request that the verifier has not carried out, and said so or was not reached."""
+    """A request that the verifier did not carry out: it refused, or was not reached."""
 
 
 class ActUncertainError(VerifierError):
-    """An act that may have been applied: it is not sent again; the next screenshot tells."""
+    """An act that may or may not have been applied; it is not sent again."""
 
 
 class EngineError(UirlError):
-    """A sampling server that cannot be reached or answers with something it must not."""
+    """A sampling server that cannot be reached or whose answer is invalid."""
 
-    exit_code = 75  # as of RestartError: a server that is back is all that it needs
+    exit_code = 75  # as for RestartError: a restart helps once the server is back
 
 
 class ContextError(UirlError):
-    """A context that a sampling server would not read as it is meant (an `env_error`)."""
+    """A context that a sampling server would tokenize differently (`env_error`)."""
 
 
 class TrainingError(UirlError):
-    """A step that must not be taken: NaN or infinity in a loss or a gradient norm."""
+    """A step that cannot be trained on, such as NaN or infinity in a loss or a gradient norm."""
 
 
 class RestartError(UirlError):
-    """A fault that a supervisor cures by starting the process again."""
+    """The process stopped early; a supervisor should start it again."""
 
     exit_code = 75

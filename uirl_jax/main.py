@@ -1,11 +1,11 @@
-"""The command: validates the config, then wires the rooms together, one role or all of them.
+"""The command line: validates the config and runs one role of a run, or all of them.
 
     python -m uirl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
     python -m uirl_jax.main --config=... --workdir=... --role=learner     (actor, verifier, eval)
     uirl-jax --config=quickstart --workdir=runs/quickstart    (installed, in any folder)
 
-Roles meet in the workdir and nowhere else: `all` is the same code in one process, with the bundled
-verifier server in a second one. A process that is killed is started again with the same command.
+Roles communicate only through the workdir. `all` runs the same code in one process, with the
+bundled verifier server in a second one. After a kill, the same command continues the run.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def learn(
     on_ready: Callable[[], None] = lambda: None,
     replace_advantages: Advantages | None = None,
 ) -> LearnerResult:
-    """The learner's run, on this thread."""
+    """Runs the learner on this thread."""
     with jax.set_mesh(mesh):
         return run_learner(
             TrainingConfig(
@@ -83,11 +83,11 @@ def run_all(
     actors: int = 1,
     replace_advantages: Advantages | None = None,
 ) -> evaluation.EvalResult | None:
-    """One machine: verifier, base evaluation, cold start, GRPO, final evaluation, report.
+    """A whole run: verifier, base evaluation, cold start, RL, final evaluation, report.
 
     Args:
-      actors: how many the run has, the one of this process (number 0) among them.
-    Returns: what the model that the run ends with was measured to solve.
+      actors: number of actors, including the one of this process (number 0).
+    Returns: the evaluation of the run's final model.
     """
     cfg = run.cfg
     mesh = make_mesh(cfg.mesh)
@@ -118,7 +118,7 @@ def run_all(
 
         def begin_acting() -> None:
             acting.append(background.start(run.act(players, async_stop, 0, actors)))
-            # An actor that ends with an error would leave the learner waiting for records for ever.
+            # Stop the learner if the actor fails; it would wait for records forever.
             acting[0].add_done_callback(lambda future: future.exception() and stop.set())
 
         try:
@@ -129,18 +129,18 @@ def run_all(
         if not result.finished:
             raise RestartError(
                 f"stopped after step {result.step} of {cfg.learner.steps}; "
-                "run the same command again to carry on"
+                "run the same command again to continue"
             )
         players.take_policy()
-        if cfg.learner.steps:  # else it is still the model that was measured last
+        if cfg.learner.steps:  # without steps the model is the one evaluated last
             measured = background.run(run.measure(players, "after", stop))
-        peak_rss_gib = metrics.peak_rss_gib()  # here, where the verifier still lives
+        peak_rss_gib = metrics.peak_rss_gib()  # while the verifier is still running
     _conclude(run, result, actor_metrics, peak_rss_gib)
     return measured
 
 
 def bundled_server(run: Run, log: str, port: int) -> contextlib.AbstractContextManager[None]:
-    """The run's verifier in a process of its own; 0 is any port."""
+    """The run's verifier server in a child process; port 0: any free port."""
     return supervisor.bundled_server(
         run.port_file, run.workdir / "logs" / log, port=port, task_dirs=run.cfg.verifier.task_dirs
     )
@@ -153,11 +153,12 @@ async def _set(event: asyncio.Event) -> None:
 def _conclude(
     run: Run, result: LearnerResult, actor_metrics: dict[str, float], peak_rss_gib: float
 ) -> None:
-    """summary.json, report.html, and the table that a run ends with."""
+    """Writes summary.json and report.html, and prints the final table."""
     results = evaluation.read_results(run.workdir)
     summary_path = run.workdir / evaluation.SUMMARY_FILE
     page = run.workdir / "report.html"
-    if not summary_path.exists():  # else the run had ended before: its peak memory was another's
+    # An existing summary is from the process that finished the run; its peak memory is kept.
+    if not summary_path.exists():
         content = evaluation.summary(
             results,
             seed=run.cfg.seed,
@@ -186,7 +187,7 @@ def _conclude(
 def make_cold_start(
     run: Run, model: loading.PolicyModel, mesh: jax.sharding.Mesh, stop: threading.Event
 ) -> loading.PolicyModel:
-    """The base that the cold start makes of `model`."""
+    """Runs the cold start on `model`; returns the new base model."""
     cfg = run.cfg
     path = run_cold_start(
         cfg.cold_start,
@@ -203,23 +204,23 @@ def make_cold_start(
 
 
 def run_learner_role(run: Run, stop: threading.Event) -> None:
-    """The learner alone; actors of other processes fill the shard directory."""
+    """Runs the learner; actors in other processes write the shards."""
     mesh = make_mesh(run.cfg.mesh)
     model = run.load_model(mesh, Path(run.cfg.model.path))
     if run.cfg.cold_start.steps:
         model = make_cold_start(run, model, mesh, stop)
     result = learn(run, model, mesh, stop)
-    run.say("learner_ended", step=result.step, **result.accounting)
+    run.log("learner_ended", step=result.step, **result.accounting)
     if not result.finished:
-        raise RestartError(f"stopped after step {result.step}; run the same command to carry on")
+        raise RestartError(f"stopped after step {result.step}; run the same command to continue")
 
 
 def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: int) -> None:
-    """One actor process; the learner and the verifiers are elsewhere."""
+    """Runs one actor; the learner and the verifiers are other processes."""
 
     async def act() -> None:
         if run.cfg.cold_start.steps and not (run.workdir / MODEL_DIR).is_dir():
-            run.say("waiting", file=run.workdir / MODEL_DIR)  # which the learner is making
+            run.log("waiting", file=run.workdir / MODEL_DIR)  # the learner writes it
             while not (run.workdir / MODEL_DIR).is_dir():
                 if stop.is_set():
                     return
@@ -237,9 +238,9 @@ def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: in
 
 
 def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
-    """Success of the newest published policy, or of the base where nothing is published yet.
+    """Evaluates the newest published policy, or the base model if none is published.
 
-    A bundled verifier is one of its own: that of a training may be busy, or not there any more.
+    It starts its own bundled verifier: the run's may be busy or stopped.
     """
 
     async def measure(run: Run) -> evaluation.EvalResult:
@@ -258,7 +259,7 @@ def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
 
 
 def run_verifier_role(run: Run) -> int:
-    """The bundled server, in this process, until it is ended."""
+    """Runs the bundled server in this process until it is stopped."""
     from uirl_jax.verifiers.server import server
 
     cfg = run.cfg.verifier
@@ -274,19 +275,19 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 _CONFIG = reading.define_config_file(
     RunConfig,
-    help="an experiment: a file (configs/quickstart.py) or the name of a shipped one (quickstart), "
-    "with ':' and its argument where it takes one (quickstart:enter_text)",
+    help="config file (configs/quickstart.py) or name of a shipped one (quickstart), followed by "
+    "':' and an argument if it takes one (quickstart:enter_text)",
 )
 flags.declare_key_flag("config")  # so that --help lists it
-_WORKDIR = flags.DEFINE_string("workdir", None, "everything that the run writes is in here")
+_WORKDIR = flags.DEFINE_string("workdir", None, "directory for all files of the run")
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
-_ACTORS = flags.DEFINE_integer("actors", 1, "how many actors the run has", lower_bound=1)
+_ACTORS = flags.DEFINE_integer("actors", 1, "number of actors of the run", lower_bound=1)
 _STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval/<stage>.json")
 
 
 def run_role(role: Role, run: Run, stop: threading.Event) -> int:
-    """Dispatches; the exit code."""
+    """Runs the role; returns the exit code."""
     actions: dict[str, Callable[[], Any]] = {
         "all": lambda: run_all(run, stop, actors=_ACTORS.value),
         "learner": lambda: run_learner_role(run, stop),
@@ -302,7 +303,7 @@ def run_role(role: Role, run: Run, stop: threading.Event) -> int:
 
 def main(argv: list[str]) -> int:
     del argv
-    platform_flags.set_defaults()  # before the first use of a device, when XLA reads them
+    platform_flags.set_defaults()  # before the first use of a device: XLA reads them then
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     stop = threading.Event()
     try:
@@ -316,14 +317,14 @@ def main(argv: list[str]) -> int:
         workdir = Path(_WORKDIR.value)
         if _ACTOR.value >= _ACTORS.value:
             raise ConfigError(
-                f"--actor={_ACTOR.value}: of --actors={_ACTORS.value} the last is number "
+                f"--actor={_ACTOR.value}: with --actors={_ACTORS.value} the last number is "
                 f"{_ACTORS.value - 1}"
             )
         learns = _ROLE.value in ("all", "learner")
         lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
         with lease:
             run = Run(cfg, workdir, open_run(workdir, cfg, learns=learns))
-            if _ROLE.value != "verifier":  # the server ends gracefully by itself
+            if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(signum, lambda *_: stop.set())
             return run_role(_ROLE.value, run, stop)
@@ -331,14 +332,14 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        # A full disk is often noticed where no file name is at hand any more.
+        # A disk-full error often has no file name.
         where = "" if error.filename else f"{_WORKDIR.value}: "
-        print(f"error: {where}{error}; the same command carries on", file=sys.stderr)
+        print(f"error: {where}{error}; the same command continues the run", file=sys.stderr)
         return 1
 
 
 def command() -> None:
-    """`uirl-jax`. absl looks for the help text in the module that was started."""
+    """The command `uirl-jax`. absl takes the help text from the module that was started."""
     sys.modules["__main__"].__doc__ = __doc__
     for flag in flags.FLAGS.get_key_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)

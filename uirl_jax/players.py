@@ -1,7 +1,7 @@
-"""What plays episodes: one engine and the verifiers, for training, evaluation or a viewer's replay.
+"""Plays episodes with one engine and the verifiers, for training, evaluation or replay.
 
-Built from a model, a chat and the few settings of `PlayConfig`. It knows no learner and no config
-file: `run` builds one from a run's config.
+Needs a model, a chat and the settings of `PlayConfig`; no learner and no config file. `run` builds
+it from a run's config.
 """
 
 import asyncio
@@ -42,21 +42,21 @@ class PlayConfig:
 
     engine: EngineConfig
     rollout: RolloutConfig
-    concurrency: int  # episodes at a time
+    concurrency: int  # parallel episodes
     seed: int  # of the run
 
     @property
     def max_context_tokens(self) -> int:
-        """What the engine can read at once bounds an episode: longer ones end as max_tokens."""
+        """Limited by the engine's longest context; longer episodes end as max_tokens."""
         return min(self.rollout.max_context_tokens, self.engine.context_lengths[-1])
 
 
 class Players:
-    """Engine and verifiers, entered in an asyncio loop.
+    """Engine and verifiers, as an async context manager.
 
     Args:
-      fleet: the verifiers; entered and closed here.
-      workdir, run_id: where evaluations are written and policies are read, and whose they are.
+      fleet: the verifiers; opened and closed here.
+      workdir, run_id: where evaluations are written and policies are read, and their run.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Players:
     def player(
         self, actor_id: str, *, temperature: float, engine: SamplingEngine | None = None
     ) -> Player:
-        """Plays single episodes; `engine` replaces this object's own."""
+        """A player of single episodes; `engine` replaces this object's engine."""
         return Player(
             self.fleet,
             engine or self.engine,
@@ -102,7 +102,7 @@ class Players:
         )
 
     def to_lora(self, adapters: dict[str, np.ndarray]) -> Any:
-        """Named adapters of a published policy -> what the engine takes."""
+        """Adapters of a published policy by name -> the lora argument of engine.set_policy."""
         return adapters_from_numpy(adapters, self.model.lora)
 
     async def evaluate(
@@ -114,12 +114,12 @@ class Players:
         temperature: float,
         engine: SamplingEngine | None = None,
     ) -> evaluation.EvalResult:
-        """Success on held-out instances with the policy that the engine holds; once a stage.
+        """Evaluates the engine's current policy on held-out instances; once per stage.
 
         Args:
           tasks: the instances (`evaluation.eval_tasks`).
-          engine: replaces this object's own.
-        Raises: RestartError where `stop` was set; the same command starts the stage again.
+          engine: replaces this object's engine.
+        Raises: RestartError: `stop` was set; the same command starts the stage again.
         """
         known = evaluation.read_results(self.workdir)
         if stage in known:
@@ -176,14 +176,14 @@ def make_chat(cfg: ChatConfig, model: PolicyModel) -> Chat:
 
 
 def make_engine(cfg: PlayConfig, model: PolicyModel, chat: Chat) -> Engine | OpenAIEngine:
-    """What samples: this process, or a server elsewhere."""
+    """The sampling engine: in this process, or a client of a server."""
     if cfg.engine.kind == "jax":
         return Engine(model, chat.vocabulary(model.cfg.vocab_size), cfg.engine)
     return OpenAIEngine(model, chat, cfg.engine, max_context=cfg.max_context_tokens)
 
 
 class BackgroundLoop:
-    """An asyncio loop in a thread of its own: the actor's, beside the learner's thread."""
+    """An asyncio loop in a separate thread: the actor's, while the learner has the main thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -219,7 +219,7 @@ async def _unless_stopped(
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise RestartError(f"stopped {where}; run the same command again to make it")
+            raise RestartError(f"stopped {where}; run the same command again to repeat it")
         return working.result()
     finally:
         for task in (working, watching):

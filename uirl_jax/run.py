@@ -1,6 +1,6 @@
-"""A run as its roles see it: config and workdir, and what `main` builds of them.
+"""A run: config and workdir, and the objects that `main` builds from them.
 
-`open_run` says which run a workdir holds; `players` plays the episodes.
+`open_run` finds or creates the run of a workdir; `players` plays the episodes.
 """
 
 import asyncio
@@ -42,20 +42,20 @@ CONFIG_FILE = "config.json"
 
 
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
-    """The run's id; config.json is written by whichever role comes first.
+    """Returns the run's id; the first role writes config.json.
 
-    More `learner.steps` than a run was begun with carry it on, at the learning rate of a run of
-    that length; what it was measured to solve at its end before is kept as that version's.
+    A config with more `learner.steps` than before extends the run, with the learning rate schedule
+    of the new length; the previous final evaluation is renamed to its version.
 
     Args:
-      learns: whether this role holds the learner's lease; no other carries a run on.
+      learns: whether this role holds the learner's lease; only then a run is extended.
     Raises:
-      ConfigError: the workdir holds a run with another config; every difference is named.
+      ConfigError: the workdir has a run with another config; every difference is listed.
     """
     resolved = json.loads(reading.resolved_config_json(cfg))
     store = open_store(workdir)
     content = {"run_id": uuid.uuid4().hex, "config": resolved}
-    store.put_new(CONFIG_FILE, _to_json(content))  # of two roles that start together one writes it
+    store.put_new(CONFIG_FILE, _to_json(content))  # if two roles start together, one writes it
     try:
         found = json.loads(store.read(CONFIG_FILE))
         run_id, known = found["run_id"], found["config"]
@@ -64,15 +64,15 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
             f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
         ) from None
     differences = sorted(_differences(known, resolved, "config"))
-    goes_on = _goes_on(known, resolved, differences)
-    if goes_on and learns:
+    extends = _extends(known, resolved, differences)
+    if extends and learns:
         evaluation.rename_stage(workdir, "after", f"version_{known['learner']['steps']}")
         store.delete(evaluation.SUMMARY_FILE)
         store.put(CONFIG_FILE, _to_json({"run_id": run_id, "config": resolved}))
     elif differences:
         way_out = "Use another --workdir, or remove this one"
-        if goes_on:
-            way_out = "Only --role=all and --role=learner carry a run on"
+        if extends:
+            way_out = "Only --role=all and --role=learner can extend a run"
         raise ConfigError(
             f"{workdir} holds a run with another config: {'; '.join(differences)}. {way_out}"
         )
@@ -83,8 +83,8 @@ def _to_json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _goes_on(known: Any, wanted: Any, differences: Sequence[str]) -> bool:
-    """Whether more steps are all that is wanted."""
+def _extends(known: Any, wanted: Any, differences: Sequence[str]) -> bool:
+    """Whether the only difference is a larger number of steps."""
     if len(differences) != 1 or not differences[0].startswith("config.learner.steps is "):
         return False
     before = known["learner"].get("steps")
@@ -100,7 +100,7 @@ def _differences(known: Any, wanted: Any, path: str) -> Iterator[str]:
 
 
 def check_family(cfg: RunConfig, family: Family) -> None:
-    """Refuses what the family cannot do, before anything starts. Raises: ConfigError."""
+    """Checks that the family supports the config. Raises: ConfigError."""
     turns = max(task.max_turns for task in cfg.tasks)
     wanted = {}
     if cfg.learner.batch.pack:
@@ -119,12 +119,12 @@ def check_family(cfg: RunConfig, family: Family) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What every role has: the config, the workdir and the run's id."""
+    """The config, the workdir and the id of a run; used by every role."""
 
     cfg: RunConfig
     workdir: Path
     run_id: str
-    own_port_file: Path | None = None  # of a bundled server that is this role's alone
+    own_port_file: Path | None = None  # of a bundled server that only this role uses
 
     @property
     def port_file(self) -> Path:
@@ -138,17 +138,17 @@ class Run:
     def curriculum(self) -> Curriculum:
         return Curriculum(self.cfg.curriculum, self.cfg.kinds, self.cfg.seed)
 
-    def say(self, event: str, **fields: object) -> None:
+    def log(self, event: str, **fields: object) -> None:
         print(metrics.key_values(event, **fields), flush=True)
 
     # ------------------------------------------------------------------------------ the model
 
     def load_model(self, mesh: jax.sharding.Mesh | None, path: Path) -> loading.PolicyModel:
-        """Raises: ConfigError: the config asks for what the model's family cannot do."""
+        """Raises: ConfigError: the model's family does not support the config."""
         cfg = self.cfg.model
         family = family_of(hub.model_directory(path, weights=False))
         check_family(self.cfg, family)
-        self.say(
+        self.log(
             "model",
             path=path,
             family=family.model_type,
@@ -163,22 +163,22 @@ class Run:
             remat=cfg.remat,
             mesh=mesh,
             quantize=cfg.quantize,
-            # What a cold start writes has the adapter merged into it.
+            # A cold start's model has the adapter merged into it.
             adapter=cfg.adapter if path == Path(cfg.path) else "",
         )
 
     def load_base(self, mesh: jax.sharding.Mesh | None) -> loading.PolicyModel:
-        """What the adapters are trained on: model.path, or what the run's cold start made of it.
+        """The base model of the adapters: model.path, or the model of the run's cold start.
 
-        Raises: ConfigError where that is still to be made.
+        Raises: ConfigError: the cold start is not done yet.
         """
         if not self.cfg.cold_start.steps:
             return self.load_model(mesh, Path(self.cfg.model.path))
         path = self.workdir / MODEL_DIR
         if not path.is_dir():
             raise ConfigError(
-                f"{path} is not there yet: the config has a cold start, which --role=all and "
-                "--role=learner make"
+                f"{path} does not exist yet: the config has a cold start, which --role=all or "
+                "--role=learner runs"
             )
         return self.load_model(mesh, path)
 
@@ -188,7 +188,7 @@ class Run:
     # ------------------------------------------------------------------------------ its players
 
     def make_players(self, model: loading.PolicyModel, owner: str) -> Players:
-        """Args: owner: the role that containers are deleted for."""
+        """Args: owner: the role, used to label containers so that they can be deleted."""
         fleet = Fleet(self.base_urls, lambda url: self.make_client(url, owner))
         chat = self.make_chat(model)
         return Players(self.cfg.play, model, chat, fleet, self.workdir, self.run_id)
@@ -200,7 +200,7 @@ class Run:
         return list(verifier.urls) or [f"{verifier.containers.runtime}:{verifier.containers.image}"]
 
     def make_client(self, url: str, owner: str) -> VerifierClient | ContainerClient:
-        """The client of one of base_urls."""
+        """Makes the client of one of base_urls."""
         verifier = self.cfg.verifier
         options = {"dialect": verifier.dialect, "delay_s": verifier.action_delay_s}
         if verifier.containers.runtime == "none":
@@ -226,7 +226,7 @@ class Run:
     ) -> dict[str, float]:
         """Samples groups until the learner has finished.
 
-        Raises: ConfigError: another process is that actor.
+        Raises: ConfigError: another process has this actor number.
         """
         cfg = self.cfg
         actor_id = f"a{actor_index}"

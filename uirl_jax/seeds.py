@@ -1,9 +1,9 @@
-"""Where the seeds of task instances come from: one range for training, another for evaluation.
+"""Seeds of task instances: disjoint ranges for training and evaluation.
 
-`TaskSpec.seed` decides the start state, so a held-out instance is held out exactly when its seed
-was never used for training. Everything that trains (rollouts, demonstrations for the cold start
-and for the base model) takes its seeds from `train_seed`; everything that measures takes them from
-`eval_seed`. The two ranges never meet, whatever the run's own seed is. Standard library only.
+`TaskSpec.seed` determines the start state, so an instance is held out if its seed is never used for
+training. Training (rollouts, demonstrations for the cold start and for the base model) uses
+`train_seed`, evaluation uses `eval_seed`. Their ranges are disjoint for every run seed. Standard
+library only.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ def train_seed(run_seed: int, index: int) -> int:
     """Seed of the index-th training instance of a run.
 
     Args:
-        run_seed: the run's own seed, any integer; other runs see other instances.
-        index: >= 0, counts the instances that the run has drawn.
-    Returns: a seed in TRAIN_SEEDS. Two indices share one with probability 1e-9 a pair, which is
+        run_seed: the run's seed, any integer; runs with other seeds have other instances.
+        index: >= 0, the number of instances drawn before.
+    Returns: a seed in TRAIN_SEEDS. Two indices have the same seed with probability 1e-9, which is
         harmless.
     """
     digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
@@ -26,9 +26,9 @@ def train_seed(run_seed: int, index: int) -> int:
 
 
 def eval_seed(index: int) -> int:
-    """Seed of the index-th held-out instance: the same for every run, so that runs can be compared.
+    """Seed of the index-th held-out instance; equal for all runs, so that they can be compared.
 
-    Raises: ValueError for an index outside the range, instead of wrapping around onto a used seed.
+    Raises: ValueError: the index is out of range; wrapping around would reuse seeds.
     """
     if not 0 <= index < len(EVAL_SEEDS):
         raise ValueError(f"eval_seed({index}): expected 0 <= index < {len(EVAL_SEEDS)}")

@@ -1,7 +1,6 @@
-"""The words of the data path as frozen dataclasses; actor, learner and tools all read them.
+"""The data types of the data path as frozen dataclasses, used by actor, learner and tools.
 
-numpy only. Nothing here reads files, talks HTTP or knows a tokenizer; the byte format is in
-`shards.record`.
+numpy only; no files, HTTP or tokenizer. The byte format is in `shards.record`.
 """
 
 import dataclasses
@@ -12,14 +11,14 @@ import numpy as np
 
 
 class StopReason(enum.StrEnum):
-    """Why an episode ended. Only `completed` and `failed` are true ends; the rest cut it short."""
+    """Why an episode ended. Only `completed` and `failed` are regular ends."""
 
-    COMPLETED = "completed"  # the verifier said done, and the task's rule was met
-    FAILED = "failed"  # the verifier said done, and it was not; or the policy gave up
+    COMPLETED = "completed"  # the verifier reported done, and the task was solved
+    FAILED = "failed"  # the verifier reported done without success, or the policy terminated
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    FORMAT_ERROR = "format_error"  # the policy's text was no action: trained, as a failure
-    ENV_ERROR = "env_error"  # the environment's fault: refilled, never trained
+    FORMAT_ERROR = "format_error"  # the text was not a valid action; trained on as a failure
+    ENV_ERROR = "env_error"  # a fault of the environment: repeated, never trained on
     TIMEOUT = "timeout"
 
     @property
@@ -29,9 +28,9 @@ class StopReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TaskSpec:
-    """One task instance: what to start on the verifier, and how long the policy may take.
+    """One task instance: the task to start on the verifier, and the limit on turns.
 
-    `seed` and `variant` decide the start state; two specs that are equal give the same pixels.
+    `seed` and `variant` determine the start state; equal specs give the same pixels.
     """
 
     name: str  # "desktop/click_button"
@@ -42,7 +41,7 @@ class TaskSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """One UI action, in real pixels of the verifier's screen. Unused fields stay None."""
+    """One UI action, in pixels of the verifier's screen. Unused fields are None."""
 
     kind: str  # one of actions.KINDS
     x: int | None = None
@@ -58,29 +57,29 @@ class Action:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One observation and the action that the policy took on it.
+    """One observation and the action that the policy took.
 
-    context_ids is everything the policy read (chat template, image placeholders expanded, older
-    turns that its context still holds), token_ids what it sampled. Where the next turn's
-    context_ids begin with context_ids + token_ids, the two are one sequence for the learner.
+    context_ids is the whole prompt (chat template, expanded image placeholders, the earlier turns
+    that fit), token_ids the sampled tokens. If the next turn's context_ids start with context_ids +
+    token_ids, both turns are one sequence for the learner.
     """
 
     context_ids: np.ndarray  # int32[C]
-    token_ids: np.ndarray  # int32[S], sampled, the end-of-turn token included
+    token_ids: np.ndarray  # int32[S], sampled, including the end-of-turn token
     logprobs: np.ndarray  # float32[S], behaviour: of the distribution each token was sampled from
-    full_logprobs: np.ndarray  # float32[S], before top-p and top-k cut that distribution
-    # int32[S]: a new policy may come in the middle of a turn. All -1: nobody sampled it (recording)
+    full_logprobs: np.ndarray  # float32[S], of the distribution before top-p and top-k
+    # int32[S]; the policy may change during a turn. All -1: not sampled by a policy (a recording).
     policy_versions: np.ndarray
     image_keys: tuple[str, ...]  # screenshots in context_ids, in order; keys of Trajectory.images
     text: str  # token_ids decoded, without the end-of-turn token
-    action: Action | None  # None where the text was no action
-    error: str = ""  # why the text was no action, or what the environment did wrong
+    action: Action | None  # None if the text was not a valid action
+    error: str = ""  # why the text was not a valid action, or the environment's fault
     reward: float = 0.0
     progress: dict[str, Any] = dataclasses.field(default_factory=dict)  # raw, after this turn
 
     @property
     def policy_version(self) -> int:
-        """The oldest that a token was sampled with: staleness counts from there."""
+        """The oldest policy version of the turn's tokens, which determines its staleness."""
         return int(self.policy_versions.min())
 
 
@@ -93,8 +92,8 @@ class Trajectory:
     task: TaskSpec
     instruction: str
     turns: tuple[Turn, ...]
-    images: dict[str, bytes]  # sha256 hex -> encoded bytes as they came; each distinct one once
-    image_tokens: dict[str, int]  # sha256 hex -> visual tokens, as the policy read it
+    images: dict[str, bytes]  # sha256 hex -> encoded bytes as received; no duplicates
+    image_tokens: dict[str, int]  # sha256 hex -> number of visual tokens
     stop_reason: StopReason
     reward: float  # of the whole episode, by the task's rule
     success: bool
@@ -105,12 +104,12 @@ class Trajectory:
 
     @property
     def oldest_policy_version(self) -> int:
-        """Staleness counts from here; an episode without a turn has no version (-1)."""
+        """Determines the staleness; -1 for an episode without turns."""
         return self.policy_versions[0]
 
     @property
     def policy_versions(self) -> tuple[int, int]:
-        """The oldest and the newest that sampled a token; (-1, -1) without a turn."""
+        """The oldest and the newest version of all sampled tokens; (-1, -1) without turns."""
         if not self.turns:
             return -1, -1
         versions = np.concatenate([turn.policy_versions for turn in self.turns])
@@ -119,7 +118,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-    """What goes through the learner at once. Row b holds one or more packed sequences.
+    """One batch of the learner. Each row has one or more packed sequences.
 
     A ten-token row with one image of two visual tokens and one turn of three sampled tokens
     (P prompt, v visual, S sampled, . padding):
@@ -128,35 +127,35 @@ class TrainBatch:
         segment_ids      1 1 1 1 1 1 1 1 1 0
         completion_mask  0 0 0 0 0 0 1 1 1 0
         vision_index    -1-1 7 8-1-1-1-1-1-1     rows of the table of visual tokens
-        sampled_index    6 7 8 -1                of S = 4 places
-        turn_ids         0 0 0 0 0 0 1 1 1 0     from 1, other ones for other turns of the row
+        sampled_index    6 7 8 -1                positions of sampled tokens; here S = 4
+        turn_ids         0 0 0 0 0 0 1 1 1 0     from 1, distinct for the turns of a row
 
-    Two sequences that begin alike may share their prompt, which then stands in the row once. Its
-    last token is repeated in each of them, so that every sampled token follows the one it was
-    sampled after:
+    Sequences with a common prefix may share it: the row has the prefix once, as a segment. Its last
+    token is repeated at the start of each sequence, so that every sampled token follows the token
+    that it was sampled after:
 
         token_ids        P P P S S P S S S .
         segment_ids      1 1 2 2 2 3 3 3 3 0
-        prefix_segments  1 1 1 1 1 1 1 1 1 0     read by a token beside its own segment
+        prefix_segments  1 1 1 1 1 1 1 1 1 0     attended to in addition to the own segment
 
-    Masks and logprobs at position t are about token_ids[:, t] itself, not about the token after it.
+    Masks and logprobs at position t are about token_ids[:, t] itself, not the token after it.
     """
 
     token_ids_bt: np.ndarray  # int32
     segment_ids_bt: np.ndarray  # int32, 0 is padding
-    prefix_segments_bt: np.ndarray | None  # int32; None: no sequence of any row shares a prompt
+    prefix_segments_bt: np.ndarray | None  # int32; None: no sequences share a prefix
     positions_abt: np.ndarray  # int32; A is 3 for M-RoPE (time, height, width), else 1
     completion_mask_bt: np.ndarray  # float32, 1 where the policy sampled the token
-    sampled_index_bs: np.ndarray  # int32, where completion_mask is 1; -1 fills up
+    sampled_index_bs: np.ndarray  # int32, positions where completion_mask is 1; -1 is padding
     turn_ids_bt: np.ndarray  # int32, 0 outside completion_mask
-    vision_index_bt: np.ndarray  # int32, -1 where the token is no visual token
+    vision_index_bt: np.ndarray  # int32, -1 for tokens that are not visual
     behaviour_logprobs_bt: np.ndarray  # float32, 0 outside completion_mask
     advantages_bt: np.ndarray  # float32, 0 outside completion_mask
-    weights_bt: np.ndarray  # float32, a token's share in the loss's mean; 0 outside of the mask
-    values_bt: np.ndarray | None  # float32, of the critic before the update; None without one
-    returns_bt: np.ndarray | None  # float32, what the critic is trained on
-    vision: dict[str, np.ndarray]  # distinct screenshots, a row each; only the family reads them
-    # For the host: which of the trajectories, and which of its sampled tokens, stands at
-    # sampled_index; -1 fills up.
+    weights_bt: np.ndarray  # float32, a token's share in the mean loss; 0 outside completion_mask
+    values_bt: np.ndarray | None  # float32, of the critic before the step; None without critic
+    returns_bt: np.ndarray | None  # float32, the critic's targets
+    vision: dict[str, np.ndarray]  # distinct screenshots, one row each; only the family reads them
+    # Host only: the trajectory's index, and the token's index in it, of each entry of
+    # sampled_index; -1 is padding.
     trajectory_bs: np.ndarray
     token_bs: np.ndarray
