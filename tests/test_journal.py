@@ -93,7 +93,9 @@ def test_journal_on_a_full_disk_adds_nothing_and_then_goes_on(tmp_path, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", full)
-        with pytest.raises(ShardError, match="No space left on device: cannot write the list of shards"):
+        with pytest.raises(
+            ShardError, match="No space left on device: cannot write the list of shards"
+        ):
             append(notes, 1)
     assert notes.lines == before == Journal(store).lines
     append(notes, 1)
