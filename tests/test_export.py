@@ -208,7 +208,7 @@ def replace_config(workdir, **changes):
         (no_policy, "no policy is published yet"),
         (damaged_policy, "the file is damaged"),
         (another_base, "belongs to base model"),
-        (no_base, "/nowhere/config.json: cannot be read"),
+        (no_base, "/nowhere: no model in Hugging Face's format"),
         (another_rank, "adapters do not fit the model"),
         (unknown_target, "'head' is unknown, expected some of ('attention', 'mlp'"),
     ],

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from uirl_jax.chat import ChatConfig
 
 import uirl_jax
 from uirl_jax.errors import ConfigError, ImageError, ModelError
+from uirl_jax.families.chat import ChatConfig
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop
