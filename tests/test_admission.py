@@ -28,22 +28,29 @@ def test_ledger_counts_what_is_trained_and_what_the_learner_can_still_use():
     assert [i for i in range(9) if i in ledger] == [0, 1, 3, 4, 5]
     # accepted = 3 trained + 2 pending; the limit is (1 + 5 + 1) * 1 = 7
     limits = {"groups_per_step": 1, "max_staleness": 1}
-    assert [ledger.admits(running, **limits) for running in (0, 1, 2)] == [True, True, False]
-    # Of 8, beside another actor that runs as many: 5 accepted + 2 x 1 leave one, + 2 x 2 none.
-    beside = {"groups_per_step": 2, "max_staleness": -2, "actors": 2}
-    assert [ledger.admits(running, **beside) for running in (0, 1, 2)] == [True, True, False]
-    assert ledger.next_index(0, 1, taken=()) == 2
-    assert ledger.next_index(0, 1, taken={2, 6}) == 7
-    assert ledger.next_index(1, 3, taken=()) == 7  # 1 and 4 are there
-    assert ledger.next_index(0, 2, taken={2}) == 6
+    assert ledger.next_index({}, (), **limits) == 2
+    assert ledger.next_index({2: 5}, {2, 6}, **limits) == 7
+    assert ledger.next_index({2: 5, 6: 5}, {2, 6}, **limits) is None
+    # Groups 3 and 4 are accounted for: their claims do not count twice.
+    assert ledger.next_index({2: 5, 3: 5, 4: 5}, {2, 3, 4}, **limits) == 6
+
+
+def test_ledger_waits_for_a_group_that_would_become_stale():
+    """Started at version 3, it may be trained up to version 4: five groups, with itself."""
+    limits = {"groups_per_step": 1, "max_staleness": 1}
+    extra = {"groups_trained": [[0, 4]]}
+    ledger = Ledger.of(manifest(4, extra), [], 1)
+    assert ledger.next_index({4: 4}, {4}, **limits) == 5
+    assert ledger.next_index({4: 3}, {4}, **limits) is None
 
 
 def test_ledger_groups_that_taught_nothing_are_replaced_at_the_same_version():
     limits = {"groups_per_step": 4, "max_staleness": 0}
     extra = {"groups_trained": [[0, 4]]}
-    assert not Ledger.of(manifest(0, extra), [], 0).admits(0, **limits)
+    assert Ledger.of(manifest(0, extra), [], 0).next_index({}, (), **limits) is None
     replacing = Ledger.of(manifest(0, extra | {"groups_extra": 2}), [], 0)
-    assert [replacing.admits(running, **limits) for running in (0, 1, 2)] == [True, True, False]
+    assert replacing.next_index({4: 0}, {4}, **limits) == 5
+    assert replacing.next_index({4: 0, 5: 0}, {4, 5}, **limits) is None
     for wrong in (-1, 1.5, "2", None):
         with pytest.raises(PolicyError, match="groups_extra is"):
             Ledger.of(manifest(0, extra | {"groups_extra": wrong}), [], 0)
@@ -51,8 +58,7 @@ def test_ledger_groups_that_taught_nothing_are_replaced_at_the_same_version():
 
 def test_ledger_without_ranges_takes_the_first_groups_as_trained():
     ledger = Ledger.of(manifest(2, {"groups_consumed": 4}), [], 0)
-    assert ledger.next_index(0, 1, taken=()) == 4
-    assert ledger.next_index(1, 3, taken=()) == 4
+    assert ledger.next_index({}, (), groups_per_step=2, max_staleness=0) == 4
 
 
 @pytest.mark.parametrize(

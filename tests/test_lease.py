@@ -48,7 +48,7 @@ with lease.only_learner(open_store({str(tmp_path)!r}), print):
 def test_only_actor_of_a_number_is_alone_and_others_are_not_disturbed(tmp_path):
     store = open_store(tmp_path)
     with only_actor(store, "a0", no_loss), only_actor(store, "a1", no_loss):
-        said = r"actor a0 is running there .*give each actor its --actor"
+        said = r"actor a0 is running there .*give each actor another --actor"
         with pytest.raises(ConfigError, match=said), only_actor(store, "a0", no_loss):
             pass
     with only_actor(store, "a0", no_loss):

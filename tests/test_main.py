@@ -19,8 +19,9 @@ import pytest
 
 from tests import tiny_config, tiny_model
 from uirl_jax import checkpoints, evaluation, main
+from uirl_jax.actor import processes
 from uirl_jax.config import reading, schema
-from uirl_jax.errors import ConfigError, RestartError
+from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
@@ -364,6 +365,41 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
             process.wait()
 
 
+def test_main_actors_on_one_host_train_together_though_one_is_killed(tmp_path, model_dir):
+    workdir, log_path = tmp_path / "run", tmp_path / "main.log"
+    more = ("--actors=3", "--config.learner.steps=12")
+    with open(log_path, "wb") as log:
+        main = start(command(workdir, model_dir, *more), log)
+    try:
+        pid = re.compile(r"event=actor_started actor=a1 pid=(\d+)")
+        while not (found := pid.search(log_path.read_text())):
+            assert main.poll() is None, log_path.read_text()[-2000:]
+            time.sleep(0.05)
+        while not (workdir / "actor").is_dir() or not list(workdir.glob("actor/a1-*.journal")):
+            assert main.poll() is None, log_path.read_text()[-2000:]
+            time.sleep(0.02)
+        os.kill(int(found[1]), signal.SIGKILL)
+        assert main.wait(240) == 0, log_path.read_text()[-2000:]
+    finally:
+        main.kill()
+        main.wait()
+    said = log_path.read_text()
+    assert "event=actor_died actor=a1 exit_code=-9" in said
+    episodes = json.loads((workdir / "summary.json").read_text())["episodes"]
+    assert episodes["trained"] == 12 * GROUPS * MEMBERS == episodes["published"], episodes
+    journals = [path.name.split("-")[0] for path in workdir.glob("actor/*.journal")]
+    assert sorted(journals) == ["a0", "a1", "a2"]
+
+
+def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("uirl_jax.actor.processes.FIRST_PAUSE_S", 0.01)
+    command_line = [sys.executable, "-c", "import sys; print('error: no such model'); sys.exit(1)"]
+    with processes.actor_processes(command_line, [4], tmp_path / "logs") as actors:
+        said = r"actor a4 ended 5 times with code 1: error: no such model \(log: .*actor-a4.log\)"
+        with pytest.raises(UirlError, match=said):
+            actors.wait(threading.Event())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -374,7 +410,6 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         (["--config.tasks.0.name=x"], "config.tasks"),
         (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "at most engine.max_new_tokens=8"),
-        (["--actor=2", "--actors=2"], "--actor=2: with --actors=2 the last number is 1"),
         (["--config.learner.keep_checkpoints=0"], "config.learner.keep_checkpoints"),
         (["--config.learner.groups_per_step=0"], "config.learner.groups_per_step"),
         (["--config.mesh.data=3"], "the 1 devices, e.g. data=1, fsdp=1, model=1"),

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ import jax
 from absl import app, flags, logging
 
 from uirl_jax import evaluation, metrics, platform_flags, report
+from uirl_jax.actor import processes
+from uirl_jax.actor.journal import run_totals
 from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
@@ -86,7 +88,7 @@ def run_all(
     """A whole run: verifier, base evaluation, cold start, RL, final evaluation, report.
 
     Args:
-      actors: number of actors, including the one of this process (number 0).
+      actors: number of actors on this host: number 0 in this process, the others in their own.
     Returns: the evaluation of the run's final model.
     """
     cfg = run.cfg
@@ -117,15 +119,18 @@ def run_all(
         acting: list[concurrent.futures.Future[dict[str, float]]] = []
 
         def begin_acting() -> None:
-            acting.append(background.start(run.act(players, async_stop, 0, actors)))
+            acting.append(background.start(run.act(players, async_stop, 0)))
             # Stop the learner if the actor fails; it would wait for records forever.
             acting[0].add_done_callback(lambda future: future.exception() and stop.set())
+            if actors > 1:
+                stack.enter_context(start_actors(run, range(1, actors)))
 
         try:
             result = learn(run, model, mesh, stop, begin_acting, replace_advantages)
         finally:
             background.start(_set(async_stop))
-            actor_metrics = acting[0].result() if acting else {}
+            if acting:
+                acting[0].result()
         if not result.finished:
             raise RestartError(
                 f"stopped after step {result.step} of {cfg.learner.steps}; "
@@ -135,7 +140,7 @@ def run_all(
         if cfg.learner.steps:  # without steps the model is the one evaluated last
             measured = background.run(run.measure(players, "after", stop))
         peak_rss_gib = metrics.peak_rss_gib()  # while the verifier is still running
-    _conclude(run, result, actor_metrics, peak_rss_gib)
+    _conclude(run, result, peak_rss_gib)
     return measured
 
 
@@ -150,23 +155,22 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def _conclude(
-    run: Run, result: LearnerResult, actor_metrics: dict[str, float], peak_rss_gib: float
-) -> None:
+def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     """Writes summary.json and report.html, and prints the final table."""
     results = evaluation.read_results(run.workdir)
     summary_path = run.workdir / evaluation.SUMMARY_FILE
     page = run.workdir / "report.html"
     # An existing summary is from the process that finished the run; its peak memory is kept.
     if not summary_path.exists():
+        episodes = run_totals(run.workdir, run.run_id)
         content = evaluation.summary(
             results,
             seed=run.cfg.seed,
             train_seconds=result.train_seconds,
             peak_rss_gib=peak_rss_gib,
             accounting=result.accounting,
-            lost=int(actor_metrics["actor/lost"]),
-            env_error=int(actor_metrics["actor/env_error"]),
+            lost=episodes["lost"],
+            env_error=episodes["env_error"],
             report=page,
             facts=report.machine_facts(),
         )
@@ -215,8 +219,17 @@ def run_learner_role(run: Run, stop: threading.Event) -> None:
         raise RestartError(f"stopped after step {result.step}; run the same command to continue")
 
 
-def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: int) -> None:
-    """Runs one actor; the learner and the verifiers are other processes."""
+def run_actor_role(run: Run, stop: threading.Event, first: int, actors: int) -> None:
+    """Runs actors; the learner and the verifiers are other processes.
+
+    Args:
+      first: number of the first actor.
+      actors: one runs in this process; several run in processes of their own.
+    """
+    if actors > 1:
+        with start_actors(run, range(first, first + actors)) as processes:
+            processes.wait(stop)
+        return
 
     async def act() -> None:
         if run.cfg.cold_start.steps and not (run.workdir / MODEL_DIR).is_dir():
@@ -226,15 +239,22 @@ def run_actor_role(run: Run, stop: threading.Event, actor_index: int, actors: in
                     return
                 await asyncio.sleep(0.5)
         model = run.load_base(None)
-        async with run.make_players(model, f"a{actor_index}") as players:
+        async with run.make_players(model, f"a{first}") as players:
             ended = asyncio.Event()
             watching = asyncio.create_task(when_set(stop, ended))
             try:
-                await run.act(players, ended, actor_index, actors)
+                await run.act(players, ended, first)
             finally:
                 watching.cancel()
 
     asyncio.run(act())
+
+
+def start_actors(
+    run: Run, numbers: Sequence[int]
+) -> contextlib.AbstractContextManager[processes.ActorProcesses]:
+    command = [*processes.command_of_this_process(), "--role=actor", "--actors=1"]
+    return processes.actor_processes(command, numbers, run.workdir / "logs")
 
 
 def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
@@ -282,7 +302,12 @@ flags.declare_key_flag("config")  # so that --help lists it
 _WORKDIR = flags.DEFINE_string("workdir", None, "directory for all files of the run")
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
-_ACTORS = flags.DEFINE_integer("actors", 1, "number of actors of the run", lower_bound=1)
+_ACTORS = flags.DEFINE_integer(
+    "actors", 1, "actors on this host; several are processes that are restarted", lower_bound=1
+)
+_EXIT_WITH_PARENT = flags.DEFINE_integer(
+    "exit_with_parent", 0, "set by --actors: end when the process with this id ends"
+)
 _STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval/<stage>.json")
 
 
@@ -315,11 +340,6 @@ def main(argv: list[str]) -> int:
             )
         cfg = reading.from_config(RunConfig, _CONFIG.value)
         workdir = Path(_WORKDIR.value)
-        if _ACTOR.value >= _ACTORS.value:
-            raise ConfigError(
-                f"--actor={_ACTOR.value}: with --actors={_ACTORS.value} the last number is "
-                f"{_ACTORS.value - 1}"
-            )
         learns = _ROLE.value in ("all", "learner")
         lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
         with lease:
@@ -327,6 +347,8 @@ def main(argv: list[str]) -> int:
             if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(signum, lambda *_: stop.set())
+            if _EXIT_WITH_PARENT.value:
+                processes.stop_with_parent(_EXIT_WITH_PARENT.value, stop)
             return run_role(_ROLE.value, run, stop)
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -222,7 +222,7 @@ class Run:
         )
 
     async def act(
-        self, players: Players, stop: asyncio.Event, actor_index: int, actors: int
+        self, players: Players, stop: asyncio.Event, actor_index: int
     ) -> dict[str, float]:
         """Samples groups until the learner has finished.
 
@@ -247,8 +247,7 @@ class Run:
                     steps=cfg.learner.steps,
                     max_staleness=cfg.learner.max_staleness,
                     policy_lag=cfg.actor.policy_lag,
-                    first_group=actor_index,
-                    group_stride=actors,
+                    overdue_s=self._overdue_s,
                 ),
                 LearnerLink(
                     self.workdir,
@@ -260,3 +259,10 @@ class Run:
                 stop,
                 on_report,
             )
+
+    @property
+    def _overdue_s(self) -> float:
+        """Longer than a group takes: its members play at once, or in so many rounds."""
+        actor = self.cfg.actor
+        rounds = -(-actor.group_size // actor.concurrency)
+        return 2.0 * rounds * actor.rollout.episode_timeout_s

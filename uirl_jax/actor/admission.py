@@ -2,7 +2,7 @@
 
 Reads the published shards and the policy manifest; writes nothing. A group is accounted for if the
 learner has trained on it or still can. A group that was lost, quarantined or became stale is not:
-its index is started again. `host` starts the groups.
+its index is started again. `claims` says which groups are being played, `host` starts them.
 
 The learner's fields in `Manifest.extra`:
 
@@ -14,7 +14,7 @@ The learner's fields in `Manifest.extra`:
 
 import dataclasses
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Self
 
 from uirl_jax.errors import PolicyError, RecordError, ShardError
@@ -103,29 +103,37 @@ class Ledger:
     def __contains__(self, index: int) -> bool:
         return index in self.pending or _holds(self.trained, index)
 
-    def admits(
-        self, running: int, *, groups_per_step: int, max_staleness: int, actors: int = 1
-    ) -> bool:
-        """Whether one more group may start while `running` groups are not pending yet.
+    def next_index(
+        self,
+        in_flight: Mapping[int, int],
+        unavailable: Collection[int],
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+    ) -> int | None:
+        """The lowest index that may be started now; None while the limit is reached.
+
+        The limit counts from the version at which the oldest group in flight was started. The
+        learner then cannot take so many steps without that group that it becomes stale.
 
         Args:
-          actors: number of actors. Each knows only its own running groups and assumes that the
-            others run as many; groups sampled beyond the limit would become stale.
-        Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch.
+          in_flight: claimed groups of all actors -> the version at their start.
+          unavailable: indices that may not be started although they are not accounted for.
+        Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch; there
+          `version` is the current one, and groups that run for more than eta steps are stale.
         """
+        running = {index: version for index, version in in_flight.items() if index not in self}
+        oldest = min([self.version, *running.values()])
         accepted = sum(map(len, self.trained)) - self.extra + len(self.pending)
-        limit = (max_staleness + self.version + 1) * groups_per_step
-        return accepted + running * actors < limit
-
-    def next_index(self, first: int, stride: int, taken: Collection[int]) -> int:
-        """The lowest of first, first + stride, ... that is neither accounted for nor taken."""
-        index = first
+        if accepted + len(running) >= (max_staleness + oldest + 1) * groups_per_step:
+            return None
+        index = 0
         while True:
             held = next((r for r in self.trained if index in r), None)
             if held is not None:
-                index += -(-(held.stop - index) // stride) * stride  # to the first one past it
-            elif index in self.pending or index in taken:
-                index += stride
+                index = held.stop
+            elif index in self.pending or index in unavailable:
+                index += 1
             else:
                 return index
 

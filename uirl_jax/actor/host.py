@@ -7,6 +7,7 @@ no verifier is available, and accounts for every started episode as a record or 
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import os
 import time
@@ -17,6 +18,7 @@ import numpy as np
 
 from uirl_jax import policy_sync
 from uirl_jax.actor.admission import Ledger, PublishedShards, ShardGroup, group_id
+from uirl_jax.actor.claims import Claims
 from uirl_jax.actor.journal import Journal
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import derive_seed, uninterrupted
@@ -77,8 +79,8 @@ class ActorConfig:
     max_staleness: int = 0  # of the learner
     steps: int | None = None  # of the learner: the actor ends then; None: it runs until `stop`
     env_retries: int = 3  # per member of a group, not counting faults while all verifiers fail
-    first_group: int = 0  # the number of this actor, from 0
-    group_stride: int = 1  # the number of actors
+    # After this time the group of an actor no longer keeps others from starting one in its place.
+    overdue_s: float = 600.0
     policy_lag: int = 0  # versions that the engine stays behind, to study staleness
     poll_s: float = 0.05  # between reads of the workdir
     report_s: float = 10.0  # between calls of on_report
@@ -137,7 +139,8 @@ async def run_actor(
         actor.settle()
         while not stop.is_set() and not actor.finished:
             await actor.publish_whole_groups()
-            actor.start_admitted_groups()
+            await actor.release_used_claims()
+            await actor.start_admitted_groups()
             actor.report_if_due()
             await actor.pause(stopped)
             await actor.look()
@@ -170,6 +173,7 @@ class _Actor:
             self._store, player.actor_id, player.run_id, link.base_hash, layout=link.layout
         )
         self._shards = PublishedShards(self._store, player.run_id)
+        self._claims = Claims(self._store, player.run_id, player.actor_id, overdue_s=cfg.overdue_s)
         self._manifest: Manifest | None = None  # the newest one whose policy was loaded
         # Its policy and up to policy_lag earlier ones, as (lora, version), oldest first; the engine
         # samples with the first.
@@ -194,7 +198,8 @@ class _Actor:
         return steps is not None and self._manifest is not None and self._manifest.step >= steps
 
     async def look(self) -> None:
-        """Reads the shards, then the manifest; loads a new policy before updating the ledger."""
+        """Reads claims, shards and manifest; loads a new policy before updating the ledger."""
+        await asyncio.to_thread(self._claims.poll)  # before the shards, see there
         on_disk = await asyncio.to_thread(self._shards.poll)  # before the manifest, see poll
         self._on_disk = frozenset(group.index for group in on_disk)
         manifest: Manifest | None = None
@@ -244,25 +249,39 @@ class _Actor:
             else:
                 await uninterrupted(self._publish(index, trajectories))
 
-    def start_admitted_groups(self) -> None:
-        """Starts groups while the ledger admits them and the player has free slots."""
-        cfg = self._cfg
-        while self._ledger is not None and self._members_playing < self._player.concurrency:
-            running = sum(index not in self._ledger for index in self._groups)
-            ahead = cfg.max_staleness - cfg.policy_lag  # lagging policies are stale from the start
-            if not self._ledger.admits(
-                running,
+    async def start_admitted_groups(self) -> None:
+        """Starts groups while the limit admits them and the player has free slots."""
+        cfg, ledger, manifest = self._cfg, self._ledger, self._manifest
+        if ledger is None or manifest is None:
+            return
+        await asyncio.to_thread(self._claims.check_alive_if_due)
+        while self._members_playing < self._player.concurrency:
+            index = ledger.next_index(
+                self._claims.in_flight(),
+                self._claims.unavailable() | self._groups.keys(),
                 groups_per_step=cfg.groups_per_step,
-                max_staleness=ahead,
-                actors=cfg.group_stride,
-            ):
+                # The policy lags behind: its groups are older than the manifest from the start.
+                max_staleness=cfg.max_staleness - cfg.policy_lag,
+            )
+            if index is None:
                 return
-            taken = self._groups.keys() | self._journal.abandoned
-            index = self._ledger.next_index(cfg.first_group, cfg.group_stride, taken)
+            try:
+                taken = await asyncio.to_thread(self._claims.take, index, manifest.version)
+            except OSError as error:
+                self._warn_once("group_not_claimed", f"{self._store.location()}: {error}")
+                return
+            if not taken:
+                return  # another actor has claimed it since the last look
             self._members_playing += cfg.group_size
-            assert self._manifest is not None  # set before the ledger
-            task = self._tasks.task_for_group(index, self._manifest.extra.get("tallies"))
+            task = self._tasks.task_for_group(index, manifest.extra.get("tallies"))
             self._groups[index] = asyncio.create_task(self._sample_group(index, task))
+
+    async def release_used_claims(self) -> None:
+        """Deletes claims of groups that are trained, or that the learner cannot use any more."""
+        if self._ledger is not None:
+            held = self._groups.keys() | self._ledger.pending
+            used = [index for index in self._claims.own() if index not in held]
+            await asyncio.to_thread(self._claims.release, *used)
 
     async def pause(self, stopped: asyncio.Task[bool]) -> None:
         """Waits until a group ends, the actor is stopped or poll_s have passed."""
@@ -302,6 +321,8 @@ class _Actor:
                 await self._publish(index, trajectories)
         for index in list(self._in_memory):
             self._lose(index)
+        with contextlib.suppress(OSError):  # they no longer count once this process has ended
+            self._claims.release(*self._claims.own())
         self._journal.close()
         actor_id = self._player.actor_id
         print(f"{key_values('actor_ended', actor=actor_id)} {self._counters_line()}", flush=True)
@@ -314,8 +335,7 @@ class _Actor:
             members = range(self._cfg.group_size)
             return await _all([self._sample_member(index, member, task) for member in members])
         except _Abandoned:
-            self._journal.add("abandoned", index, 0)
-            self._lose(index)
+            await self._abandon(index)
             print(key_values("group_abandoned", group=index, task=task.name), flush=True)
             return None
         finally:
@@ -349,8 +369,7 @@ class _Actor:
             return
         except RecordError as error:
             print(key_values("group_abandoned", group=index, reason=error), flush=True)
-            self._journal.add("abandoned", index, 0)
-            self._lose(index)
+            await self._abandon(index)
         else:
             self._journal.add("published", index, len(trajectories))
             self._in_memory.pop(index)
@@ -360,6 +379,14 @@ class _Actor:
             pending = self._ledger.pending | {index}
             self._ledger = dataclasses.replace(self._ledger, pending=pending)
         del self._groups[index]
+
+    async def _abandon(self, index: int) -> None:
+        self._journal.add("abandoned", index, 0)
+        self._lose(index)
+        try:
+            await asyncio.to_thread(self._claims.abandon, index)
+        except OSError as error:  # the group may be tried again
+            self._warn_once("group_not_abandoned", f"{self._store.location()}: {error}")
 
     def _lose(self, index: int) -> None:
         if episodes := self._in_memory.pop(index, 0):

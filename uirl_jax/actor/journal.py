@@ -9,7 +9,7 @@ contains no episodes, and the learner does not read it.
     publishing 12 8     the 8 episodes of group 12 are about to be written as a shard
     published 12 8      their shard is written
     lost 12 3           3 episodes of group 12 were not published (killed, cancelled, abandoned)
-    abandoned 12 0      group 12 had too many env_errors and is not tried again
+    abandoned 12 0      group 12 had too many env_errors; `claims` keeps it from being tried again
 
 Each line is one write, without fsync: it survives the process, but not a power failure.
 """
@@ -18,7 +18,7 @@ import collections
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from uirl_jax.errors import UirlError
@@ -36,7 +36,6 @@ class Journal:
 
     def __init__(self, workdir: str | os.PathLike[str], actor_id: str, run_id: str) -> None:
         self.path = Path(workdir) / ACTOR_DIR / f"{actor_id}-{run_id}.journal"
-        self.abandoned: set[int] = set()
         self.damaged_lines = 0
         self._publishing: dict[int, int] = {}  # group -> episodes, until published or lost
         self._counts: dict[str, collections.Counter[int]] = {
@@ -50,12 +49,11 @@ class Journal:
             raise UirlError(f"{self.path}: {error.strerror}: cannot count episodes") from None
         # If the process was killed while writing a line, the next line must start on its own.
         self._unwritten = b"\n" if data and not data.endswith(b"\n") else b""
-        for line in data.decode("ascii", "replace").splitlines():
-            match = _LINE.fullmatch(line)
-            if match:
-                self._count(match[1], int(match[2]), int(match[3]))
-            else:
+        for line in _parse(data):
+            if line is None:
                 self.damaged_lines += 1
+            else:
+                self._count(*line)
 
     def add(self, event: str, group: int, episodes: int) -> None:
         """Writes one line, without fsync; keeps it in memory if the disk is full."""
@@ -98,5 +96,20 @@ class Journal:
             self._publishing[group] = episodes
         elif event in ("published", "lost"):
             self._publishing.pop(group, None)
-        elif event == "abandoned":
-            self.abandoned.add(group)
+
+
+def run_totals(workdir: str | os.PathLike[str], run_id: str) -> collections.Counter[str]:
+    """Episodes by event, over the journals of all actors of a run. Raises OSError."""
+    totals: collections.Counter[str] = collections.Counter()
+    for path in Path(workdir, ACTOR_DIR).glob(f"*-{run_id}.journal"):
+        for line in _parse(path.read_bytes()):
+            if line is not None:
+                totals[line[0]] += line[2]
+    return totals
+
+
+def _parse(data: bytes) -> Iterator[tuple[str, int, int] | None]:
+    """Event, group and episodes of each line; None for a damaged line."""
+    for line in data.decode("ascii", "replace").splitlines():
+        match = _LINE.fullmatch(line)
+        yield (match[1], int(match[2]), int(match[3])) if match else None

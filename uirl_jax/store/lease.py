@@ -20,6 +20,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from uirl_jax.errors import ConfigError, LeaseHeldError
@@ -28,6 +29,10 @@ from uirl_jax.store.interface import Lease, Store
 logger = logging.getLogger(__name__)
 
 RENEW_S = 10.0
+# `is_alive` holds a free lease for a moment; who claims it then tries again.
+_PROBE = "another actor, which checks whether this one is alive"
+_ATTEMPTS = 5
+_RETRY_S = 0.1
 
 
 def only_learner(
@@ -49,21 +54,42 @@ def only_actor(
 
     Args and Raises as for `only_learner`.
     """
-    way_out = "give each actor its --actor, from 0, and all of them the same --actors"
-    return _hold(store, f"actor-{actor_id}.lock", f"actor {actor_id}", way_out, on_lost)
+    way_out = "give each actor another --actor"
+    return _hold(store, _actor_lease(actor_id), f"actor {actor_id}", way_out, on_lost)
+
+
+def is_alive(store: Store, actor_id: str) -> bool:
+    """Whether a process holds the lease of an actor number.
+
+    If not, the lease is taken and released: an actor that starts in that moment tries again.
+    """
+    try:
+        store.claim(_actor_lease(actor_id), _PROBE).release()
+    except LeaseHeldError:
+        return True
+    return False
+
+
+def _actor_lease(actor_id: str) -> str:
+    return f"actor-{actor_id}.lock"
 
 
 @contextlib.contextmanager
 def _hold(
     store: Store, name: str, who: str, way_out: str, on_lost: Callable[[], None]
 ) -> Iterator[None]:
-    try:
-        lease = store.claim(name, f"process {os.getpid()} on {socket.gethostname()}")
-    except LeaseHeldError as error:
-        raise ConfigError(
-            f"{store.location()}: {who} is running there ({error}); wait for it or stop it, or "
-            f"{way_out}"
-        ) from None
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            lease = store.claim(name, holder)
+            break
+        except LeaseHeldError as error:
+            if not attempts_left:
+                raise ConfigError(
+                    f"{store.location()}: {who} is running there ({error}); wait for it or stop "
+                    f"it, or {way_out}"
+                ) from None
+            time.sleep(_RETRY_S)
     with renewed(lease, on_lost):
         yield
 

@@ -1,0 +1,149 @@
+"""Several actors on one workdir: each group is played once, and nothing becomes stale."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from tests import actor_world as world
+from tests.acting import BASE, RUN, acting, publish, take, until
+from uirl_jax.actor import claims
+from uirl_jax.actor.claims import Claims
+from uirl_jax.actor.host import ActorConfig
+from uirl_jax.shards.queue import ShardQueue
+from uirl_jax.store import open_store
+from uirl_jax.store.lease import is_alive, only_actor
+
+STEPS, GROUPS, MEMBERS = 6, 4, 2
+
+
+class Unhurried(world.ScriptedEngine):
+    """Answers after a time of its own; `pause_s=inf` never answers."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(lambda turn: "click(60, 40)")
+        self._pause_s, self._random = pause_s, random.Random(pause_s)
+
+    async def sample(self, request):
+        if self._pause_s == float("inf"):
+            self.requests.append(request)
+            await asyncio.Event().wait()
+        await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._pause_s)
+        return await super().sample(request)
+
+
+@contextlib.asynccontextmanager
+async def actor_of(workdir, url, number, pause_s, cfg):
+    """An actor as `run.Run.act` starts it: with the lease of its number."""
+    engine = Unhurried(pause_s)
+    with only_actor(open_store(workdir), f"a{number}", lambda: None):
+        async with acting(
+            workdir, url, engine, cfg=cfg, concurrency=4, actor_id=f"a{number}"
+        ) as running:
+            yield running[0], engine
+
+
+def config(**changes):
+    return ActorConfig(MEMBERS, GROUPS, steps=STEPS, poll_s=0.01, **changes)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("actors", [1, 2, 8])
+def test_actors_of_different_speed_lose_nothing_to_staleness(tmp_path, actors, max_staleness):
+    cfg = config(max_staleness=max_staleness)
+
+    async def run():
+        queue, trained = ShardQueue(open_store(tmp_path), RUN, BASE), []
+        publish(tmp_path, 0)
+        async with world.verifier() as url, contextlib.AsyncExitStack() as stack:
+            running = [
+                await stack.enter_async_context(
+                    actor_of(tmp_path, url, number, 0.004 * 2**number, cfg)
+                )
+                for number in range(actors)
+            ]
+            for step in range(STEPS):
+                groups = await take(queue, GROUPS, step, max_staleness)
+                trained += [int(group[0].group_id) for group in groups]
+                publish(tmp_path, step + 1, trained)
+            await asyncio.gather(*(actor for actor, _ in running))
+        queue.poll()
+        accounts = queue.accounting()
+        assert len(set(trained)) == len(trained) == STEPS * GROUPS
+        assert accounts["trained"] == STEPS * GROUPS * MEMBERS
+        assert accounts["published"] == accounts["trained"] + accounts["pending"]
+        if max_staleness == 0:
+            assert accounts["pending"] == 0 and sorted(trained) == list(range(STEPS * GROUPS))
+            assert not open_store(tmp_path).names("claims")
+
+    asyncio.run(run())
+
+
+def test_claims_of_a_killed_actor_do_not_hold_up_the_others(tmp_path, monkeypatch):
+    """Its groups are played by it again after the restart, or other groups take their place."""
+    monkeypatch.setattr(claims, "CHECK_S", 0.05)
+    store = open_store(tmp_path)
+    dead = Claims(store, RUN, "a1", overdue_s=600.0)
+    assert all(dead.take(index, 0) for index in range(3))  # and it is killed
+
+    async def run():
+        queue = ShardQueue(store, RUN, BASE)
+        publish(tmp_path, 0)
+        async with world.verifier() as url, actor_of(tmp_path, url, 0, 0.0, config()) as (actor, _):
+            groups = await take(queue, GROUPS, 0, actor=actor)
+        assert [int(group[0].group_id) for group in groups] == [3, 4, 5, 6]
+
+    assert not is_alive(store, "a1")
+    asyncio.run(run())
+    again = Claims(store, RUN, "a1", overdue_s=600.0)
+    assert again.unavailable() == set()
+
+
+def test_claims_of_a_living_actor_hold_the_others_up_until_they_are_overdue(tmp_path):
+    async def run():
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        publish(tmp_path, 0)
+        cfg = config(overdue_s=0.5)
+        async with (
+            world.verifier() as url,
+            actor_of(tmp_path, url, 1, float("inf"), cfg) as (_, hung),
+        ):
+            await until(lambda: len(hung.requests) == 4)  # two groups of two members
+            async with actor_of(tmp_path, url, 0, 0.0, cfg) as (actor, engine):
+                await until(lambda: len(engine.requests) >= 2 * 2 * 2, actor)
+                groups = await take(queue, GROUPS, 0, actor=actor)
+        assert [int(group[0].group_id) for group in groups] == [2, 3, 4, 5]
+
+    asyncio.run(run())
+
+
+def test_claims_damaged_or_foreign_files_are_survived(tmp_path):
+    store = open_store(tmp_path)
+    store.put(f"claims/{RUN}/00000003", b"\xff\xfe not a claim")
+    store.put(f"claims/{RUN}/00000004", b"a1 7\n")
+    store.put(f"claims/{RUN}/notes.txt", b"")
+    store.put(f"claims/{RUN}/00000009.abandoned", b"")
+    ours = Claims(store, RUN, "a0", overdue_s=600.0)
+    assert ours.in_flight() == {3: 0, 4: 7}
+    assert ours.unavailable() == {3, 4, 9}
+    assert not ours.take(4, 7) and ours.take(5, 8)
+    ours.abandon(5)
+    assert Claims(store, RUN, "a2", overdue_s=600.0).unavailable() == {3, 4, 5, 9}
+    patient = Claims(store, RUN, "a0", overdue_s=0.0)
+    assert patient.in_flight() == {}
+    assert patient.unavailable() == {3, 4, 5, 9}
+
+
+def test_claims_one_actor_wins(tmp_path):
+    store = open_store(tmp_path)
+    first, second = (Claims(store, RUN, name, overdue_s=600.0) for name in ("a0", "a1"))
+    assert first.take(0, 0) and not second.take(0, 0)
+    second.poll()
+    assert second.in_flight() == {0: 0} and second.own() == []
+    (tmp_path / f"claims/{RUN}/00000000").unlink()
+    first.poll()
+    assert first.own() == [0]  # a deleted file does not make it forget what it plays
+    first.release(0)
+    second.poll()
+    assert second.unavailable() == set()

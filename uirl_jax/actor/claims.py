@@ -1,0 +1,141 @@
+"""Which actor plays which group, so that all actors together stay within the learner's limit.
+
+An actor claims a group before it starts it, and keeps the claim until the learner has trained on
+the group or can no longer use it:
+
+    claims/<run id>/00000012             "a1 5": actor a1 plays group 12, started at version 5
+    claims/<run id>/00000013.abandoned   group 13 had too many env_errors; no actor plays it again
+
+A claim is written with `Store.put_new`, so that only one actor gets a group. All actors choose the
+lowest free index; the loser of a race reads the claims again before it tries another one.
+
+The claims of an actor that was killed, or whose group takes longer than `overdue_s`, no longer
+count towards the limit. Their groups are left to that actor: after its restart it plays them again.
+"""
+
+import dataclasses
+import re
+import time
+
+from uirl_jax.store import Store
+from uirl_jax.store.lease import is_alive
+
+CLAIMS = "claims"
+CHECK_S = 5.0  # between two checks whether the other actors are alive
+_ABANDONED = ".abandoned"
+_INDEX = re.compile(r"\d{8,18}")
+_CONTENT = re.compile(rb"([0-9A-Za-z_.-]{1,64}) (\d{1,18})\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claimed group.
+
+    Attributes:
+        actor_id: empty if the content is damaged; such a claim becomes overdue.
+        version: policy version when the group was started.
+        seen_s: when this process first saw the claim (time.monotonic).
+    """
+
+    actor_id: str
+    version: int
+    seen_s: float
+
+
+class Claims:
+    """The claims of a run, as one actor sees them.
+
+    The constructor deletes the actor's own claims: they are of an earlier process, which is dead
+    because this process holds the actor's lease. Methods that read or write raise OSError if the
+    store fails.
+
+    Args:
+        overdue_s: time after which another actor's claim no longer counts.
+    """
+
+    def __init__(self, store: Store, run_id: str, actor_id: str, *, overdue_s: float) -> None:
+        self._store, self._prefix = store, f"{CLAIMS}/{run_id}"
+        self._actor_id, self._overdue_s = actor_id, overdue_s
+        self._claims: dict[int, Claim] = {}
+        self._abandoned: set[int] = set()
+        self._dead: set[str] = set()  # actors, at the last check
+        self._next_check_s = 0.0
+        self.poll()
+        self.release(*self.own())
+
+    def poll(self) -> None:
+        """Reads the claims. Call it before reading shards and manifest.
+
+        A group's claim is deleted after the learner has trained on it, so in this order no group
+        looks free that was claimed, published or trained.
+        """
+        found: dict[int, Claim] = {}
+        abandoned: set[int] = set()
+        for name in self._store.names(self._prefix):
+            stem = name.rpartition("/")[2]
+            text = stem.removesuffix(_ABANDONED)
+            if not _INDEX.fullmatch(text):
+                continue  # not written by this module
+            index = int(text)
+            if text != stem:
+                abandoned.add(index)
+            elif (claim := self._claims.get(index) or self._read(name)) is not None:
+                found[index] = claim
+        own = {index: self._claims[index] for index in self.own()}  # also if its file was deleted
+        self._claims, self._abandoned = found | own, abandoned
+
+    def take(self, index: int, version: int) -> bool:
+        """Claims a group; returns False if another actor has it: `poll` again then."""
+        content = f"{self._actor_id} {version}\n".encode()
+        taken = self._store.put_new(self._name(index), content)
+        if taken:
+            self._claims[index] = Claim(self._actor_id, version, time.monotonic())
+        return taken
+
+    def release(self, *indices: int) -> None:
+        """Deletes own claims."""
+        self._store.delete(*map(self._name, indices))
+        for index in indices:
+            del self._claims[index]
+
+    def abandon(self, index: int) -> None:
+        """Marks a group that no actor shall play again, and deletes the claim."""
+        self._store.put_new(f"{self._name(index)}{_ABANDONED}", b"")
+        self._abandoned.add(index)
+        self.release(index)
+
+    def own(self) -> list[int]:
+        return [i for i, claim in self._claims.items() if claim.actor_id == self._actor_id]
+
+    def in_flight(self) -> dict[int, int]:
+        """Group index -> version at its start, of the claims that count towards the limit."""
+        now_s = time.monotonic()
+        return {
+            index: claim.version
+            for index, claim in self._claims.items()
+            if claim.actor_id == self._actor_id
+            or (claim.actor_id not in self._dead and now_s - claim.seen_s < self._overdue_s)
+        }
+
+    def unavailable(self) -> set[int]:
+        """Indices that this actor must not start: claimed or abandoned."""
+        return self._claims.keys() | self._abandoned
+
+    def check_alive_if_due(self) -> None:
+        """Finds out, at most every CHECK_S, which of the other claims' actors are dead."""
+        if time.monotonic() < self._next_check_s:
+            return
+        self._next_check_s = time.monotonic() + CHECK_S
+        others = {claim.actor_id for claim in self._claims.values()} - {self._actor_id, ""}
+        self._dead = {actor_id for actor_id in others if not is_alive(self._store, actor_id)}
+
+    def _name(self, index: int) -> str:
+        return f"{self._prefix}/{index:08d}"
+
+    def _read(self, name: str) -> Claim | None:
+        try:
+            match = _CONTENT.fullmatch(self._store.read(name))
+        except FileNotFoundError:
+            return None  # released since it was listed
+        now_s = time.monotonic()
+        return Claim(match[1].decode(), int(match[2]), now_s) if match else Claim("", 0, now_s)
