@@ -42,6 +42,7 @@ def test_ledger_waits_for_a_group_that_would_become_stale():
     ledger = Ledger.of(manifest(4, extra), [], 1)
     assert ledger.next_index({4: 4}, {4}, **limits) == 5
     assert ledger.next_index({4: 3}, {4}, **limits) is None
+    assert ledger.next_index({4: 4}, {4}, **limits, steps=5) is None  # no step would take it
 
 
 def test_ledger_groups_that_taught_nothing_are_replaced_at_the_same_version():

@@ -110,6 +110,7 @@ class Ledger:
         *,
         groups_per_step: int,
         max_staleness: int,
+        steps: int | None = None,
     ) -> int | None:
         """The lowest index that may be started now; None while the limit is reached.
 
@@ -119,13 +120,16 @@ class Ledger:
         Args:
           in_flight: claimed groups of all actors -> the version at their start.
           unavailable: indices that may not be started although they are not accounted for.
+          steps: of the learner; groups that no step would take are not started.
         Source: AReaL, arXiv:2505.24298: accepted + running < (eta + version + 1) * batch; there
           `version` is the current one, and groups that run for more than eta steps are stale.
         """
         running = {index: version for index, version in in_flight.items() if index not in self}
         oldest = min([self.version, *running.values()])
         accepted = sum(map(len, self.trained)) - self.extra + len(self.pending)
-        if accepted + len(running) >= (max_staleness + oldest + 1) * groups_per_step:
+        batches = max_staleness + oldest + 1
+        batches = batches if steps is None else min(batches, steps)
+        if accepted + len(running) >= batches * groups_per_step:
             return None
         index = 0
         while True:

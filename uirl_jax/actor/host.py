@@ -262,6 +262,7 @@ class _Actor:
                 groups_per_step=cfg.groups_per_step,
                 # The policy lags behind: its groups are older than the manifest from the start.
                 max_staleness=cfg.max_staleness - cfg.policy_lag,
+                steps=cfg.steps,
             )
             if index is None:
                 return
