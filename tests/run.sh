@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment if it is missing, then runs ruff and pytest. Arguments go to pytest: a file,
-# -k name, or -n 0 to run in one process that --pdb can stop.
+# Makes the environment if it is missing, then runs ruff, basedpyright and pytest. Arguments go to
+# pytest: a file, -k name, or -n 0 to run in one process that --pdb can stop.
 # CI (CI=true) also runs the tests marked `browser` and `tpu_aot`, and installs Chromium and the
 # TPU's compiler for them.
 set -euo pipefail
@@ -21,5 +21,6 @@ fi
 
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
+.venv/bin/basedpyright --pythonpath .venv/bin/python
 # Two processes: most tests keep one core busy. The tests of a file stay together, they share models.
 .venv/bin/python -m pytest -n 2 --dist loadfile -m "$marks" "$@"

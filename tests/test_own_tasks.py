@@ -53,7 +53,8 @@ def test_drawn_example_is_played_over_http(quality):
     task = TaskSpec("own/thermostat", 7, "most=6")
 
     async def run():
-        local = OwnDrawing(own_tasks.load([THERMOSTAT])["own/thermostat"], task)
+        own = own_tasks.load([THERMOSTAT])["own/thermostat"]
+        local = OwnDrawing(own, own.make(task))
         rng = np.random.default_rng(0)
         async with (
             serve(task_dirs=[THERMOSTAT]) as port,

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import google_crc32c
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -325,7 +326,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _plain(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 from absl import app, flags, logging
@@ -333,7 +333,7 @@ def main(argv: list[str]) -> int:
     stop = threading.Event()
     try:
         missing = [f"--{flag.name}" for flag in (_CONFIG, _WORKDIR) if flag.value is None]
-        if missing:
+        if missing or _WORKDIR.value is None:
             raise ConfigError(
                 f"{' and '.join(missing)} missing; e.g. --config=configs/quickstart.py "
                 "--workdir=runs/quickstart"
@@ -349,7 +349,7 @@ def main(argv: list[str]) -> int:
                     signal.signal(signum, lambda *_: stop.set())
             if _EXIT_WITH_PARENT.value:
                 processes.stop_with_parent(_EXIT_WITH_PARENT.value, stop)
-            return run_role(_ROLE.value, run, stop)
+            return run_role(cast(Role, _ROLE.value), run, stop)
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

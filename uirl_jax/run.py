@@ -35,7 +35,7 @@ from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
 from uirl_jax.verifiers.client.client import VerifierClient
-from uirl_jax.verifiers.containers.containers import ContainerClient
+from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
@@ -199,7 +199,7 @@ class Run:
             return supervisor.read_urls(self.port_file)
         return list(verifier.urls) or [f"{verifier.containers.runtime}:{verifier.containers.image}"]
 
-    def make_client(self, url: str, owner: str) -> VerifierClient | ContainerClient:
+    def make_client(self, url: str, owner: str) -> Client:
         """Makes the client of one of base_urls."""
         verifier = self.cfg.verifier
         options = {"dialect": verifier.dialect, "delay_s": verifier.action_delay_s}
@@ -238,7 +238,11 @@ class Run:
                 file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
 
         loop = asyncio.get_running_loop()
-        with only_actor(self.store, actor_id, lambda: loop.call_soon_threadsafe(stop.set)):
+
+        def on_lost() -> None:
+            loop.call_soon_threadsafe(stop.set)
+
+        with only_actor(self.store, actor_id, on_lost):
             return await run_actor(
                 players.player(actor_id, temperature=cfg.actor.rollout.temperature),
                 ActorConfig(

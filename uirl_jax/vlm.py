@@ -312,11 +312,14 @@ class VLM:
             first, used = used, used + int(run_starts(ids_c, inputs.image_token_id).sum())
             row_screens = screens[first:used]
             positions_abt[:, row, mask_t] = inputs.positions(ids_c, row_screens)
-            rows_v = [
-                start + token
-                for start, screen in zip(first_tokens[first:used], row_screens, strict=True)
-                for token in range(screen.tokens)
-            ]
+            rows_v = np.array(
+                [
+                    start + token
+                    for start, screen in zip(first_tokens[first:used], row_screens, strict=True)
+                    for token in range(screen.tokens)
+                ],
+                np.int32,
+            )
             index_bt[row, mask_t] = vision_index(ids_c, inputs.image_token_id, rows_v)
         if used != len(screens):
             raise ImageError(f"placeholders of {used} images, expected those of {len(screens)}")

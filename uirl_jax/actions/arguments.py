@@ -8,6 +8,7 @@ Readers give the action in the model's own numbers; `formats` converts and check
 
 import json
 import re
+from typing import Any
 
 from uirl_jax.actions.kinds import AXES, KINDS, SECONDS_DECIMALS, field_of, quote, usage, value_of
 from uirl_jax.errors import ActionError
@@ -62,7 +63,7 @@ def _read(name: str, body: str, separator: str, text: str) -> Action:
     parts = [part.strip(" ") for part in parts] if body else []
     if len(parts) not in (len(kind.required), len(names)):
         raise ActionError(f"{quote(text)} has {len(parts)} arguments, expected {usage(name)}")
-    fields = {
+    fields: dict[str, Any] = {  # of the types that `kinds` checks
         field_of(argument): _value(name, argument, part)
         for argument, part in zip(names, parts, strict=False)
     }

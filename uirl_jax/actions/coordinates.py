@@ -52,6 +52,6 @@ def convert(
     return _nearest(value * edge, screen_px)
 
 
-def _nearest(numerator: int, denominator: int) -> int:
+def _nearest(numerator: float, denominator: float) -> int:
     """The whole number next to a quotient >= 0, halves up."""
-    return (2 * numerator + denominator) // (2 * denominator)
+    return int((2 * numerator + denominator) // (2 * denominator))

@@ -193,8 +193,11 @@ def cursor_after(actions: Iterable[Action | None]) -> tuple[int, int] | None:
     """Where the pointer is after some actions, in pixels; None: none of them moved it."""
     place = None
     for action in actions:
-        if action is not None and action.x is not None:
-            place = (action.x, action.y) if action.x2 is None else (action.x2, action.y2)
+        if action is None:
+            continue
+        for x, y in ((action.x, action.y), (action.x2, action.y2)):
+            if x is not None and y is not None:
+                place = (x, y)
     return place
 
 

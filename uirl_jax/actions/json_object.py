@@ -5,6 +5,7 @@ arguments are those of `kinds`.
 """
 
 import json
+from typing import Any
 
 from uirl_jax.actions.kinds import KINDS, field_of, quote, usage, value_of
 from uirl_jax.errors import ActionError
@@ -35,7 +36,7 @@ def read_json(text: str) -> Action:
 
 def write_json(action: Action) -> str:
     kind = KINDS[action.kind]
-    fields = {"type": action.kind}
+    fields: dict[str, Any] = {"type": action.kind}
     for argument in kind.required + kind.optional:
         value = value_of(action, argument)
         if value is not None:
@@ -55,7 +56,7 @@ def number(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def parse_object(text: str) -> dict[str, object]:
+def parse_object(text: str) -> dict[str, Any]:
     """One JSON object out of a model's text.
 
     Raises:
@@ -98,7 +99,7 @@ def _short(digits: str) -> int:
     return int(digits)
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         raise ValueError("it holds a key twice")

@@ -9,6 +9,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Mapping
+from typing import Any
 
 from uirl_jax.errors import ActionError
 from uirl_jax.types import Action
@@ -102,24 +103,25 @@ def usage(kind: str) -> str:
     return f"{kind}({required}{optional})"
 
 
-def _objection(argument: str, value: object, screen_size: tuple[int, int]) -> str:
+def _objection(argument: str, value: Any, screen_size: tuple[int, int]) -> str:
     """Why a value is not acceptable for an argument; empty where it is."""
     if argument in AXES or argument == "amount":
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             return f"{argument}={quote(value)} is no whole number"
         if argument == "amount":
-            ok = 1 <= value <= MAX_SCROLL_PX
+            ok = 1 <= int(value) <= MAX_SCROLL_PX
             return "" if ok else f"amount={quote(value)} is outside 1-{MAX_SCROLL_PX} pixels"
         extent_px = screen_size[AXES[argument]]
-        ok = 0 <= value < extent_px
+        ok = 0 <= int(value) < extent_px
         shown = quote(value)
         return "" if ok else f"{argument}={shown} is off the screen, allowed: 0-{extent_px - 1}"
     if argument == "seconds":
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return f"seconds={quote(value)} is no number"
-        if not 0 <= value <= MAX_SECONDS:  # which NaN is not
+        seconds = float(value)
+        if not 0 <= seconds <= MAX_SECONDS:  # which NaN is not
             return f"seconds={quote(value)} is outside 0-{MAX_SECONDS:g}"
-        exact = round(value, SECONDS_DECIMALS) == value
+        exact = round(seconds, SECONDS_DECIMALS) == seconds
         return "" if exact else f"seconds={value} has more than {SECONDS_DECIMALS} decimals"
     if not isinstance(value, str):
         return f"{argument}={quote(value)} is no text"
@@ -151,7 +153,7 @@ def field_of(argument: str) -> str:
     return "text" if argument in ("status", "button") else argument
 
 
-def value_of(action: Action, argument: str) -> object:
+def value_of(action: Action, argument: str) -> Any:
     return vars(action)[field_of(argument)]
 
 

@@ -11,6 +11,7 @@ cookbooks/utils/agent_function_call.py and cookbooks/mobile_agent.ipynb.
 """
 
 import json
+from typing import Any
 
 from uirl_jax.actions.json_object import number, parse_object
 from uirl_jax.actions.key_names import join_keys
@@ -71,7 +72,7 @@ def write_mobile(action: Action) -> str:
     if action.kind == "keys":
         raise ActionError(f"mobile_use has no key {quote(action.keys)}, only enter")
     word = next(word for word, kind in _MOBILE.items() if kind == action.kind)
-    arguments: dict[str, object] = {"action": word, **_points(action)}
+    arguments: dict[str, Any] = {"action": word, **_points(action)}
     if action.kind == "terminate":
         arguments["status"] = action.text
     elif action.text is not None:
@@ -83,6 +84,7 @@ def write_mobile(action: Action) -> str:
 
 def write_computer(action: Action) -> str:
     if action.kind == "scroll":
+        assert action.amount is not None  # a scroll has one
         up_or_right = action.direction in ("up", "right")
         return _call(
             "computer_use",
@@ -95,7 +97,7 @@ def write_computer(action: Action) -> str:
     word = next(word for word, kind in _COMPUTER.items() if kind == action.kind)
     if action.kind == "drag":  # from where the cursor is
         return _call("computer_use", {"action": word, "coordinate": [action.x2, action.y2]})
-    arguments: dict[str, object] = {"action": word, **_points(action)}
+    arguments: dict[str, Any] = {"action": word, **_points(action)}
     if action.keys is not None:
         arguments["keys"] = action.keys.split("+")
     elif action.kind == "terminate":
@@ -129,12 +131,12 @@ def _read(text: str, tool: str, words: dict[str, str]) -> Action:
         raise ActionError(f"a call of {quote(call['name'])}, expected {tool}")
     word = arguments.get("action")
     kind = words.get(word) if isinstance(word, str) else None
-    if kind is None:
+    if not isinstance(word, str) or kind is None:
         raise ActionError(f"{tool} knows no action {quote(word)}: it has {', '.join(words)}")
     return _action(kind, word, arguments)
 
 
-def _action(kind: str, word: str, arguments: dict[str, object]) -> Action:
+def _action(kind: str, word: str, arguments: dict[str, Any]) -> Action:
     """The action in the model's own numbers; other arguments than the action's are ignored, as the
     tool's own implementation does."""
     if kind == "system_button":
@@ -164,19 +166,24 @@ def _action(kind: str, word: str, arguments: dict[str, object]) -> Action:
         if isinstance(pixels, bool) or not isinstance(pixels, int | float) or not pixels:
             raise ActionError(f"{word}: pixels={quote(pixels)} is no number but 0")
         names = ("up", "down") if word == "scroll" else ("right", "left")
-        return Action(kind, x=x, y=y, direction=names[pixels < 0], amount=number(abs(pixels)))
+        return Action(kind, x=x, y=y, direction=names[pixels < 0], amount=_amount(pixels))
     seconds = arguments.get("time") if kind == "long_press" else None
     return Action(kind, x=x, y=y, seconds=seconds)
 
 
-def _text(word: str, arguments: dict[str, object], name: str) -> str:
+def _amount(pixels: float) -> Any:
+    """A whole number where the model wrote one; `kinds` refuses a fraction."""
+    return number(abs(pixels))
+
+
+def _text(word: str, arguments: dict[str, Any], name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str):
         raise ActionError(f"{word}: {name}={quote(value)} is no text")
     return value
 
 
-def _point(word: str, arguments: dict[str, object], name: str) -> tuple[object, object]:
+def _point(word: str, arguments: dict[str, Any], name: str) -> tuple[Any, Any]:
     """(x, y), or (None, None) where the call has none."""
     value = arguments.get(name)
     if value is None:
@@ -186,8 +193,8 @@ def _point(word: str, arguments: dict[str, object], name: str) -> tuple[object, 
     return value[0], value[1]
 
 
-def _points(action: Action) -> dict[str, object]:
-    points: dict[str, object] = {}
+def _points(action: Action) -> dict[str, Any]:
+    points: dict[str, Any] = {}
     if action.x is not None:
         points["coordinate"] = [action.x, action.y]
     if action.x2 is not None:
@@ -195,6 +202,6 @@ def _points(action: Action) -> dict[str, object]:
     return points
 
 
-def _call(tool: str, arguments: dict[str, object]) -> str:
+def _call(tool: str, arguments: dict[str, Any]) -> str:
     call = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
     return f"{OPEN}\n{call}\n{CLOSE}"

@@ -6,6 +6,7 @@ the model likes. Read by a grammar of its own: the reference implementation asks
 """
 
 import re
+from typing import Any
 
 from uirl_jax.actions.arguments import plain_number
 from uirl_jax.actions.key_names import join_keys
@@ -107,9 +108,9 @@ def _written(action: Action) -> str:
     if action.kind == "navigate_back":
         return "press_back()"
     if action.kind == "type":
-        return f"type(content='{_escape(action.text)}')"
+        return f"type(content='{_escape(action.text or '')}')"
     if action.kind == "keys":
-        return f"hotkey(key='{_escape(action.keys.replace('+', ' '))}')"
+        return f"hotkey(key='{_escape((action.keys or '').replace('+', ' '))}')"
     box = f"start_box='{_box(action.x, action.y)}'"
     if action.kind == "drag":
         return f"drag({box}, end_box='{_box(action.x2, action.y2)}')"
@@ -142,7 +143,7 @@ def _given(word: str, given: dict[str, str], *names: str) -> str:
     raise ActionError(f"{word} lacks {names[0]}='...'")
 
 
-def _point(word: str, given: dict[str, str], *names: str) -> tuple[int | float, int | float]:
+def _point(word: str, given: dict[str, str], *names: str) -> tuple[Any, Any]:
     """A point, or the middle of a box."""
     text = _given(word, given, *names).replace(BOX_START, "").replace(BOX_END, "").strip()
     box = _BOX.fullmatch(text)
@@ -165,9 +166,9 @@ def _middle(low: int | float, high: int | float) -> int | float:
     return (low + high) // 2 if whole else (low + high) / 2
 
 
-def _box(x: int | float, y: int | float) -> str:
-    x, y = (plain_number(v, 6) if isinstance(v, float) else v for v in (x, y))
-    return f"{BOX_START}({x},{y}){BOX_END}"
+def _box(x: float | None, y: float | None) -> str:
+    shown = (plain_number(v, 6) if isinstance(v, float) else v for v in (x, y))
+    return f"{BOX_START}({','.join(map(str, shown))}){BOX_END}"
 
 
 def _escape(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Self
 
 from uirl_jax.metrics import key_values
 from uirl_jax.verifiers.client.client import VerifierClient
-from uirl_jax.verifiers.containers.containers import ContainerClient
+from uirl_jax.verifiers.containers.containers import Client
 
 FIRST_REST_S = 0.25
 POLL_S = 0.1
@@ -30,7 +30,7 @@ class Verifier:
     """One verifier of the fleet."""
 
     url: str
-    client: VerifierClient | ContainerClient
+    client: Client
     episodes: int = 0  # running there now
     broken: int = 0  # consecutive episodes that it broke after their first turn
     turn_s: float | None = None  # running mean of a turn's wait; None: no episode ended yet
@@ -64,7 +64,7 @@ class Fleet:
     def __init__(
         self,
         base_urls: Callable[[], Sequence[str]],
-        make_client: Callable[[str], VerifierClient | ContainerClient] = VerifierClient,
+        make_client: Callable[[str], Client] = VerifierClient,
         *,
         max_rest_s: float = 10.0,
     ) -> None:

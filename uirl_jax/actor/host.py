@@ -47,12 +47,13 @@ async def run_tasks(
     """
 
     async def play(index: int, task: TaskSpec) -> Trajectory:
-        for _ in range(1 + env_retries):
+        for retries_left in reversed(range(1 + env_retries)):
             attempt = await player.play(task, derive_seed(seed, index), group_id(index))
-            if attempt.trajectory.stop_reason is not StopReason.ENV_ERROR:
-                break
-        on_done(attempt.trajectory)
-        return attempt.trajectory
+            failed = attempt.trajectory.stop_reason is StopReason.ENV_ERROR
+            if not failed or not retries_left:
+                on_done(attempt.trajectory)
+                return attempt.trajectory
+        raise ValueError(f"env_retries={env_retries}, expected 0 or more")
 
     return await _all([play(index, task) for index, task in enumerate(tasks)])
 

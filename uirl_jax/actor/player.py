@@ -88,29 +88,30 @@ class Statistics:
     """Means over the episodes that ended since the last `read`."""
 
     def __init__(self) -> None:
-        self._sums: collections.Counter[str] = collections.Counter()
+        self._sums: dict[str, float] = collections.defaultdict(float)
         self._since_s = time.monotonic()
 
     def add(self, trajectory: Trajectory, waits_s: dict[str, float]) -> None:
         if trajectory.stop_reason is StopReason.ENV_ERROR:
             self._sums["env_errors"] += 1
             return
-        self._sums.update(
-            episodes=1,
-            reward=trajectory.reward,
-            success=trajectory.success,
-            turns=len(trajectory.turns),
-            tokens=sum(len(turn.token_ids) for turn in trajectory.turns),
-            duration_s=trajectory.duration_s,
-            engine_s=waits_s.get("engine", 0.0),
-            environment_s=waits_s.get("environment", 0.0),
-        )
+        for name, value in {
+            "episodes": 1,
+            "reward": trajectory.reward,
+            "success": trajectory.success,
+            "turns": len(trajectory.turns),
+            "tokens": sum(len(turn.token_ids) for turn in trajectory.turns),
+            "duration_s": trajectory.duration_s,
+            "engine_s": waits_s.get("engine", 0.0),
+            "environment_s": waits_s.get("environment", 0.0),
+        }.items():
+            self._sums[name] += value
 
     def read(self) -> dict[str, float]:
         """Returns the metrics since the last call and resets them; means are 0 without episodes."""
         sums, elapsed_s = self._sums, max(1e-9, time.monotonic() - self._since_s)
         episodes = max(1, sums["episodes"])
-        self._sums, self._since_s = collections.Counter(), time.monotonic()
+        self._sums, self._since_s = collections.defaultdict(float), time.monotonic()
         return {
             "actor/episodes_per_s": sums["episodes"] / elapsed_s,
             "actor/tokens_per_s": sums["tokens"] / elapsed_s,

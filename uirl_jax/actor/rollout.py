@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,7 +31,8 @@ from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import plan_screen
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
-from uirl_jax.verifiers.client.client import Session, VerifierClient
+from uirl_jax.verifiers.client.client import Session
+from uirl_jax.verifiers.containers.containers import Client
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class RolloutConfig:
 class RolloutSetup:
     """The verifier client, engine and settings that an episode is played with."""
 
-    client: VerifierClient
+    client: Client
     engine: SamplingEngine
     chat: Chat
     inputs: Inputs
@@ -249,7 +250,7 @@ async def _play(
 
 
 async def _act(
-    client: VerifierClient, session: Session, action: Action, episode: _Episode
+    client: Client, session: Session, action: Action, episode: _Episode
 ) -> tuple[bytes, str]:
     """Sends the action; returns the next screenshot and an error text.
 
@@ -273,18 +274,19 @@ def _append(episode: _Episode, turn: Turn, *, reward: float, error: str = "") ->
 
 def _verdict(progress: dict[str, Any]) -> tuple[bool, float]:
     """(done, reward) of a progress answer; no reward before done means 0. Raises VerifierError."""
-    done, reward = progress.get("done"), progress.get("reward")
+    done: Any = progress.get("done")
+    reward: Any = progress.get("reward")
     if not isinstance(done, bool):
         raise VerifierError(f"progress has done={done!r}: expected true or false")
     if reward is None and not done:
         return False, 0.0
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    if not is_number or not abs(reward) <= MAX_REWARD:  # written so that NaN fails
+    if not is_number or not abs(cast(float, reward)) <= MAX_REWARD:  # written so that NaN fails
         raise VerifierError(
             f"progress has done={done} and reward={str(reward)[:40]!r}: expected a number from "
             f"-{MAX_REWARD:g} to {MAX_REWARD:g}"
         )
-    return done, float(reward)
+    return done, float(cast(float, reward))
 
 
 def derive_seed(*path: int) -> int:
@@ -303,7 +305,7 @@ def _stopwatch(waits_s: MutableMapping[str, float], name: str) -> Iterator[None]
 
 @contextlib.asynccontextmanager
 async def _open_session(
-    client: VerifierClient,
+    client: Client,
     task: TaskSpec,
     cfg: RolloutConfig,
     waits_s: MutableMapping[str, float],
@@ -323,7 +325,7 @@ async def _open_session(
 
 
 async def _delete_when_created(
-    client: VerifierClient, creation: asyncio.Task[Session], timeout_s: float
+    client: Client, creation: asyncio.Task[Session], timeout_s: float
 ) -> None:
     try:
         async with asyncio.timeout(timeout_s):
@@ -333,7 +335,7 @@ async def _delete_when_created(
     await _delete(client, session.id, timeout_s)
 
 
-async def _delete(client: VerifierClient, session_id: str, timeout_s: float) -> None:
+async def _delete(client: Client, session_id: str, timeout_s: float) -> None:
     """Deletes a session; a failure is logged, and the verifier's idle timeout ends the session."""
     try:
         async with asyncio.timeout(timeout_s):

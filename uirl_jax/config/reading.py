@@ -102,8 +102,9 @@ def _add_sections(config: config_dict.ConfigDict, schema: type) -> None:
         if dataclasses.is_dataclass(hints[field.name]):
             if field.name not in config:
                 config[field.name] = config_dict.ConfigDict()
-            if isinstance(config[field.name], config_dict.ConfigDict):
-                _add_sections(config[field.name], hints[field.name])
+            section = config[field.name]
+            if isinstance(section, config_dict.ConfigDict):
+                _add_sections(section, hints[field.name])
 
 
 def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
@@ -122,7 +123,7 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
     try:
         file = _config_of_argv(argv, name)
         if file is not None:
-            parser = flags.FLAGS[name].parser
+            parser: Any = flags.FLAGS[name].parser
             check_overrides(argv, parser.parse(file), parser.schema, name)
         try:
             rest = flags.FLAGS(list(argv))
@@ -214,14 +215,15 @@ def _build(cls: type, cfg: Any, path: str, faults: list[str]) -> Any:
 def _convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
     """The value converted to the hint's type; None, with an entry added to faults, if invalid."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else _build(hint, value, path, faults)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         options = [option for option in args if option is not type(None)]
+        attempt: list[str] = []
         for option in options:
-            attempt: list[str] = []
+            attempt = []
             converted = _convert(option, value, path, attempt)
             if not attempt:
                 return converted
@@ -372,7 +374,7 @@ def _paths_of_dataclass(cls: type) -> list[str]:
     for field in dataclasses.fields(cls):
         paths.append(field.name)
         for option in (hints[field.name], *typing.get_args(hints[field.name])):
-            if dataclasses.is_dataclass(option):
+            if isinstance(option, type) and dataclasses.is_dataclass(option):
                 paths += [f"{field.name}.{below}" for below in _paths_of_dataclass(option)]
     return paths
 

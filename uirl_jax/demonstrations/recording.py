@@ -9,6 +9,7 @@ seen, said and written down. Who plays is in `scripted` and, for people, `tools.
 import dataclasses
 import uuid
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -76,7 +77,7 @@ class Recording:
         meant = actions.parse(text, self._screen_size, action_format, **how)
         return text, self._chat.completion_ids(text), meant
 
-    def act(self, action: Action, progress: Mapping[str, object]) -> None:
+    def act(self, action: Action, progress: Mapping[str, Any]) -> None:
         """The action on what was seen last, and what came of it. Raises ActionError as `say`."""
         text, token_ids, _ = self.say(action)
         self.turns.append(
@@ -94,7 +95,7 @@ class Recording:
         )
 
     def trajectory(
-        self, progress: Mapping[str, object], *, success: bool, stop_reason: StopReason
+        self, progress: Mapping[str, Any], *, success: bool, stop_reason: StopReason
     ) -> Trajectory:
         """What was recorded so far, with the verifier's last word."""
         seen = {key for turn in self.turns for key in turn.image_keys}  # no screen after the end

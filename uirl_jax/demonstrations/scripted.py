@@ -8,6 +8,7 @@ Played without HTTP: nothing here judges a policy. The hermetic desktop is playe
 import asyncio
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -32,7 +33,7 @@ def _record(
     return Recording(task, session.instruction, screen_size, chat, inputs)
 
 
-def _ended(recording: Recording, progress: Mapping[str, object]) -> Trajectory:
+def _ended(recording: Recording, progress: Mapping[str, Any]) -> Trajectory:
     success = bool(progress["done"]) and float(progress["reward"] or 0.0) >= 1.0
     ended = StopReason.COMPLETED if success else StopReason.FAILED
     return recording.trajectory(
@@ -158,7 +159,7 @@ class Demonstrator:
                 if action is None:
                     raise VerifierError(f"{task.name}: there is no script that demonstrates it")
                 await session.act(action)
-                await asyncio.sleep(action.seconds if action.kind == "wait" else 0.0)
+                await asyncio.sleep((action.seconds or 0.0) if action.kind == "wait" else 0.0)
                 progress = await session.progress()
                 recording.act(action, progress)
             return _ended(recording, progress)

@@ -160,11 +160,13 @@ def _logprobs(value: Any, token_ids: np.ndarray) -> np.ndarray:
     logprobs = []
     for token_id, entry in zip(token_ids.tolist(), content, strict=True):
         entry = entry if isinstance(entry, dict) else {}
-        token, logprob = entry.get("token"), entry.get("logprob")
+        token: Any = entry.get("token")
+        logprob: Any = entry.get("logprob")
         # Said twice, once with its logprob: the two must be about the same tokens.
         if isinstance(token, str) and token.startswith("token_id:") and token[9:] != str(token_id):
             raise ValueError(f"token {token_id} was sampled, and {token[:40]!r} has its logprob")
-        if type(logprob) not in (int, float) or not math.isfinite(logprob):
+        is_number = isinstance(logprob, int | float) and not isinstance(logprob, bool)
+        if not is_number or not math.isfinite(logprob):
             raise ValueError(f"the logprob of token {token_id} is {str(logprob)[:40]!r}, no number")
         if not _NO_LOGPROB < logprob <= _ROUNDING:
             raise ValueError(f"the logprob of token {token_id} is {logprob}, expected 0 or less")

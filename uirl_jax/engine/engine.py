@@ -57,7 +57,7 @@ class Engine:
             model, vocabulary, cfg, policy_version=policy_version, pixels=self._pixels
         )
         self._changed = asyncio.Event()  # something arrived, or `close` was called
-        self._idle_s: collections.Counter[str] = collections.Counter()
+        self._idle_s: dict[str, float] = collections.defaultdict(float)
         self._executor: ThreadPoolExecutor | None = None
         self._task: asyncio.Task[None] | None = None
         self._open = False

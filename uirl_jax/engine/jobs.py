@@ -29,7 +29,7 @@ class Job:
     visual: dict[str, int]  # visual tokens of its screens, by key
     future: asyncio.Future[SampleResult]
     arrived_s: float  # time.perf_counter
-    slot: Slot | None = None
+    slot: Slot = dataclasses.field(init=False)  # once admitted
     reading: dict[str, int] | None = None  # screens whose table rows it holds; None: not asked yet
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -71,7 +71,7 @@ class Job:
         index_c = np.full(len(self.contents_c) + len(self.token_ids), -1, np.int32)
         placeholders = np.flatnonzero(self.request.context_ids == image_token_id)
         for screen in self.request.screens:
-            if screen.key in self.reading:
+            if self.reading is not None and screen.key in self.reading:
                 index_c[placeholders[: screen.tokens]] = rows_of(screen.key)
             placeholders = placeholders[screen.tokens :]
         return index_c

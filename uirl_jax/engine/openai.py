@@ -88,7 +88,7 @@ class OpenAIEngine:
         self._adapters: collections.deque[str] = collections.deque()  # the oldest first
         self._in_use: collections.Counter[str] = collections.Counter()  # requests by model name
         self._totals: collections.Counter[str] = collections.Counter()
-        self._seconds: collections.Counter[str] = collections.Counter()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
         self._running = 0
         self._changed_s = time.perf_counter()  # when _running last became 0 or 1
         self._stack: AsyncExitStack | None = None
@@ -372,6 +372,7 @@ class OpenAIEngine:
             self._loading = asyncio.create_task(self._load(policy), name="load-policy")
             self._load_tasks.add(self._loading)
             self._loading.add_done_callback(self._load_tasks.discard)
+        assert self._loading is not None  # created with the first policy
         return policy, await asyncio.shield(self._loading)
 
     async def _load(self, policy: _Policy) -> str:

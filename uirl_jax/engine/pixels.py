@@ -84,7 +84,8 @@ class PixelReader:
         try:
             return await asyncio.shield(reading)  # others may wait for it, too
         except asyncio.CancelledError:
-            if reading.cancelled() and not asyncio.current_task().cancelling():
+            task = asyncio.current_task()
+            if reading.cancelled() and not (task is not None and task.cancelling()):
                 raise RuntimeError("the engine closed as a request waited") from None
             raise
 

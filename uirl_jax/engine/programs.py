@@ -14,7 +14,7 @@ last c, which the first decode step reads. What was sampled last is never writte
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,19 +32,23 @@ CACHE_AXES = (None, "batch", "wide", None, None)
 TABLE_AXES = (None, None)
 
 
+# NumPy on the host; traced in a program.
+Array = Any
+
+
 class DecodeRows(NamedTuple):
     """Where every row of a decode call stands; a row of padding has remaining 0."""
 
-    slot_b: np.ndarray  # int32; one past the last at padding
-    length_b: np.ndarray  # int32, cache positions of the slot that are written
-    token_b: np.ndarray  # int32, the token that is read next
-    position_b: np.ndarray  # int32, its position, the same on every axis
-    step_b: np.ndarray  # int32, tokens that the request has sampled so far
-    remaining_b: np.ndarray  # int32, tokens that it may still sample
-    temperature_b: np.ndarray  # float32
-    top_p_b: np.ndarray  # float32
-    top_k_b: np.ndarray  # int32
-    seeds_b2: np.ndarray  # uint32
+    slot_b: Array  # int32; one past the last at padding
+    length_b: Array  # int32, cache positions of the slot that are written
+    token_b: Array  # int32, the token that is read next
+    position_b: Array  # int32, its position, the same on every axis
+    step_b: Array  # int32, tokens that the request has sampled so far
+    remaining_b: Array  # int32, tokens that it may still sample
+    temperature_b: Array  # float32
+    top_p_b: Array  # float32
+    top_k_b: Array  # int32
+    seeds_b2: Array  # uint32
 
 
 def no_rows(size: int, slots: int) -> DecodeRows:
@@ -92,7 +96,7 @@ class Programs(NamedTuple):
     decode: Callable[..., tuple[Any, Decoded]]
 
     def compile_count(self) -> int:
-        return sum(program._cache_size() for program in self)
+        return sum(cast(Any, program)._cache_size() for program in self)
 
 
 def make_programs(
@@ -178,7 +182,7 @@ def _make_decode(
     model: PolicyModel, vocabulary: Vocabulary, cfg: EngineConfig, cache_sharding: Any
 ) -> Callable[..., tuple[Any, Decoded]]:
     end_ids = np.array(vocabulary.end_token_ids, np.int32)
-    forbidden_v = np.isin(np.arange(model.cfg.vocab_size), vocabulary.forbidden_ids)
+    forbidden_v: Any = np.isin(np.arange(model.cfg.vocab_size), vocabulary.forbidden_ids)
     axes = model.inputs.position_axes
 
     @functools.partial(

@@ -68,7 +68,7 @@ class Rounds:
         lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), model.lora)
         self._vision_trainable = model.trains_vision
         beside = jax.tree.leaves(lora)[0].sharding
-        self._mesh = beside.mesh if isinstance(beside, NamedSharding) else None
+        self._mesh: Any = beside.mesh if isinstance(beside, NamedSharding) else None
         by_layer = jax.default_backend() == "cpu" and self._mesh is None
         weights = prepare(model, lora, by_layer=by_layer)
         self.policy = self.next_policy = Policy(weights, policy_version)
@@ -95,7 +95,7 @@ class Rounds:
         self.waiting: collections.deque[Job] = collections.deque()
         self.running: list[Job] = []  # the oldest first
         self.totals: collections.Counter[str] = collections.Counter()
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
 
     def compile_count(self) -> int:
         return self._programs.compile_count()
@@ -115,6 +115,7 @@ class Rounds:
     def run(self) -> list[Outcome]:
         """Admits what waits, and makes one call of each kind that has something to do."""
         started_s = time.perf_counter()
+        outcomes: list[Outcome]
         try:
             self.drop_cancelled()
             self._take_policy()
@@ -158,7 +159,7 @@ class Rounds:
         rows = self._cfg.table_rows(self._inputs)
         return jnp.zeros((rows, visual_md.shape[-1]), visual_md.dtype)
 
-    def _on_mesh(self) -> contextlib.AbstractContextManager[object]:
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def drop_cancelled(self) -> None:
@@ -191,9 +192,10 @@ class Rounds:
                 self.waiting.popleft()
                 continue
             # The last token is left to the first decode step, which samples what comes after it.
-            job.slot = self.pool.admit(job.request.episode, job.contents_c[:-1])
-            if job.slot is None:
+            slot = self.pool.admit(job.request.episode, job.contents_c[:-1])
+            if slot is None:
                 return
+            job.slot = slot
             self.running.append(self.waiting.popleft())
             self.totals["admitted"] += 1
             self.totals["context_tokens"] += len(job.contents_c)
@@ -317,7 +319,7 @@ class Rounds:
                 f"policy version {self.policy.version} gives logprobs that are not finite: its "
                 "weights hold NaN or infinity, or overflow; publish another version"
             )
-        if job.request.stop_strings:
+        if job.request.stop_strings and self._vocabulary.decode is not None:
             job.cut_at_stop_string(self._vocabulary.decode)
         if not job.ended:
             return None

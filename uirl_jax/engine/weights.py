@@ -65,7 +65,7 @@ def merge(model: PolicyModel, weights: Weights) -> tuple[Any, tuple[Any, ...] | 
     Stacked blocks that are not used are not arguments of the compiled program.
     """
     module = nnx.merge(model.graphdef, weights.lora, weights.frozen)
-    if weights.frozen_layers is None:
+    if weights.frozen_layers is None or weights.lora_layers is None:
         return module, None
     blocks = functools.reduce(getattr, model.family.text_blocks, module)
     block_graphdef = nnx.graphdef(blocks)

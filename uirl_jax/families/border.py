@@ -71,9 +71,14 @@ class Inputs(Protocol):
       shares_rows: several screens may lie in one row of the vision tower.
     """
 
-    image_token_id: int
-    position_axes: int
-    shares_rows: bool
+    @property
+    def image_token_id(self) -> int: ...
+
+    @property
+    def position_axes(self) -> int: ...
+
+    @property
+    def shares_rows(self) -> bool: ...
 
     def plan_screen(self, size_px: Size) -> Screen:
         """A screen of that size without arrays. Raises: ImageError for a size without a plan."""
@@ -104,8 +109,10 @@ class Inputs(Protocol):
         """Of the text token that follows, the same on every axis."""
         ...
 
-    def from_processor(self, **arrays: np.ndarray) -> tuple[list[Screen], PackedScreens]:
-        """What transformers' processor returns of images, besides input_ids and attention_mask.
+    @property
+    def from_processor(self) -> Callable[..., tuple[list[Screen], PackedScreens]]:
+        """A method whose keyword arguments are what transformers' processor returns of images,
+        besides input_ids and attention_mask.
 
         Raises: ImageError where the arrays contradict each other.
         """
@@ -161,15 +168,18 @@ class ChatLayout:
 # ---------------------------------------------------------------------------------- device side
 
 
+Array = Any  # of jax.numpy in a program, of numpy where rows are built
+
+
 class TokenRows(NamedTuple):
     """Rows of packed tokens as `Model.hidden` takes them; see types.TrainBatch for the layout."""
 
-    token_ids_bt: "jax.Array | np.ndarray"  # int32
-    positions_abt: "jax.Array | np.ndarray"  # int32
-    segment_ids_bt: "jax.Array | np.ndarray"  # int32, 0 at padding
-    vision_index_bt: "jax.Array | np.ndarray | None" = None  # int32, -1 at ordinary tokens
-    prefix_segments_bt: "jax.Array | np.ndarray | None" = None  # int32
-    turn_ids_bt: "jax.Array | np.ndarray | None" = None  # int32, 0 where nothing was sampled
+    token_ids_bt: Array  # int32
+    positions_abt: Array  # int32
+    segment_ids_bt: Array  # int32, 0 at padding
+    vision_index_bt: Array | None = None  # int32, -1 at ordinary tokens
+    prefix_segments_bt: Array | None = None  # int32
+    turn_ids_bt: Array | None = None  # int32, 0 where nothing was sampled
 
 
 class Model(Protocol):

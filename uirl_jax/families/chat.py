@@ -244,7 +244,7 @@ class Chat:
 
     def _turn_ids(self, turn: _Turn, values: dict[str, str]) -> list[int]:
         if turn.role == "system":
-            return self._piece_ids(self._layout.system(*turn.parts), values)
+            return self._piece_ids(self._layout.system(*map(str, turn.parts)), values)
         if turn.role == "user":
             return self._piece_ids(self._layout.user(turn.parts), values)
         tokens = np.asarray(turn.sampled).tolist()
@@ -331,7 +331,7 @@ class Chat:
         """int32[N] of a text taken as plain text: no id of a special token ever comes out."""
         return np.array(self._ids(text), np.int32)
 
-    def decode(self, token_ids: np.ndarray) -> str:
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of int32[N] ids without the end token; bytes that are no UTF-8 become U+FFFD."""
         tokens = np.asarray(token_ids).tolist()
         if tokens and tokens[-1] in self.end_token_ids:
@@ -412,9 +412,9 @@ def _load(path: Path) -> tuple[Tokenizer, Tokenizer]:
 def _special_ids(
     path: Path, needed: Sequence[str], tokenizer: Tokenizer, plain: Tokenizer
 ) -> dict[str, int]:
-    ids = {token: tokenizer.token_to_id(token) for token in needed}
-    missing = [token for token, token_id in ids.items() if token_id is None]
-    if missing:
+    found = {token: tokenizer.token_to_id(token) for token in needed}
+    ids = {token: token_id for token, token_id in found.items() if token_id is not None}
+    if missing := [token for token in needed if token not in ids]:
         raise ModelError(
             f"{path}: not the tokenizer of this model family, it lacks {', '.join(missing)}"
         )

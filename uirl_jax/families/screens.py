@@ -37,8 +37,9 @@ def decode_image(data: bytes, *, max_pixels: int = 16_000_000) -> Image.Image:
             raise ImageError(
                 f"image of {width_px}x{height_px} pixels, expected at most {max_pixels} pixels"
             )
-        if image.format != "JPEG" and image.n_frames != 1:  # JPEG has no frames and no such field
-            raise ImageError(f"image of {image.n_frames} frames, expected a still image")
+        frames = getattr(image, "n_frames", 1)  # JPEG has no such field
+        if image.format != "JPEG" and frames != 1:
+            raise ImageError(f"image of {frames} frames, expected a still image")
         image.load()
         return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
     except ImageError:

@@ -11,7 +11,7 @@ selects the groups of a step; this module reads no shards, publishes nothing and
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -256,7 +256,7 @@ def _fill_in_advantages(
     lengths = [rewards.turn_lengths(record) for group in groups for record in group]
     kl = None
     if cfg.kl_in_reward:
-        kl = _gathered(minibatches, lambda scored: scored.old_bt - scored.ref_bt)
+        kl = _gathered(minibatches, lambda scored: _known(scored.old_bt) - _known(scored.ref_bt))
     records = [record for group in groups for record in group]
     token_rewards = [
         rewards.token_rewards(
@@ -269,9 +269,10 @@ def _fill_in_advantages(
     ]
     fields: dict[str, list[np.ndarray]] = {}
     if cfg.has_critic:
-        after = _gathered(minibatches, lambda scored: scored.values_after_bt)
+        after = _gathered(minibatches, lambda scored: _known(scored.values_after_bt))
         before = _gathered(
-            minibatches, lambda scored: np.pad(scored.values_after_bt, ((0, 0), (1, 0)))[:, :-1]
+            minibatches,
+            lambda scored: np.pad(_known(scored.values_after_bt), ((0, 0), (1, 0)))[:, :-1],
         )
         estimated = [
             advantages.generalised_advantages(
@@ -313,12 +314,19 @@ def _fill_in_advantages(
         first += len(minibatch.trajectories)
 
 
+def _known(score_bt: Any) -> np.ndarray:
+    """A field of Scored on the host; `score` computes those that the algorithm needs."""
+    assert score_bt is not None
+    return score_bt
+
+
 def _gathered(
     minibatches: Sequence[_Minibatch], array_of: Callable[[learner_step.Scored], np.ndarray]
 ) -> list[np.ndarray]:
     """One array of scores per record: float32[S], in the order of the groups."""
     gathered = []
     for minibatch in minibatches:
+        assert minibatch.scored is not None  # scored before advantages are computed
         arrays = [
             array_of(jax.device_get(scored._replace(visual_md=None))) for scored in minibatch.scored
         ]

@@ -8,7 +8,7 @@ pure. Shapes come in a few fixed buckets (shards.batching), so nothing compiles 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -136,10 +136,11 @@ class Steps:
         batches: Iterable[Arrays],
         gradients: Callable[[int, Arrays], Total],
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        total = None
+        total: Total | None = None
         for batch_index, arrays in enumerate(batches):
             batch_total = gradients(batch_index, arrays)
             total = batch_total if total is None else self.add(total, batch_total)
+        assert total is not None  # an update has batches
         return self.apply(state, total)
 
     def compile_count(self) -> int:
@@ -191,7 +192,7 @@ def make_steps(
     critic_optimizer = None if cfg.critic is None else make_critic_optimizer(cfg.critic)
     total_shardings = None
     if state_shardings is not None:
-        total_shardings = Total(params_of(state_shardings), None)
+        total_shardings = Total(params_of(state_shardings), cast(Any, None))
 
     @jax.jit
     def score(params: Params, frozen: nnx.State, batch: Arrays) -> Scored:
@@ -240,11 +241,12 @@ def make_steps(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
         critic = state.critic
-        if critic is not None:
+        if critic is not None and critic_optimizer is not None:
             head_updates, head_state = critic_optimizer.update(critic_grads, critic.opt_state)
-            critic = Critic(optax.apply_updates(critic.params, head_updates), head_state)
+            head = optax.apply_updates(critic.params, head_updates)
+            critic = Critic(cast(Any, head), head_state)
         metrics = _update_metrics(sums, grads, updates)
-        return TrainState(trainable, opt_state, critic, state.step), metrics
+        return TrainState(cast(Any, trainable), opt_state, critic, state.step), metrics
 
     @jax.jit(donate_argnums=0, out_shardings=state_shardings)
     def next_step(state: TrainState) -> TrainState:
@@ -270,7 +272,7 @@ def _visual_tokens(
 def _hidden(
     model: Any,
     batch: Arrays,
-    visual_md: jax.Array,
+    visual_md: jax.Array | None,
     *,
     adapters: bool,
     dropout_key: jax.Array | None = None,
@@ -288,7 +290,7 @@ def _hidden(
 
 
 def _logprobs(
-    model: nnx.Module,
+    model: Any,
     batch: Arrays,
     x_btd: jax.Array,
     cfg: StepConfig,
@@ -296,7 +298,7 @@ def _logprobs(
     entropies: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """float32[B,T] logprobs of the batch's tokens, and their distributions' entropies or None."""
-    forbidden_v = None
+    forbidden_v: Any = None
     if cfg.forbidden_ids:
         forbidden_v = np.isin(np.arange(model.cfg.vocab_size), cfg.forbidden_ids)
     return scoring.token_logprobs_and_entropies(
@@ -316,7 +318,7 @@ def _values_after(critic: Any, x_btd: jax.Array) -> jax.Array:
     return (x_btd.astype(jnp.float32) @ head["kernel"] + head["bias"])[..., 0]
 
 
-def _score(model: nnx.Module, critic: Any, batch: Arrays, cfg: StepConfig) -> Scored:
+def _score(model: Any, critic: Any, batch: Arrays, cfg: StepConfig) -> Scored:
     """The fields of `Scored` that cfg needs."""
     needs_old = cfg.recompute_old or (model.lora is not None and model.lora.dropout > 0)
     visual_md = old_bt = ref_bt = after_bt = None
@@ -398,7 +400,7 @@ def _policy_loss(
         entropies_bt=new.entropies_bt,
         cfg=cfg.loss,
     )
-    if new.values_bt is None:
+    if new.values_bt is None or cfg.critic is None:
         return loss, sums
     value_loss, value_sums = losses.value_loss(
         new.values_bt,

@@ -9,7 +9,7 @@ by the caller; positions play no role here.
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ _SPLASH_BLOCK = 512
 _TPU_LANES = 128  # tiles are multiples of it
 
 # (q, k, v, segments, prefix segments or None) -> [B,T,N,H]
-_Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+_Kernel = Callable[..., jax.Array]
 
 
 def attention(
@@ -316,7 +316,7 @@ def _splash_rows(
         q_seq_shards=1,
         interpret=interpret,
     )
-    out_bnth = jax.vmap(kernel)(
+    out_bnth: Any = jax.vmap(kernel)(
         kernel_layout(q_btnh * head_dim**-0.5, q_padding),  # the kernel does not scale
         kernel_layout(k_bskh, kv_padding),
         kernel_layout(v_bskh, kv_padding),

@@ -8,7 +8,7 @@ run by one `lax.scan`.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,8 @@ class Decoder(nnx.Module):
         compute_dtype: jnp.dtype,
         remat: Remat,
     ) -> None:
-        self.compute_dtype, self.remat, self.depth = compute_dtype, remat, cfg.num_hidden_layers
+        self.compute_dtype, self.depth = compute_dtype, cfg.num_hidden_layers
+        self.remat: Remat = remat
         embedding_vd = cfg.initializer_range * jax.random.normal(
             rngs.params(), (cfg.vocab_size, cfg.hidden_size), jnp.float32
         )
@@ -252,7 +253,7 @@ class Decoder(nnx.Module):
 
         if blocks is None:
             carry = (x_btd, cache, jnp.int32(0))
-            (x_btd, cache, _), _ = jax.lax.scan(body, carry, self.blocks)
+            (x_btd, cache, _), _ = jax.lax.scan(body, carry, cast(Any, self.blocks))
         else:
             for layer, block in enumerate(blocks):
                 (x_btd, cache, _), _ = body((x_btd, cache, layer), block)

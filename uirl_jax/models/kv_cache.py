@@ -79,7 +79,7 @@ def write(
     def put(buffer: jax.Array, values_btkh: jax.Array) -> jax.Array:
         return buffer.at[at].set(values_btkh.swapaxes(1, 2).astype(buffer.dtype), mode="drop")
 
-    if cache.k_scale_lcks1 is None:
+    if cache.k_scale_lcks1 is None or cache.v_scale_lcks1 is None:
         return KVCache(put(cache.k_lcksh, k_btkh), put(cache.v_lcksh, v_btkh))
     (k_q, k_scale), (v_q, v_scale) = _quantize(k_btkh), _quantize(v_btkh)
     return KVCache(
@@ -91,7 +91,11 @@ def write(
 
 
 def read(
-    cache: KVCache, layer: jax.Array, slot_b: jax.Array | None, span: int, dtype: jnp.dtype
+    cache: KVCache,
+    layer: jax.Array | int,
+    slot_b: jax.Array | None,
+    span: int,
+    dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """k and v of one layer, [B,K,S,H] in `dtype`: the first S = `span` positions of each slot.
 
@@ -102,14 +106,15 @@ def read(
         layer_cksh = buffer[layer, :, :, :span]  # first, or the gather reads all layers
         return layer_cksh if slot_b is None else layer_cksh[slot_b]
 
-    if cache.k_scale_lcks1 is None:
+    if cache.k_scale_lcks1 is None or cache.v_scale_lcks1 is None:
         return select(cache.k_lcksh).astype(dtype), select(cache.v_lcksh).astype(dtype)
-    return tuple(
-        (select(q).astype(jnp.float32) * select(scale)).astype(dtype)
-        for q, scale in (
-            (cache.k_lcksh, cache.k_scale_lcks1),
-            (cache.v_lcksh, cache.v_scale_lcks1),
-        )
+
+    def dequantized(q: jax.Array, scale: jax.Array) -> jax.Array:
+        return (select(q).astype(jnp.float32) * select(scale)).astype(dtype)
+
+    return (
+        dequantized(cache.k_lcksh, cache.k_scale_lcks1),
+        dequantized(cache.v_lcksh, cache.v_scale_lcks1),
     )
 
 

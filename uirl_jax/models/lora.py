@@ -10,7 +10,7 @@ Source: arXiv:2106.09685 and the peft library, tuners/lora; rsLoRA: arXiv:2312.0
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,15 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+class AdaptedModel(Protocol):
+    """What is read here of a family's model (families.border.Model)."""
+
+    cfg: Any
+    lora: LoraConfig | None
+
+    def logits(self, x_btd: jax.Array) -> jax.Array: ...
+
+
 class Linear(nnx.Module):
     """y = x kernel (+ bias) (+ scale (dropout(x) A) B).
 
@@ -83,7 +92,7 @@ class Linear(nnx.Module):
         # at every width; a small model trained from scratch needs the scale of its width.
         kernel_io = jax.random.normal(rngs.params(), (in_features, out_features), jnp.float32)
         self.kernel = nnx.Param((kernel_io / math.sqrt(in_features)).astype(param_dtype))
-        self.kernel_scale = None
+        self.kernel_scale: nnx.Param | None = None
         self.axes = axes
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
         if lora is None:
@@ -116,7 +125,7 @@ class Linear(nnx.Module):
             y = y * self.kernel_scale[...].astype(x.dtype)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
-        if adapters and self.lora_a is not None:
+        if adapters and self.lora_a is not None and self.lora_b is not None:
             if dropout_key is not None and self.dropout > 0:
                 kept = jax.random.bernoulli(dropout_key, 1 - self.dropout, x.shape)
                 x = jnp.where(kept, x / (1 - self.dropout), 0)

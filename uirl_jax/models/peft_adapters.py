@@ -21,7 +21,7 @@ from flax import nnx
 
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.models.directory import read_json
-from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.models.lora import AdaptedModel, LoraConfig, LoRAParam
 from uirl_jax.models.weight_files import DTYPE_NAMES, listed
 from uirl_jax.models.weight_table import Leaf, WeightTable
 from uirl_jax.models.weights import adapters_to_numpy, leaves_of
@@ -59,7 +59,7 @@ class Adapter(NamedTuple):
 
 
 def save_adapter(
-    model: nnx.Module,
+    model: AdaptedModel,
     directory: str | Path,
     table: WeightTable,
     *,
@@ -107,9 +107,7 @@ def save_adapter(
         config_file.write((json.dumps(config, indent=2) + "\n").encode())
 
 
-def load_adapter(
-    directory: str | Path, build: Callable[[], nnx.Module], table: WeightTable
-) -> Adapter:
+def load_adapter(directory: str | Path, build: Callable[[], Any], table: WeightTable) -> Adapter:
     """Reads an adapter, in either layout of module names.
 
     Args:
@@ -209,7 +207,8 @@ def _projections(
     problems: list[str],
 ) -> set[str]:
     """The projections that target_modules selects; appends to problems what it selects besides."""
-    wanted, unwanted = (config.get(name) for name in ("target_modules", "exclude_modules"))
+    wanted: Any = config.get("target_modules")
+    unwanted: Any = config.get("exclude_modules")
     try:
         matched = {
             leaf: [

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from uirl_jax.models.lora import AdaptedModel
 from uirl_jax.models.sharding import on_a_device
 
 MAX_LOGITS_BYTES = 256 * 2**20  # of float32 logits on a device at a time
 
 
 def token_logprobs(
-    model: nnx.Module,
+    model: AdaptedModel,
     x_btd: jax.Array,
     token_ids_bt: jax.Array,
     sampled_index_bs: jax.Array | None = None,
@@ -53,7 +53,7 @@ def token_logprobs(
 
 
 def token_logprobs_and_entropies(
-    model: nnx.Module,
+    model: AdaptedModel,
     x_btd: jax.Array,
     token_ids_bt: jax.Array,
     sampled_index_bs: jax.Array | None = None,

@@ -117,7 +117,7 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int) -> tuple[int, int
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, model: int = 1, *, devices: list[jax.Device] | None = None
+    data: int = 1, fsdp: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh of data x fsdp x model devices. Sizes and errors: see mesh_sizes."""
     devices = list(jax.devices()) if devices is None else devices

@@ -8,6 +8,7 @@ transferred at once. Callers know files and names.
 import functools
 import math
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,9 @@ class HostLeaf:
         self._sharding = sharding
         # Bounds of a shard -> its buffer; devices with the same shard share it.
         self._parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-        self._part_of: dict[jax.Device, np.ndarray] = {}
+        self._part_of: dict[Any, np.ndarray] = {}  # by device
         for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None  # of an addressable device
             bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             if bounds not in self._parts:
                 part_shape = tuple(stop - start for start, stop in bounds)
@@ -79,7 +81,7 @@ class DeviceLeaf:
     def _put(self, array: np.ndarray, layer: int | None) -> None:
         sharding, dtype = self._array.sharding, self._array.dtype
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             piece = array[index]
             out = aligned_empty(piece.shape, np.dtype(dtype))
             copy(out, piece)

@@ -136,7 +136,7 @@ def read_in_order(tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTenso
 
 def _read(file: BinaryIO, tensor: StoredTensor) -> np.ndarray:
     array = aligned_empty(tensor.shape, _DTYPES[tensor.dtype_name])
-    view = memoryview(array.reshape(-1).view(np.uint8))
+    view = array.reshape(-1).view(np.uint8).data
     done = 0
     while done < tensor.size_bytes:
         count = os.preadv(file.fileno(), [view[done:]], tensor.offset + done)

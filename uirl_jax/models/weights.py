@@ -26,7 +26,7 @@ from flax import nnx
 
 from uirl_jax.errors import ModelError
 from uirl_jax.models import weight_files
-from uirl_jax.models.lora import LoraConfig, LoRAParam
+from uirl_jax.models.lora import AdaptedModel, LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize, is_quantized, quantize_rows, quantized
 from uirl_jax.models.sharding import leaf_names, state_shardings
 from uirl_jax.models.stacking import start_leaf
@@ -43,13 +43,13 @@ _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetens
 
 def load_pretrained(
     model_dir: str | Path,
-    build: Callable[[], nnx.Module],
+    build: Callable[[], Any],
     table: WeightTable,
     *,
     init_key: jax.Array,
     mesh: jax.sharding.Mesh | None = None,
     quantize: Quantize = "none",
-) -> nnx.Module:
+) -> Any:
     """Reads model.safetensors (or its shards) into a model's arrays.
 
     Args:
@@ -61,7 +61,7 @@ def load_pretrained(
     Raises: ModelError that lists every tensor that is missing, unexpected or of another shape.
     """
     model_dir = Path(model_dir)
-    abstract = nnx.eval_shape(build)
+    abstract: Any = nnx.eval_shape(build)
     if quantize == "int8":
         abstract = quantized(abstract, table.projections)
     graphdef, adapters, base = nnx.split(abstract, LoRAParam, ...)
@@ -100,7 +100,7 @@ def leaves_of(cfg: Any, base: nnx.State, table: WeightTable) -> list[Leaf]:
 
 
 def save_pretrained(
-    model: nnx.Module,
+    model: AdaptedModel,
     model_dir: str | Path,
     table: WeightTable,
     config: Mapping[str, Any],
@@ -160,7 +160,7 @@ def save_pretrained(
             file.write(weight_files.header(shard))
             for tensor in shard:
                 value = next(values).astype(tensor.dtype, copy=False)
-                file.write(value.reshape(-1).view(np.uint8))
+                file.write(value.reshape(-1).view(np.uint8).data)
         for file, document in zip(files[count:], documents.values(), strict=True):
             file.write((json.dumps(document, indent=2) + "\n").encode())
     for path in model_dir.iterdir():
@@ -316,11 +316,11 @@ def _tensors_of(
     """A leaf's tensors in torch's layout, with adapters merged."""
     whole = arrays[leaf.path]
     parent = leaf.path.rpartition("/")[0]
-    lora_a, lora_b = (arrays.get(f"{parent}/{name}") for name in ("lora_a", "lora_b"))
+    lora_a, lora_b = arrays.get(f"{parent}/lora_a"), arrays.get(f"{parent}/lora_b")
     for layer in range(leaf.shape[0]) if leaf.stacked else [slice(None)]:
         array = np.asarray(jax.device_get(whole[layer]))
         if leaf.transposed:
-            if lora is not None and lora_a is not None:
+            if lora is not None and lora_a is not None and lora_b is not None:
                 a_ir, b_ro = (
                     np.asarray(jax.device_get(x[layer]), np.float32) for x in (lora_a, lora_b)
                 )

@@ -326,15 +326,12 @@ def _mark(action: Action | None, width_px: int, height_px: int) -> _Mark | None:
     def inside(value: int, size_px: int) -> float:
         return min(max(value, 0), size_px - 1) + 0.5  # the middle of the pixel
 
-    drag = action.x2 is not None and action.y2 is not None
-    points = [(action.x, action.y)] + ([(action.x2, action.y2)] if drag else [])
-    return _Mark(
-        x=inside(action.x, width_px),
-        y=inside(action.y, height_px),
-        x2=inside(action.x2, width_px) if drag else None,
-        y2=inside(action.y2, height_px) if drag else None,
-        off_screen=not all(0 <= x < width_px and 0 <= y < height_px for x, y in points),
-    )
+    pairs = ((action.x, action.y), (action.x2, action.y2))
+    points = [(x, y) for x, y in pairs if x is not None and y is not None]
+    off_screen = not all(0 <= x < width_px and 0 <= y < height_px for x, y in points)
+    (x, y), *end = [(inside(x, width_px), inside(y, height_px)) for x, y in points]
+    x2, y2 = end[0] if end else (None, None)
+    return _Mark(x=x, y=y, x2=x2, y2=y2, off_screen=off_screen)
 
 
 def visible(text: str) -> str:

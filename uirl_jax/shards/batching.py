@@ -300,8 +300,8 @@ def fill(batches: Seq[TrainBatch], **per_token: Seq[float | np.ndarray]) -> list
 def _spread(batch: TrainBatch, values: Seq[float | np.ndarray]) -> np.ndarray:
     out_bt = np.zeros(batch.token_ids_bt.shape, np.float32)
     for b, s in zip(*np.nonzero(batch.sampled_index_bs >= 0), strict=True):
-        value = values[batch.trajectory_bs[b, s]]
-        if np.ndim(value):
+        value = values[int(batch.trajectory_bs[b, s])]
+        if isinstance(value, np.ndarray) and value.ndim:
             value = value[batch.token_bs[b, s]]
         out_bt[b, batch.sampled_index_bs[b, s]] = value
     return out_bt

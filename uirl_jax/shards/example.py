@@ -115,7 +115,7 @@ def decode_text(data: bytes, name: str) -> str:
         raise RecordError(f"{name} is not UTF-8 at byte {error.start}") from None
 
 
-def _encode_feature(name: str, values: Feature) -> bytes:
+def _encode_feature(name: str, values: Sequence[Any]) -> bytes:
     if all(isinstance(value, bytes) for value in values):
         return _field(_BYTES_LIST, b"".join(_field(1, value) for value in values))
     if all(isinstance(value, int) for value in values):
@@ -124,7 +124,7 @@ def _encode_feature(name: str, values: Feature) -> bytes:
     raise RecordError(f"feature {name!r} mixes types, expected all bytes or all int")
 
 
-def _decode_feature(name: str, view: memoryview) -> list[bytes] | list[int]:
+def _decode_feature(name: str, view: Any) -> list[bytes] | list[int]:
     fields = list(_fields(view))
     if len(fields) != 1 or not isinstance(fields[0][1], memoryview):
         raise RecordError(f"feature {name!r} has {len(fields)} values, expected one list")
@@ -147,14 +147,14 @@ def _decode_feature(name: str, view: memoryview) -> list[bytes] | list[int]:
     return integers
 
 
-def _messages(view: memoryview, number: int, where: str) -> Iterator[memoryview]:
+def _messages(view: Any, number: int, where: str) -> Iterator[memoryview]:
     for found, value in _fields(view):
         if found != number or not isinstance(value, memoryview):
             raise RecordError(f"{where!r} has field {found}, expected bytes in field {number}")
         yield value
 
 
-def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def _fields(view: Any) -> Iterator[tuple[int, int | memoryview]]:
     position = 0
     while position < len(view):
         tag, position = _read_varint(view, position)

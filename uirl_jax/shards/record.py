@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def encode_header(header: Header) -> bytes:
     flat = dataclasses.asdict(header)
     flat |= flat.pop("layout")
     del flat["merge_size"]
-    return example.encode({"kind": [b"header"]} | {k: [_scalar(v)] for k, v in flat.items()})
+    return example.encode(_features(b"header", flat))
 
 
 def decode_header(payload: bytes) -> Header:
@@ -108,8 +109,7 @@ def decode_header(payload: bytes) -> Header:
 
 
 def encode_footer(footer: Footer) -> bytes:
-    flat = dataclasses.asdict(footer)
-    return example.encode({"kind": [b"footer"]} | {k: [_scalar(v)] for k, v in flat.items()})
+    return example.encode(_features(b"footer", dataclasses.asdict(footer)))
 
 
 def decode_footer(payload: bytes) -> Footer:
@@ -386,8 +386,11 @@ def _text_lists(
     return [tuple(flat[idx] for idx in chunk) for chunk in chunks]
 
 
-def _scalar(value: str | int) -> bytes | int:
-    return _utf8(value) if isinstance(value, str) else value
+def _features(kind: bytes, flat: Mapping[str, str | int]) -> dict[str, example.Feature]:
+    features: dict[str, example.Feature] = {"kind": [kind]}
+    for name, value in flat.items():
+        features[name] = [_utf8(value)] if isinstance(value, str) else [value]
+    return features
 
 
 def _utf8(text: str) -> bytes:

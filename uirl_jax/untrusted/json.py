@@ -7,12 +7,13 @@ and raises RecursionError on deep nesting; none of that may get further than thi
 import json
 import math
 import unicodedata
+from typing import Any
 
 MAX_DEPTH = 16
 MAX_INTEGER_CHARS = 20
 
 
-def parse(body: bytes) -> dict[str, object]:
+def parse(body: bytes) -> dict[str, Any]:
     """Reads one JSON object.
 
     Args:
@@ -70,7 +71,7 @@ def _short_integer(digits: str) -> int:
     return int(digits)
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)

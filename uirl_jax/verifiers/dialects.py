@@ -12,7 +12,7 @@ Source: TobiasNorlund/ui-verifiers (f82ccc2 for g1, 88c365e^ for g2a, f53cfb2) a
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from uirl_jax.errors import ActionError, VerifierError
 from uirl_jax.types import Action
@@ -85,7 +85,7 @@ def act_query(action: Action, screen_size: tuple[int, int], delay_s: float) -> d
     is moved by a pixel: there pyautogui raises its fail-safe, and the server answers 500, on this
     act or on the next.
     """
-    fields = wire.action_fields(action)
+    fields: dict[str, Any] = {**wire.action_fields(action)}
     fields.pop("amount", None)
     width_px, height_px = screen_size
     if fields.get("x") in (0, width_px - 1) and fields.get("y") in (0, height_px - 1):

@@ -121,6 +121,7 @@ async def _try_session(client: VerifierClient, task: TaskSpec, finding: Finding)
 async def _look(client: VerifierClient, finding: Finding) -> None:
     """A container's session, without touching it: it is somebody's."""
     limits = client.transport.limits
+    data: bytes | None = None
     for _ in range(LOOKS):
         data = await _step(
             finding,
@@ -136,6 +137,7 @@ async def _look(client: VerifierClient, finding: Finding) -> None:
         )
         if data is None:
             return
+    assert data is not None  # LOOKS is not 0
     width_px, height_px = Image.open(io.BytesIO(data), formats=["PNG"]).size
     finding.works.append(f"screen {width_px}x{height_px}")
     counts = await _step(

@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -50,6 +50,10 @@ class DrawnTask:
     instruction: str
     width_px: int
     height_px: int
+
+    def __init__(self, rng: np.random.Generator, options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
     variants: ClassVar[Variants] = {}  # key -> the values that it may have
 
     def draw(self) -> Image.Image:
@@ -60,7 +64,7 @@ class DrawnTask:
         """Applies an action, in pixels of the screen. It is not called after the end."""
         raise NotImplementedError
 
-    def progress(self) -> dict[str, object]:
+    def progress(self) -> dict[str, Any]:
         """What the task counts, done: bool, and reward: float or None while nothing is decided.
         Success is a reward of 1 when done."""
         raise NotImplementedError
@@ -80,14 +84,18 @@ class PageTask:
     instruction: str
     width_px: int
     height_px: int
-    data: object  # of the instance; JSON
+    data: Any  # of the instance; JSON
+
+    def __init__(self, rng: np.random.Generator, options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
     variants: ClassVar[Variants] = {}
 
-    def progress(self, state: object) -> dict[str, object]:
+    def progress(self, state: Any) -> dict[str, Any]:
         """As DrawnTask's, from what the page's `state()` returns."""
         raise NotImplementedError
 
-    def script(self, state: object, rng: np.random.Generator, wrong: bool) -> Action | None:
+    def script(self, state: Any, rng: np.random.Generator, wrong: bool) -> Action | None:
         """As DrawnTask's."""
         return None
 
@@ -140,7 +148,7 @@ def load(task_dirs: Sequence[str | Path]) -> dict[str, OwnTask]:
     return loaded
 
 
-def check_progress(name: str, progress: object) -> dict[str, object]:
+def check_progress(name: str, progress: object) -> dict[str, Any]:
     """What a task's progress() returned; a VerifierError that says what is wrong with it."""
     where = f"{name}: progress()"
     if not isinstance(progress, dict) or not all(isinstance(key, str) for key in progress):
@@ -187,6 +195,7 @@ def _run(source: Path, name: str) -> type[DrawnTask] | type[PageTask]:
     """Runs task.py; its class Task."""
     module_name = f"uirl_jax_own_task.{name}"
     spec = importlib.util.spec_from_file_location(module_name, source)
+    assert spec is not None and spec.loader is not None  # a .py file has a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)

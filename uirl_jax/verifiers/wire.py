@@ -7,6 +7,7 @@ JSON body and believes none of them. Not here: sessions and HTTP.
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from uirl_jax import actions
 from uirl_jax.errors import ActionError, VerifierError
@@ -60,13 +61,13 @@ def action_fields(action: Action) -> dict[str, str | int | float]:
     return {"action_type": name, **fields}
 
 
-def read_query(query: Mapping[str, str]) -> dict[str, object]:
+def read_query(query: Mapping[str, str]) -> dict[str, Any]:
     """The fields of an `act` by GET, with numbers as numbers; text that is none is refused.
 
     Raises:
       ValueError: with a printable reason.
     """
-    fields: dict[str, object] = {}
+    fields: dict[str, Any] = {}
     for name, text in query.items():
         types = FIELD_TYPES.get(name, (str,))
         if types == (int,):
@@ -81,7 +82,7 @@ def read_query(query: Mapping[str, str]) -> dict[str, object]:
 
 
 def read_call(
-    fields: Mapping[str, object],
+    fields: Mapping[str, Any],
     screen_size: tuple[int, int],
     max_delay_s: float,
     default_delay_s: float = DEFAULT_DELAY_S,
@@ -129,7 +130,7 @@ def read_call(
     except ActionError as error:
         raise ValueError(untrusted_json.printable(str(error), 200)) from error
     if action.kind == "wait":
-        delay_s = min(max_delay_s, delay_s + action.seconds)
+        delay_s = min(max_delay_s, delay_s + (action.seconds or 0.0))
     return ActCall(action, delay_s, image_format, request_id)
 
 

@@ -69,8 +69,9 @@ class Qwen2VLInputs:
         first_tokens = []
         for screen, row, start, segment in placed:
             span = slice(start, start + screen.patches)
+            assert screen.arrays is not None  # packed screens were read
             patches_ipc[row, span] = screen.arrays["patches_pc"]
-            positions_ip2[row, span] = patch_positions(screen.layout, self.images.merge_size)
+            positions_ip2[row, span] = patch_positions(_grid(screen), self.images.merge_size)
             segments_ip[row, span] = segment
             first_tokens.append(row * row_tokens + start // area)
         arrays = {
@@ -81,7 +82,7 @@ class Qwen2VLInputs:
         return PackedScreens(arrays, first_tokens)
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
-        grids = [screen.layout for screen in screens]
+        grids = [_grid(screen) for screen in screens]
         return rope_positions(token_ids_t, grids, self.image_token_id, self.images.merge_size)
 
     def next_position(self, positions_at: np.ndarray) -> int:
@@ -119,6 +120,11 @@ class Qwen2VLInputs:
         }
         row_tokens = self.row_tokens(most)
         return screens, PackedScreens(arrays, [row * row_tokens for row in range(len(grids))])
+
+
+def _grid(screen: Screen) -> Grid:
+    frames, height, width = screen.layout
+    return frames, height, width
 
 
 def make_inputs(cfg: Qwen2VLConfig) -> Qwen2VLInputs:

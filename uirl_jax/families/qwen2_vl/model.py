@@ -151,7 +151,7 @@ class Qwen2VL(nnx.Module):
         self.cfg = cfg
         self.lora = lora
         self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
-        self.remat = remat
+        self.remat: Remat = remat
         self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
         self.text = Decoder(
             decoder_config(cfg),
@@ -292,7 +292,9 @@ def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> Rotary:
 
 def block_outputs(model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
     """The residual stream after every text block, [L,B,T,D]; for tests."""
-    return _text_rows(model, rows, visual_md, collect=True)[1]
+    x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
+    assert x_lbtd is not None  # collect=True
+    return x_lbtd
 
 
 def vision_block_outputs(
@@ -311,6 +313,7 @@ def vision_block_outputs(
         dropout_key=None,
         collect=True,
     )
+    assert x_lipd is not None  # collect=True
     return x_lipd
 
 

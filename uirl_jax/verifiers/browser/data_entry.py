@@ -158,7 +158,7 @@ class DataEntry:
     async def screenshot(self, image_format: str) -> bytes:
         return await self._tab.screenshot(image_format)
 
-    async def progress(self) -> dict[str, object]:
+    async def progress(self) -> dict[str, Any]:
         """As PROTOCOL's G2b, and done and reward."""
         return judge(self.sheet, await self._tab.evaluate("submissions"))
 
@@ -213,7 +213,7 @@ def page_html(sheet: Sheet, size: str) -> bytes:
     return page.read_text(encoding="utf-8").replace('"TASK"', json.dumps(data)).encode()
 
 
-def judge(sheet: Sheet, submissions: list[list[str]]) -> dict[str, object]:
+def judge(sheet: Sheet, submissions: list[list[str]]) -> dict[str, Any]:
     """Counts, done and reward of what was submitted so far; see the top of this file."""
     index_of = {row: index for index, row in enumerate(sheet.rows)}
     entered = [tuple(text.strip() for text in texts) for texts in submissions]

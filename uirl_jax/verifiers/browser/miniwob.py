@@ -20,6 +20,7 @@ import json
 import mimetypes
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -189,7 +190,7 @@ class MiniWob:
     async def screenshot(self, image_format: str) -> bytes:
         return await self._tab.screenshot(image_format)
 
-    async def progress(self) -> dict[str, object]:
+    async def progress(self) -> dict[str, Any]:
         """done, reward (None before), and raw_reward and reason as the page has them.
 
         A wrong end pays what no end pays, 0: below it, a text that is no action, or a click beside

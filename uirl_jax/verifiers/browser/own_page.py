@@ -1,10 +1,11 @@
 """`own/<name>` with a page: what somebody wrote (own_tasks.PageTask), played in a real browser."""
 
 import urllib.parse
+from typing import Any
 
 import numpy as np
 
-from uirl_jax.types import Action, TaskSpec
+from uirl_jax.types import Action
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
 from uirl_jax.verifiers.own_tasks import OwnTask, PageTask, check_progress
@@ -26,9 +27,8 @@ class OwnPage:
         self.delay_s = 0.0  # `act` returns when the page has settled
 
     @classmethod
-    async def open(cls, pool: BrowserPool, own: OwnTask, task: TaskSpec) -> "OwnPage":
-        """Raises VerifierError: an unknown variant, or its page does not say its state."""
-        instance = own.make(task)
+    async def open(cls, pool: BrowserPool, own: OwnTask, instance: PageTask) -> "OwnPage":
+        """Raises VerifierError: its page does not say its state."""
         tab = await pool.acquire()
         try:
             session = cls(pool, tab, own, instance)
@@ -47,7 +47,7 @@ class OwnPage:
     async def screenshot(self, image_format: str) -> bytes:
         return await self._tab.screenshot(image_format)
 
-    async def progress(self) -> dict[str, object]:
+    async def progress(self) -> dict[str, Any]:
         state = await self._tab.evaluate("state()")
         progress = check_progress(self._own.name, self._task.progress(state))
         self._done = self._done or bool(progress["done"])

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from playwright.async_api import Browser, BrowserContext, CDPSession, Dialog, Page, Request, Route
 from playwright.async_api import Error as PlaywrightError
@@ -178,7 +179,7 @@ class Tab:
             await self._cdp.send("Page.resetNavigationHistory")  # nothing to go back to
             self._mouse_px = self._middle_px()
 
-    async def evaluate(self, expression: str) -> object:
+    async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression (awaited), as JSON has it. For the judge.
 
         Raises:
@@ -190,7 +191,7 @@ class Tab:
     async def screenshot(self, image_format: str) -> bytes:
         """The screen as it stands: png, jpeg or webp."""
         width, height = self.screen_px
-        fields: dict[str, object] = {"format": image_format, "optimizeForSpeed": True}
+        fields: dict[str, Any] = {"format": image_format, "optimizeForSpeed": True}
         if image_format != "png":
             fields["quality"] = 90
         if (width, height) != tuple(self._scale * side for side in self._viewport_px):
@@ -203,7 +204,7 @@ class Tab:
     async def act(self, action: Action) -> None:
         """Applies an action (pixels of the screen), and returns when the page has settled."""
         async with self._answering():
-            if action.x is not None:
+            if action.x is not None and action.y is not None:
                 self._mouse_px = (action.x / self._scale, action.y / self._scale)
             await self._apply(action)
             await self._settle()
@@ -222,6 +223,7 @@ class Tab:
             await asyncio.sleep(min(action.seconds or 1.0, MAX_PRESS_S))
             await self._mouse("mouseReleased", button="left", clickCount=1)
         elif kind == "drag":
+            assert action.x2 is not None and action.y2 is not None
             mouse = self._page.mouse  # it knows HTML's own drag and drop
             await mouse.move(*self._mouse_px)
             await mouse.down()
@@ -229,13 +231,14 @@ class Tab:
             await mouse.move(*self._mouse_px, steps=_DRAG_STEPS)
             await mouse.up()
         elif kind == "scroll":
+            assert action.direction is not None and action.amount is not None
             dx, dy = _SCROLL[action.direction]
             amount = action.amount / self._scale
             await self._mouse("mouseWheel", deltaX=dx * amount, deltaY=dy * amount)
         elif kind == "type":
-            await self._type(action.text)
+            await self._type(action.text or "")
         elif kind == "keys":
-            names = [_KEY_NAMES.get(key, key) for key in action.keys.lower().split("+")]
+            names = [_KEY_NAMES.get(key, key) for key in (action.keys or "").lower().split("+")]
             await self._page.keyboard.press("+".join(names))
         elif kind == "navigate_back":
             await self._evaluate("history.back()")
@@ -277,7 +280,7 @@ class Tab:
                     if not moving and self._paints == before and not self._in_flight:
                         return
 
-    async def _evaluate(self, expression: str) -> object:
+    async def _evaluate(self, expression: str) -> Any:
         fields = {"expression": expression, "awaitPromise": True, "returnByValue": True}
         answer = await self._cdp.send("Runtime.evaluate", {**fields, "userGesture": True})
         if "exceptionDetails" in answer:

@@ -17,7 +17,7 @@ import dataclasses
 import math
 import re
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeGuard
 
 from uirl_jax.errors import ActUncertainError, ImageError, RequestRefusedError, VerifierError
 from uirl_jax.types import Action, TaskSpec
@@ -167,7 +167,7 @@ class VerifierClient:
         if self.dialect.judges and request_id is not None:
             return await self._act_once(entry.session, action, request_id)
         if not self.dialect.judges and action.kind == "wait":
-            await asyncio.sleep(action.seconds)
+            await asyncio.sleep(action.seconds or 0.0)
             return await self.screenshot(session_id)
         session = entry.session
         path: tuple[str, ...] = ("act",)
@@ -193,7 +193,7 @@ class VerifierClient:
         except VerifierError as error:
             raise ActUncertainError(str(error)) from error
 
-    async def progress(self, session_id: str) -> dict[str, object]:
+    async def progress(self, session_id: str) -> dict[str, Any]:
         """What the task counts, as it came, with `done`: bool and `reward`: a finite float or None.
         Where the server does not judge, its counts are judged here by the task's rule."""
         _check_id(session_id)
@@ -203,6 +203,7 @@ class VerifierClient:
         if not self.dialect.judges:
             entry = self._find(session_id)
             self._check_counts(progress, where)
+            assert entry.rule is not None  # opened by a dialect that does not judge
             return {**progress, **entry.rule.judge(progress, entry.turns)}
         if not isinstance(progress.get("done", False), bool):
             raise VerifierError(f"{where}: done is no boolean")
@@ -236,7 +237,7 @@ class VerifierClient:
         )
         return data.decode("utf-8", "replace")
 
-    async def _post_session(self, query: dict[str, str]) -> dict[str, object]:
+    async def _post_session(self, query: dict[str, str]) -> dict[str, Any]:
         return await self.transport.json(
             "POST",
             ("session",),
@@ -247,6 +248,7 @@ class VerifierClient:
 
     async def _take_container(self) -> str:
         """Waits until the one session there is answers; its id. Raises for one that was used."""
+        last: VerifierError | str = "it does not answer"
         try:
             async with asyncio.timeout(self._limits.create_timeout_s):
                 while True:
@@ -272,7 +274,7 @@ class VerifierClient:
         self._used = life
         return "container"
 
-    def _check_counts(self, progress: dict[str, object], where: str) -> None:
+    def _check_counts(self, progress: dict[str, Any], where: str) -> None:
         if not any(keys <= set(progress) for keys in self.dialect.counts):
             expected = " or ".join(", ".join(sorted(keys)) for keys in self.dialect.counts)
             got = untrusted_json.printable(", ".join(progress))
@@ -281,7 +283,7 @@ class VerifierClient:
                 f"{expected}; python -m uirl_jax.verifiers.doctor {self._base} says what it is"
             )
 
-    def _read_session_id(self, answer: dict[str, object]) -> str:
+    def _read_session_id(self, answer: dict[str, Any]) -> str:
         where = f"POST {self._base}/session"
         ids = answer.get("session_ids")
         if not isinstance(ids, list) or len(ids) != 1 or type(ids[0]) not in (int, str):
@@ -291,7 +293,7 @@ class VerifierClient:
             raise VerifierError(f"{where}: the id {session_id} is taken by an open session")
         return session_id
 
-    def _read_session(self, answer: dict[str, object]) -> Session:
+    def _read_session(self, answer: dict[str, Any]) -> Session:
         where = f"POST {self._base}/session"
         sessions = answer.get("sessions")
         if (
@@ -316,15 +318,15 @@ class VerifierClient:
                 f"{where}: the instruction is no printable text of "
                 f"1-{self._limits.max_instruction_chars} characters"
             )
-        size = (entry.get("screen_width"), entry.get("screen_height"))
-        if not all(isinstance(px, int) and not isinstance(px, bool) and px > 0 for px in size):
+        width_px, height_px = entry.get("screen_width"), entry.get("screen_height")
+        if not _is_extent(width_px) or not _is_extent(height_px):
             raise VerifierError(f"{where}: screen_width and screen_height are no positive integers")
-        if size[0] * size[1] > self._limits.max_image_pixels:
+        if width_px * height_px > self._limits.max_image_pixels:
             raise VerifierError(
-                f"{where}: a screen of {size[0]}x{size[1]} pixels, "
+                f"{where}: a screen of {width_px}x{height_px} pixels, "
                 f"at most {self._limits.max_image_pixels} pixels are accepted"
             )
-        return Session(session_id, instruction, *size)
+        return Session(session_id, instruction, width_px, height_px)
 
     def _find(self, session_id: str) -> _Open:
         entry = self._open.get(_check_id(session_id))
@@ -357,7 +359,7 @@ class VerifierClient:
             path = ("session", session_id, "screenshot")
         return await self._image("GET", path, query=query, again_if="failed")
 
-    async def _image(self, method: str, path: tuple[str, ...], **request: object) -> bytes:
+    async def _image(self, method: str, path: tuple[str, ...], **request: Any) -> bytes:
         return await self.transport.send(
             method,
             path,
@@ -381,6 +383,10 @@ class VerifierClient:
             return image_size(data, max_pixels=self._limits.max_image_pixels)
         except ImageError as error:
             raise VerifierError(f"{where}: {error}") from error
+
+
+def _is_extent(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _check_id(text: str, what: str = "session id") -> str:

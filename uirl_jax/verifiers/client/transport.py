@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import random
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -102,9 +102,7 @@ class Transport:
             await self._http.close()
             self._http = None
 
-    async def json(
-        self, method: str, path: tuple[str, ...], **request: object
-    ) -> dict[str, object]:
+    async def json(self, method: str, path: tuple[str, ...], **request: Any) -> dict[str, Any]:
         """The JSON object that a call answers with; arguments as in `send`."""
         data = await self.send(
             method,
@@ -126,7 +124,7 @@ class Transport:
         *,
         again_if: str,
         extra_s: float = 0.0,
-        **request: object,
+        **request: Any,
     ) -> bytes:
         """One call with its retries.
 
@@ -174,7 +172,7 @@ class Transport:
         content_types: frozenset[str],
         max_bytes: int,
         query: dict[str, str] | None = None,
-        body: dict[str, object] | None = None,
+        body: dict[str, Any] | None = None,
         gone_is_fine: bool = False,
     ) -> bytes:
         if self._http is None:

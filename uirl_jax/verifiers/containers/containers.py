@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.metrics import key_values
@@ -66,7 +66,7 @@ def open_runtime(cfg: ContainerConfig) -> Runtime:
 class _Container:
     creation: asyncio.Future[None]
     stack: contextlib.AsyncExitStack
-    client: VerifierClient | None = None
+    client: VerifierClient = dataclasses.field(init=False)  # once it answers
     session_id: str = ""  # the client's own word for it
 
 
@@ -103,8 +103,8 @@ class ContainerClient:
         self._open: dict[str, _Container] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="containers")
-        self._runtime: Runtime | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._runtime: Runtime  # from entering on, as the sweeper
+        self._sweeper: asyncio.Task[None]
 
     async def __aenter__(self) -> Self:
         try:
@@ -173,7 +173,7 @@ class ContainerClient:
         container = self._find(session_id)
         return await container.client.act(container.session_id, action, request_id)
 
-    async def progress(self, session_id: str) -> dict[str, object]:
+    async def progress(self, session_id: str) -> dict[str, Any]:
         container = self._find(session_id)
         return await container.client.progress(container.session_id)
 
@@ -274,6 +274,9 @@ class ContainerClient:
 
     async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+Client = VerifierClient | ContainerClient  # a server's sessions, or a container for each
 
 
 def _is_over(labels: dict[str, str]) -> bool:

@@ -32,7 +32,7 @@ class DockerRuntime:
         self._cfg = cfg
         with _told("the daemon (is it running, and DOCKER_HOST right?)"):
             self._api = docker.APIClient(
-                **kwargs_from_env(), timeout=CALL_TIMEOUT_S, max_pool_size=THREADS
+                **kwargs_from_env(), timeout=int(CALL_TIMEOUT_S), max_pool_size=THREADS
             )
         with _told(f"image {cfg.image}"):
             try:

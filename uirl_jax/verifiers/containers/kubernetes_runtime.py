@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import urllib3
 from kubernetes import client, config
@@ -54,7 +55,9 @@ class KubernetesRuntime:
     def create(self, name: str, labels: dict[str, str]) -> None:
         with _told(f"pod {name}"):
             self._api.create_namespaced_pod(
-                self._cfg.namespace, pod(self._cfg, name, labels), _request_timeout=_TIMEOUT_S
+                self._cfg.namespace,
+                pod(self._cfg, name, labels),  # pyright: ignore[reportArgumentType]: takes a dict
+                _request_timeout=_TIMEOUT_S,
             )
 
     def find(self, name: str) -> State:
@@ -68,6 +71,8 @@ class KubernetesRuntime:
                     return State(ended="is gone")
                 raise
             status = found.status
+            if found.metadata is None or status is None:
+                raise ValueError("a pod without metadata or status")
             if found.metadata.deletion_timestamp is not None:
                 return State(ended="is being deleted by somebody else")
             if status.phase in ("Failed", "Succeeded"):
@@ -104,10 +109,11 @@ class KubernetesRuntime:
             found = self._api.list_namespaced_pod(
                 self._cfg.namespace, label_selector=OWNER, _request_timeout=_TIMEOUT_S
             )
-            return {each.metadata.name: each.metadata.labels for each in found.items}
+            pods = [each.metadata for each in found.items if each.metadata is not None]
+            return {pod.name or "": pod.labels or {} for pod in pods}
 
 
-def pod(cfg: ContainerConfig, name: str, labels: dict[str, str]) -> dict[str, object]:
+def pod(cfg: ContainerConfig, name: str, labels: dict[str, str]) -> dict[str, Any]:
     """The manifest of one session's pod."""
     limits = {"cpu": f"{cfg.cpus:g}", "memory": f"{cfg.memory_mib}Mi"}
     return {
@@ -152,7 +158,7 @@ def _told(what: str) -> Iterator[None]:
 
 def _message(error: ApiException) -> str:
     try:
-        message = json.loads(error.body)["message"]
+        message = json.loads(error.body or "")["message"]
     except (LookupError, TypeError, ValueError):
         return ""
     return f", {untrusted_json.printable(str(message), 200)}"

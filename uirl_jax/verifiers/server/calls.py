@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import urllib.parse
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -17,7 +18,7 @@ from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
 
-Schema = Mapping[str, object]
+Schema = Mapping[str, Any]
 Handler = Callable[[web.Request, dict[str, str]], Awaitable[web.Response]]
 
 PAGE_PATH = "/openapi.json"
@@ -95,7 +96,7 @@ def read_query(request: web.Request, known: Sequence[str]) -> dict[str, str]:
     return dict(query)
 
 
-async def read_body(request: web.Request) -> dict[str, object]:
+async def read_body(request: web.Request) -> dict[str, Any]:
     """The JSON object that a request carries.
 
     Raises:
@@ -115,9 +116,9 @@ async def read_body(request: web.Request) -> dict[str, object]:
 # ---------------------------------------------------------------------------------- the page
 
 
-def page(title: str, calls: Iterable[Call], limits: ServerLimits) -> dict[str, object]:
+def page(title: str, calls: Iterable[Call], limits: ServerLimits) -> dict[str, Any]:
     """The OpenAPI document of these calls."""
-    paths: dict[str, dict[str, object]] = {}
+    paths: dict[str, dict[str, Any]] = {}
     for call in calls:
         paths.setdefault(call.path, {})[call.method.lower()] = _operation(call, limits)
     return {
@@ -129,20 +130,20 @@ def page(title: str, calls: Iterable[Call], limits: ServerLimits) -> dict[str, o
     }
 
 
-def _operation(call: Call, limits: ServerLimits) -> dict[str, object]:
+def _operation(call: Call, limits: ServerLimits) -> dict[str, Any]:
     parameters = [
         {
             "name": name,
             "in": "query",
             "required": name in call.required,
-            "schema": _schema(name, limits) | call.narrower.get(name, {}),
+            "schema": {**_schema(name, limits), **call.narrower.get(name, {})},
         }
         for name in call.query
     ]
     if "{id}" in call.path:
         schema = {"type": "string"}
         parameters.append({"name": "id", "in": "path", "required": True, "schema": schema})
-    operation: dict[str, object] = {
+    operation: dict[str, Any] = {
         "summary": call.summary,
         "parameters": parameters,
         "responses": _responses(call),
@@ -160,7 +161,7 @@ def _operation(call: Call, limits: ServerLimits) -> dict[str, object]:
     return operation
 
 
-def _responses(call: Call) -> dict[str, object]:
+def _responses(call: Call) -> dict[str, Any]:
     image = {"type": "string", "contentEncoding": "binary"}
     if call.is_image:
         content = {kind: {"schema": image} for kind in wire.IMAGE_FORMATS.values()}
@@ -168,7 +169,7 @@ def _responses(call: Call) -> dict[str, object]:
         content = {_JSON: {"schema": call.answers}}
     else:
         content = {_TEXT: {"schema": {"type": "string"}}}
-    responses: dict[str, object] = {"200": {"description": call.summary, "content": content}}
+    responses: dict[str, Any] = {"200": {"description": call.summary, "content": content}}
     for status in sorted({*_EVERYWHERE, *call.statuses}):
         told = {_JSON: {"schema": _ERROR}}
         if status == 400 or status in call.plain_errors:
@@ -177,7 +178,7 @@ def _responses(call: Call) -> dict[str, object]:
     return responses
 
 
-def _schema(name: str, limits: ServerLimits) -> dict[str, object]:
+def _schema(name: str, limits: ServerLimits) -> dict[str, Any]:
     """Of a parameter, with the bounds that the handlers keep."""
     types = {str: "string", int: "integer", float: "number"}
     bounds: dict[str, Schema] = {
@@ -199,7 +200,7 @@ def _schema(name: str, limits: ServerLimits) -> dict[str, object]:
     return {**({} if kind is None else {"type": types[kind[-1]]}), **bounds.get(name, {})}
 
 
-def _or_null(schema: dict[str, object]) -> dict[str, object]:
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """null means that a field was not given."""
     wider = schema | {"type": [schema["type"], "null"]}
     return wider | {"enum": [*schema["enum"], None]} if "enum" in schema else wider

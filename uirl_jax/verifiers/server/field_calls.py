@@ -16,7 +16,7 @@ import datetime
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _G2B = dialects.DIALECTS["g2b"]
 _ACTION_TYPES = (
     "screenshot",
-    *sorted(wire.action_fields(Action(kind))["action_type"] for kind in _G2B.kinds),
+    *sorted(str(wire.action_fields(Action(kind))["action_type"]) for kind in _G2B.kinds or ()),
 )
 
 CALLS = {
@@ -108,7 +108,7 @@ def _root(session: OpenSession) -> str:
     )
 
 
-def _counts(progress: dict[str, object]) -> dict[str, object]:
+def _counts(progress: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in progress.items() if key not in ("done", "reward")}
 
 

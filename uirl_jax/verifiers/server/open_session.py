@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from typing import Any
 
 from aiohttp import web
 
@@ -75,7 +76,7 @@ class OpenSession:
         default_factory=collections.OrderedDict
     )  # request_id -> body, content type
 
-    def info(self, stop_time_unix_s: float | None = None) -> dict[str, object]:
+    def info(self, stop_time_unix_s: float | None = None) -> dict[str, Any]:
         return {
             "id": self.session_id,
             "start_time": self.start_time_unix_s,
@@ -110,9 +111,10 @@ class OpenSession:
             await self.task.act(call.action)
             self.action_count += 1
             await self.pause(call.delay_s)
-        answer = await self.image(call.image_format)
+        image = await self.task.screenshot(call.image_format)
+        answer = _image_response(image, call.image_format)
         if call.request_id:
-            self.answers[call.request_id] = (answer.body, answer.content_type)
+            self.answers[call.request_id] = (image, answer.content_type)
             if len(self.answers) > _ANSWERS_KEPT:
                 self.answers.popitem(last=False)
         self.touched_s = time.monotonic()
@@ -136,11 +138,14 @@ class OpenSession:
 
     async def image(self, image_format: str) -> web.Response:
         """The screen as it stands."""
-        body = await self.task.screenshot(image_format)
-        return web.Response(body=body, content_type=wire.IMAGE_FORMATS[image_format])
+        return _image_response(await self.task.screenshot(image_format), image_format)
 
 
-def refusal(kind: type[web.HTTPException], detail: str, **options: object) -> web.HTTPException:
+def _image_response(image: bytes, image_format: str) -> web.Response:
+    return web.Response(body=image, content_type=wire.IMAGE_FORMATS[image_format])
+
+
+def refusal(kind: type[web.HTTPException], detail: str, **options: Any) -> web.HTTPException:
     """An error whose body says why, as every shape tells its errors."""
     body = web.json_response({"detail": detail}).text
     return kind(text=body, content_type="application/json", **options)

@@ -20,10 +20,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.store.files import write_atomically
@@ -41,10 +42,8 @@ _PARENT_POLL_S = 0.5
 _SHUTDOWN_S = 2.0
 _KEPT = ("Allow", "Retry-After")  # headers of an error that say what to do
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Handler:
+def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Middleware:
     """The middleware before every call: who may speak, and how errors are told."""
     names = {"localhost", "127.0.0.1", "::1", host, *allowed_hosts}
     expected = None if token is None else f"Bearer {token}".encode()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import io
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -33,15 +33,25 @@ class RunningTask(Protocol):
 
     async def act(self, action: Action) -> None:
         """Applies an action. It need not be done when this returns: that is what delays are for."""
+        ...
 
     async def screenshot(self, image_format: str) -> bytes:
         """The screen, encoded as one of wire.IMAGE_FORMATS."""
+        ...
 
-    async def progress(self) -> dict[str, object]:
+    async def progress(self) -> dict[str, Any]:
         """What the task counts, done: bool, reward: float or None while nothing is decided."""
+        ...
 
     async def close(self) -> None:
         """Gives back what the session holds."""
+        ...
+
+    async def scripted_action(
+        self, rng: np.random.Generator, quality: float = 1.0
+    ) -> Action | None:
+        """A demonstrator's next action, wrong with probability 1 - quality; None: it has none."""
+        ...
 
 
 class DesktopTask:
@@ -60,19 +70,24 @@ class DesktopTask:
     async def screenshot(self, image_format: str) -> bytes:
         return encode_image(self._session.screenshot(), image_format)
 
-    async def progress(self) -> dict[str, object]:
+    async def progress(self) -> dict[str, Any]:
         return self._session.progress()
 
     async def close(self) -> None:
         pass
 
+    async def scripted_action(
+        self, rng: np.random.Generator, quality: float = 1.0
+    ) -> Action | None:
+        return desktop.scripted_action(self._session, rng, quality)
+
 
 class OwnDrawing:
     """`own/<name>` without a page: what somebody wrote (own_tasks.DrawnTask)."""
 
-    def __init__(self, own: own_tasks.OwnTask, task: TaskSpec) -> None:
+    def __init__(self, own: own_tasks.OwnTask, instance: own_tasks.DrawnTask) -> None:
         self._name = own.name
-        self._task = own.make(task)
+        self._task = instance
         self.instruction = self._task.instruction
         self.width_px, self.height_px = self._task.width_px, self._task.height_px
         self.delay_s = 0.0  # everything is there at once
@@ -84,7 +99,7 @@ class OwnDrawing:
     async def screenshot(self, image_format: str) -> bytes:
         return encode_image(own_tasks.check_screen(self._name, self._task), image_format)
 
-    async def progress(self) -> dict[str, object]:
+    async def progress(self) -> dict[str, Any]:
         return self._progress()
 
     async def close(self) -> None:
@@ -96,7 +111,7 @@ class OwnDrawing:
         """The task's own demonstrator; None where it has none."""
         return self._task.script(rng, bool(rng.random() >= quality))
 
-    def _progress(self) -> dict[str, object]:
+    def _progress(self) -> dict[str, Any]:
         return own_tasks.check_progress(self._name, self._task.progress())
 
 
@@ -118,7 +133,7 @@ class SessionTypes:
         self._warm_browsers = warm_browsers
         self._max_browsers = max_browsers
         self._exit_stack = contextlib.AsyncExitStack()
-        self._pool: object = None
+        self._pool: Any = None
         self._pool_lock = asyncio.Lock()
 
     async def open(self, task: TaskSpec) -> RunningTask:
@@ -132,8 +147,9 @@ class SessionTypes:
         if task.name in desktop.TASKS:
             return DesktopTask(task)
         own = self._own.get(task.name)
-        if own is not None and issubclass(own.kind, own_tasks.DrawnTask):
-            return OwnDrawing(own, task)
+        instance = own.make(task) if own is not None else None
+        if own is not None and isinstance(instance, own_tasks.DrawnTask):
+            return OwnDrawing(own, instance)
         in_browser = task.name == SIMPLE_DATA_ENTRY or task.name.startswith(MINIWOB)
         if own is None and not in_browser:
             known = (*desktop.TASKS, SIMPLE_DATA_ENTRY, f"{MINIWOB}<task>", *self._own)
@@ -150,22 +166,20 @@ class SessionTypes:
                 "pip install -e '.[browser]'"
             ) from error
         # Checked before a browser is started for nothing.
-        if own is not None:
-            own.make(task)
-        elif task.name == SIMPLE_DATA_ENTRY:
+        if task.name == SIMPLE_DATA_ENTRY:
             data_entry.parse_variant(task.variant)
-            kind = data_entry.DataEntry
-        else:
+        elif own is None:
             miniwob.parse_variant(task.name, task.variant)
-            kind = miniwob.MiniWob
         async with self._pool_lock:
             if self._pool is None:
                 self._pool = await self._exit_stack.enter_async_context(
                     pool.BrowserPool(warm=self._warm_browsers, max_browsers=self._max_browsers)
                 )
-        if own is not None:
-            return await own_page.OwnPage.open(self._pool, own, task)
-        return await kind.open(self._pool, task)
+        if own is not None and isinstance(instance, own_tasks.PageTask):
+            return await own_page.OwnPage.open(self._pool, own, instance)
+        if task.name == SIMPLE_DATA_ENTRY:
+            return await data_entry.DataEntry.open(self._pool, task)
+        return await miniwob.MiniWob.open(self._pool, task)
 
     async def close(self) -> None:
         """Ends every browser."""

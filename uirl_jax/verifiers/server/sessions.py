@@ -28,7 +28,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -135,7 +135,7 @@ class Sessions:
         self._limits = limits
         self._num_opening = 0
         self._open: dict[str, OpenSession] = {}
-        self._ended: collections.OrderedDict[str, dict[str, object]] = collections.OrderedDict()
+        self._ended: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
 
     async def __aenter__(self) -> Self:
         self._sweeper = asyncio.create_task(self._sweep())
@@ -231,11 +231,11 @@ class Sessions:
         opening = (self._types.open(task) for _ in range(count))
         results = await asyncio.gather(*opening, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
+        opened = [result for result in results if not isinstance(result, BaseException)]
         if not errors:
-            return results
-        for result in results:
-            if not isinstance(result, BaseException):
-                await result.close()
+            return opened
+        for running in opened:
+            await running.close()
         reason = untrusted_json.printable(str(errors[0]), 300)
         if isinstance(errors[0], PoolFullError):
             raise refusal(web.HTTPTooManyRequests, reason)

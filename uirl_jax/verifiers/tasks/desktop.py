@@ -8,6 +8,7 @@ are in `desktop_tasks`, HTTP in `server`.
 
 import dataclasses
 import hashlib
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -109,7 +110,7 @@ class Session:
             self._shift_pending = False
             self.window.widgets = self.judge.layout(self._rng)
 
-    def progress(self) -> dict[str, object]:
+    def progress(self) -> dict[str, Any]:
         """What the task counts, and done: bool, reward: float or None while nothing is decided."""
         return {**self.judge.counts(), "done": self.judge.done, "reward": self.judge.reward}
 

@@ -11,6 +11,7 @@ Rewards, by the rule declared here and nowhere else (a policy's own claim of suc
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -169,7 +170,7 @@ class ClickButton:
         self.done = True
         self.reward = 1.0 if event.name == self.goal else 0.0
 
-    def counts(self) -> dict[str, object]:
+    def counts(self) -> dict[str, Any]:
         return {"num_clicks": self._num_clicks, "clicked": self._clicked}
 
     def script(self, window: Window, rng: np.random.Generator, wrong: bool) -> Action:
@@ -211,7 +212,7 @@ class EnterText:
             self.done = True
             self.reward = 1.0 if window.texts["field"] == self.goal else 0.0
 
-    def counts(self) -> dict[str, object]:
+    def counts(self) -> dict[str, Any]:
         return {"submitted": self.done}
 
     def script(self, window: Window, rng: np.random.Generator, wrong: bool) -> Action:
@@ -309,7 +310,7 @@ class DataEntry:
             self._num_incorrect += 1
         window.clear_fields()
 
-    def counts(self) -> dict[str, object]:
+    def counts(self) -> dict[str, Any]:
         return {
             "submitted_row_indices": list(self._submitted),
             "num_incorrect_submissions": self._num_incorrect,

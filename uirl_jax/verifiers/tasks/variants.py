@@ -2,11 +2,12 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from uirl_jax.errors import VerifierError
 
 
-def read(name: str, variant: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, int | str]:
+def read(name: str, variant: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """The values that a variant names, numbers as int.
 
     Args:
@@ -16,7 +17,7 @@ def read(name: str, variant: str, known: Mapping[str, tuple[str, ...]]) -> dict[
     Raises:
       VerifierError: unknown key or value; the nearest known one is named.
     """
-    values: dict[str, int | str] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in variant.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:

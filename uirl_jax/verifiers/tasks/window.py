@@ -99,7 +99,8 @@ class Window:
         self.selected = False
 
     def _press(self, chord: str) -> Event | None:
-        in_field = self.focus in self.texts
+        field = self.focus if self.focus in self.texts else None
+        in_field = field is not None
         if chord == "ctrl+c":
             self._copy()
         elif chord == "ctrl+v":
@@ -109,17 +110,17 @@ class Window:
             self._insert("")
         elif chord == "ctrl+a" and in_field:
             self.selected = True
-        elif chord == "backspace" and in_field:
-            self.texts[self.focus] = "" if self.selected else self.texts[self.focus][:-1]
+        elif chord == "backspace" and field is not None:
+            self.texts[field] = "" if self.selected else self.texts[field][:-1]
             self.selected = False
         elif chord == "delete" and in_field and self.selected:
             self._insert("")
         elif chord == "tab" and self.texts:
             names = list(self.texts)
-            at = names.index(self.focus) if in_field else -1
+            at = names.index(field) if field is not None else -1
             self.focus, self.selected = names[(at + 1) % len(names)], False
-        elif chord == "enter" and in_field:
-            return Event("enter", self.focus)
+        elif chord == "enter" and field is not None:
+            return Event("enter", field)
         return None
 
     def _copy(self) -> None:
