@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from tests import tiny_config, tiny_model
@@ -119,6 +120,25 @@ def test_export_adapter_peft_gives_the_same_logits(tmp_path, model_dir, trained)
     again = nnx.merge(started.graphdef, started.lora, started.frozen)
     np.testing.assert_allclose(logits(again), expected_btv, atol=1e-5)
     assert started.base_hash == weights.base_hash(model_dir)
+
+
+@pytest.mark.parametrize("writer", ["export", "peft"])
+def test_adapter_of_another_base_is_refused(tmp_path, model_dir, trained, writer):
+    """By the hash in our own file, or by the directory that PEFT's config names."""
+    workdir = write_run(tmp_path / "run", model_dir, trained[0])
+    assert run("adapter", f"--workdir={workdir}", f"--out={tmp_path / 'adapter'}") == 0
+    if writer == "peft":
+        file = tmp_path / "adapter" / "adapter_model.safetensors"
+        safetensors.numpy.save_file(safetensors.numpy.load_file(file), file)  # without the hash
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    tensors = safetensors.numpy.load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    safetensors.numpy.save_file(tensors, other / "model.safetensors")
+    lora = LoraConfig(rank=16, alpha=32.0, targets=("attention", "mlp"))
+    said = r"adapter was trained on another base, '.*model\d*' \(hash .*the model is .*other"
+    with pytest.raises(ModelError, match=said):
+        loading.load(other, lora=lora, seed=0, adapter=tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

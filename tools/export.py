@@ -109,7 +109,13 @@ def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
     adapters = weights.adapters_from_numpy(arrays, abstract_adapters)
     if kind == "adapter":
         model = nnx.merge(graphdef, adapters, abstract_base)  # an adapter says nothing of the base
-        peft_adapters.save_adapter(model, out, family.weights, base_model=base_dir.resolve())
+        peft_adapters.save_adapter(
+            model,
+            out,
+            family.weights,
+            base_model=base_dir.resolve(),
+            base_hash=weights.base_hash(base_dir),
+        )
     else:
         loading.save_merged(base_dir, cfg.model.lora, adapters, out)
     return f"{what} on {base_dir}"

@@ -47,16 +47,25 @@ UNSENT = frozenset({TERMINATE, "answer"})  # kinds of action that are not sent t
 class RolloutConfig:
     """Sampling settings and limits of one episode; the task has `max_turns`."""
 
-    temperature: float = 1.0  # 0 is greedy
+    # 0 is greedy.
+    temperature: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 100.0})
     # Truncate the sampling distribution. The learner's ratios use the full distributions; the
     # importance weights correct for the difference (loss.importance).
-    top_p: float = 1.0  # 1: off
-    top_k: int = 0  # 0: off
-    max_new_tokens: int = 32  # per turn
-    max_context_tokens: int = 2048  # including screenshots, excluding sampled tokens of the turn
-    episode_timeout_s: float = 300.0
-    delete_timeout_s: float = 5.0  # for deleting the session, on top of episode_timeout_s
-    success_reward: float = 1.0  # an episode that is done with at least this reward is a success
+    top_p: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 1.0})  # 1: off
+    top_k: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})  # 0: off
+    # Per turn.
+    max_new_tokens: int = dataclasses.field(default=32, metadata={"min": 1, "max": 65_536})
+    # Including screenshots, excluding sampled tokens of the turn.
+    max_context_tokens: int = dataclasses.field(
+        default=2048, metadata={"min": 1, "max": 10_000_000}
+    )
+    episode_timeout_s: float = dataclasses.field(
+        default=300.0, metadata={"above": 0.0, "max": 86_400.0}
+    )
+    # For deleting the session, on top of episode_timeout_s.
+    delete_timeout_s: float = dataclasses.field(default=5.0, metadata={"above": 0.0, "max": 3600.0})
+    # An episode that is done with at least this reward is a success.
+    success_reward: float = dataclasses.field(default=1.0, metadata={"min": -1e6, "max": 1e6})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,11 @@
 `from_config` and passes its parts on; no other module sees a flag or a ConfigDict. The dataclass is
 the schema: field names are the known keys, with their type hints, defaults and metadata:
 
-    steps: int = dataclasses.field(default=60, metadata={"min": 1, "help": "the curve flattens"})
+    steps: int = dataclasses.field(default=60, metadata={"min": 1, "max": 1000})
 
-    min, max    inclusive bounds of a number, or of every number in a tuple
-    above       exclusive lower bound
-    help        one line: the reason for the default
+    min, max      inclusive bounds of a number, or of every number in a tuple
+    above, below  exclusive bounds
+    help          one line: the reason for the default
 
 A dataclass may check fields against each other in `__post_init__`, raising ConfigError or
 ValueError. All faults of a config are reported together, each with its full dotted path.
@@ -280,12 +280,24 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, path: str, faults: li
     for number in numbers:
         if type(number) not in (int, float):
             continue
-        if "min" in metadata and number < metadata["min"]:
-            faults.append(f"{path}: got {number}, expected at least {metadata['min']}")
-        if "max" in metadata and number > metadata["max"]:
-            faults.append(f"{path}: got {number}, expected at most {metadata['max']}")
-        if "above" in metadata and number <= metadata["above"]:
-            faults.append(f"{path}: got {number}, expected more than {metadata['above']}")
+        inside = metadata.get("min", -math.inf) <= number <= metadata.get(
+            "max", math.inf
+        ) and metadata.get("above", -math.inf) < number < metadata.get("below", math.inf)
+        if not inside:
+            faults.append(f"{path}: got {number}, expected {_range(metadata)}")
+
+
+def _range(metadata: Mapping[str, Any]) -> str:
+    """ "1 to 4096", "more than 0 and at most 1"; for messages."""
+    if "min" in metadata and "max" in metadata:
+        return f"{_short(metadata['min'])} to {_short(metadata['max'])}"
+    words = {"min": "at least", "above": "more than", "max": "at most", "below": "less than"}
+    parts = [f"{word} {_short(metadata[key])}" for key, word in words.items() if key in metadata]
+    return " and ".join(parts)
+
+
+def _short(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 def _config_of_argv(argv: Sequence[str], name: str) -> str | None:

@@ -47,7 +47,7 @@ class TaskConfig:
 
     name: str
     variant: str = ""
-    max_turns: int = dataclasses.field(default=1, metadata={"min": 1})
+    max_turns: int = dataclasses.field(default=1, metadata={"min": 1, "max": 10_000})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,8 @@ class VerifierConfig:
     """The verifiers that the actor uses."""
 
     urls: tuple[str, ...] = ()  # empty: the bundled server, found by verifier.port in the workdir
-    port: int = 0  # of the bundled server; 0: a free one
+    # Of the bundled server; 0: a free one.
+    port: int = dataclasses.field(default=0, metadata={"min": 0, "max": 65_535})
     dialect: DialectName = "g1+"  # python -m uirl_jax.verifiers.doctor URL finds out which
     action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
     task_dirs: tuple[str, ...] = ()  # folders of the user's own tasks own/<name>; docs/own_task.md
@@ -72,11 +73,11 @@ class VerifierConfig:
 class ActorSection:
     """How many episodes run at a time, and how each is sampled."""
 
-    group_size: int = dataclasses.field(default=8, metadata={"min": 1})
-    concurrency: int = dataclasses.field(default=64, metadata={"min": 1})
+    group_size: int = dataclasses.field(default=8, metadata={"min": 1, "max": 4096})
+    concurrency: int = dataclasses.field(default=64, metadata={"min": 1, "max": 65_536})
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     # Policy versions that actors deliberately stay behind the learner, to study staleness.
-    policy_lag: int = dataclasses.field(default=0, metadata={"min": 0})
+    policy_lag: int = dataclasses.field(default=0, metadata={"min": 0, "max": 1000})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,8 @@ class EvaluationConfig:
     """Evaluation on held-out instances, before and after training."""
 
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
-    temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0})  # 0 is greedy
+    # 0 is greedy.
+    temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 100.0})
     random: bool = False  # first evaluate random actions, as the stage `random`
 
 
@@ -92,9 +94,9 @@ class EvaluationConfig:
 class MeshConfig:
     """Sizes of the mesh's axes; -1: the devices that the other axes leave."""
 
-    data: int = -1
-    fsdp: int = 1
-    model: int = 1
+    data: int = dataclasses.field(default=-1, metadata={"min": -1, "max": 1_000_000})
+    fsdp: int = dataclasses.field(default=1, metadata={"min": -1, "max": 1_000_000})
+    model: int = dataclasses.field(default=1, metadata={"min": -1, "max": 1_000_000})
 
 
 @dataclasses.dataclass(frozen=True)

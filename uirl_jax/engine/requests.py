@@ -30,14 +30,21 @@ class OpenAIConfig:
     adapters_dir: str = ""
     adapters_dir_there: str = ""
     api_key_env: str = ""  # name of the environment variable that holds the key; empty: no key
-    concurrency: int = dataclasses.field(default=64, metadata={"min": 1})  # requests at a time
+    # Requests at a time.
+    concurrency: int = dataclasses.field(default=64, metadata={"min": 1, "max": 65_536})
     # For no connection, 429 and 503; pauses double, with jitter. 6 of them add up to half a minute.
-    attempts: int = dataclasses.field(default=7, metadata={"min": 1})
-    backoff_s: float = dataclasses.field(default=0.5, metadata={"min": 0.0})
-    connect_timeout_s: float = dataclasses.field(default=5.0, metadata={"above": 0.0})
+    attempts: int = dataclasses.field(default=7, metadata={"min": 1, "max": 100})
+    backoff_s: float = dataclasses.field(default=0.5, metadata={"min": 0.0, "max": 600.0})
+    connect_timeout_s: float = dataclasses.field(
+        default=5.0, metadata={"above": 0.0, "max": 3600.0}
+    )
     # A request waits in the server's own queue, too: what takes longer is no answer.
-    request_timeout_s: float = dataclasses.field(default=300.0, metadata={"above": 0.0})
-    max_answer_bytes: int = dataclasses.field(default=8 * 1024 * 1024, metadata={"min": 1024})
+    request_timeout_s: float = dataclasses.field(
+        default=300.0, metadata={"above": 0.0, "max": 86_400.0}
+    )
+    max_answer_bytes: int = dataclasses.field(
+        default=8 * 1024 * 1024, metadata={"min": 1024, "max": 2**30}
+    )
 
     def __post_init__(self) -> None:
         if self.url:
@@ -57,19 +64,33 @@ class EngineConfig:
     openai: OpenAIConfig = dataclasses.field(default_factory=OpenAIConfig)
     # Memory: slots x (context_lengths[-1] + max_new_tokens) tokens of keys and values. 0: as many
     # as the largest batch; more keep the contexts of episodes that wait for their environment.
-    slots: int = dataclasses.field(default=0, metadata={"min": 0})
+    slots: int = dataclasses.field(default=0, metadata={"min": 0, "max": 65_536})
     # Of a context; the largest bounds an episode. A call looks at so much of its slots.
-    context_lengths: tuple[int, ...] = (128, 256)
-    max_new_tokens: int = dataclasses.field(default=32, metadata={"min": 1})
-    batch_sizes: tuple[int, ...] = (1, 8, 32)  # rows of a decode step
-    decode_steps: int = dataclasses.field(default=8, metadata={"min": 1})  # tokens between looks
-    prefill_rows: tuple[int, ...] = (1, 8)
-    prefill_lengths: tuple[int, ...] = (64, 256)  # of a row and call; what is longer takes several
-    image_rows: tuple[int, ...] = (1, 8)  # rows of the vision tower in a call
+    context_lengths: tuple[int, ...] = dataclasses.field(
+        default=(128, 256), metadata={"min": 1, "max": 10_000_000}
+    )
+    max_new_tokens: int = dataclasses.field(default=32, metadata={"min": 1, "max": 65_536})
+    # Rows of a decode step.
+    batch_sizes: tuple[int, ...] = dataclasses.field(
+        default=(1, 8, 32), metadata={"min": 1, "max": 65_536}
+    )
+    # Tokens between looks.
+    decode_steps: int = dataclasses.field(default=8, metadata={"min": 1, "max": 4096})
+    prefill_rows: tuple[int, ...] = dataclasses.field(
+        default=(1, 8), metadata={"min": 1, "max": 65_536}
+    )
+    # Of a row and call; what is longer takes several.
+    prefill_lengths: tuple[int, ...] = dataclasses.field(
+        default=(64, 256), metadata={"min": 1, "max": 10_000_000}
+    )
+    # Rows of the vision tower in a call.
+    image_rows: tuple[int, ...] = dataclasses.field(
+        default=(1, 8), metadata={"min": 1, "max": 65_536}
+    )
     # Patches of such a row; screenshots that fit together share it.
-    image_row_patches: int = dataclasses.field(default=256, metadata={"min": 1})
+    image_row_patches: int = dataclasses.field(default=256, metadata={"min": 1, "max": 1_000_000})
     # Visual tokens that are kept for later; 0: four of the largest calls' worth.
-    image_tokens: int = dataclasses.field(default=0, metadata={"min": 0})
+    image_tokens: int = dataclasses.field(default=0, metadata={"min": 0, "max": 1_000_000_000})
     # Under a new policy keep what older ones computed: nothing is computed again, and logprobs are
     # those of no single policy.
     keep_stale_cache: bool = False

@@ -38,8 +38,8 @@ class ChatConfig:
     coordinates: str = ""  # empty: the format's own; for a model that was taught another space
     system_prompt: str | None = None  # None: the format's own; empty: no system block
     prompt_template: str | None = None  # None: the format's own; placeholders as in actions.Prompt
-    max_screenshots: int = 10
-    drop_screenshots: int = 5
+    max_screenshots: int = dataclasses.field(default=10, metadata={"min": 1, "max": 1000})
+    drop_screenshots: int = dataclasses.field(default=5, metadata={"min": 1, "max": 1000})
 
     def __post_init__(self) -> None:
         if not {"{instruction}", "{task_description}"} & set(

@@ -8,6 +8,7 @@ a ModelError.
 import concurrent.futures
 import contextlib
 import dataclasses
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from uirl_jax import assets
@@ -27,6 +27,8 @@ from uirl_jax.models.blocks import Remat
 from uirl_jax.models.directory import copy_tokenizer
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize
+
+_HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,9 +83,9 @@ def load(
     if lora is not None:
         family.weights.projections_of(lora.targets)
     cfg = family.read_config(path)
-    arrays = None
+    found = None
     if adapter:  # before the weights: what is wrong with it shows in a second
-        arrays = _read_adapter(assets.find(adapter), family, cfg, lora)
+        found = _read_adapter(assets.find(adapter), family, cfg, lora)
     path = hub.model_directory(model_dir)
     with _hashing(path) as base_hash:
         model = read_model(
@@ -98,8 +100,9 @@ def load(
             quantize=quantize,
         )
     graphdef, lora_state, frozen = nnx.split(model, LoRAParam, ...)
-    if arrays is not None:
-        lora_state = weights.adapters_from_numpy(arrays, lora_state)
+    if found is not None:
+        _check_base(assets.find(adapter), found, model_dir, path, base_hash.result())
+        lora_state = weights.adapters_from_numpy(found.arrays, lora_state)
     return PolicyModel(
         path=path,
         family=family,
@@ -196,7 +199,13 @@ def save_adapter(
     Raises: ModelError where the model has no adapters.
     """
     module = nnx.merge(model.graphdef, model.lora if lora is None else lora, model.frozen)
-    peft_adapters.save_adapter(module, directory, model.family.weights, base_model=base_model)
+    peft_adapters.save_adapter(
+        module,
+        directory,
+        model.family.weights,
+        base_model=base_model,
+        base_hash=model.base_hash,
+    )
 
 
 def load_adapter(directory: str | Path, family: Family, cfg: Any) -> peft_adapters.Adapter:
@@ -226,8 +235,8 @@ def _hashing(path: Path) -> Iterator[concurrent.futures.Future[str]]:
 
 def _read_adapter(
     directory: Path, family: Family, cfg: Any, lora: LoraConfig | None
-) -> dict[str, np.ndarray]:
-    """Its arrays, by leaf. Raises: ModelError that names every difference to `lora`."""
+) -> peft_adapters.Adapter:
+    """Raises: ModelError that names every difference to `lora`."""
     found = load_adapter(directory, family, cfg)
     if lora is None:
         raise ModelError(f"{directory}: the model is loaded without adapters")
@@ -247,4 +256,43 @@ def _read_adapter(
     ]
     if differences:
         raise ModelError(f"{directory}: {'; '.join(differences)}; set what the adapter has")
-    return found.arrays
+    return found
+
+
+def _check_base(
+    directory: Path,
+    adapter: peft_adapters.Adapter,
+    model_dir: str | Path,
+    path: Path,
+    base_hash: str,
+) -> None:
+    """Compares the base that an adapter was trained on with the model that was loaded.
+
+    An adapter of this package has the hash of its base. For others the base that
+    adapter_config.json names is hashed if it is a directory here, or compared with the model's
+    name if both are names on the hub. If nothing can be compared, the adapter is taken.
+
+    Args:
+      model_dir: the model as the user named it.
+      path: its directory, whose hash is base_hash.
+    Raises: ModelError: another base.
+    """
+    its_hash, named = adapter.base_hash, adapter.base_model
+    if not its_hash and named and (Path(named) / "config.json").is_file():
+        its_hash = weights.base_hash(named)
+    if its_hash:
+        differs = its_hash != base_hash
+    else:
+        both_on_hub = _HUB_REPO.fullmatch(named) and hub.is_hub_name(model_dir)
+        differs = bool(both_on_hub) and _repo(named) != _repo(str(model_dir))
+    if differs:
+        base = f"{named!r}" if named else "other weights"
+        hashes = f" (hash {its_hash[:8]}, the model's is {base_hash[:8]})" if its_hash else ""
+        raise ModelError(
+            f"{directory}: the adapter was trained on another base, {base}{hashes}; the model is "
+            f"{path}. Load that base, or merge the adapter onto it first"
+        )
+
+
+def _repo(name: str) -> str:
+    return re.sub(r"^hf:/+", "", name).partition("@")[0].lower()

@@ -45,11 +45,14 @@ class AlgorithmConfig:
     loss: PolicyLossConfig = dataclasses.field(default_factory=PolicyLossConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)  # with estimator "gae"
     aggregation: Aggregation = "token_mean"
-    max_tokens: int = 0  # most tokens an episode may sample; for aggregation "constant_length"
-    epochs: int = dataclasses.field(default=1, metadata={"min": 1})  # over a step's records
-    minibatches: int = dataclasses.field(default=1, metadata={"min": 1})  # updates per epoch
+    # Most tokens an episode may sample; for aggregation "constant_length".
+    max_tokens: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
+    # Over a step's records.
+    epochs: int = dataclasses.field(default=1, metadata={"min": 1, "max": 1000})
+    # Updates per epoch.
+    minibatches: int = dataclasses.field(default=1, metadata={"min": 1, "max": 10_000})
     # A step stops updating once KL(old || policy) exceeds this; 0: no limit.
-    stop_kl: float = 0.0
+    stop_kl: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 1000.0})
     # Replace groups whose rewards are all equal by fresh ones: their advantages are all 0 (DAPO's
     # dynamic sampling, arXiv:2503.14476, section 3.2).
     skip_equal_groups: bool = False
@@ -59,11 +62,12 @@ class AlgorithmConfig:
     # Add a stored success of the same instance to a group without any success (learner.replay);
     # needs curriculum.instances, so that instances repeat.
     replay: bool = False
-    keep_reward: float = 1.0  # imitation: keep episodes with at least this reward
+    # Imitation: keep episodes with at least this reward.
+    keep_reward: float = dataclasses.field(default=1.0, metadata={"min": -1e6, "max": 1e6})
     # imitation: most episodes kept per group, the best first; 1 is best-of-n, 0 keeps all.
-    keep_per_group: int = 0
+    keep_per_group: int = dataclasses.field(default=0, metadata={"min": 0, "max": 65_536})
     # imitation: episodes a step needs; more groups are sampled until it has them.
-    min_kept: int = dataclasses.field(default=1, metadata={"min": 1})
+    min_kept: int = dataclasses.field(default=1, metadata={"min": 1, "max": 1_000_000})
 
     def __post_init__(self) -> None:
         if self.aggregation == "constant_length" and self.max_tokens < 1:

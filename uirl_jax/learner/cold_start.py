@@ -39,12 +39,15 @@ MODEL_DIR = Path("cold_start") / "model"  # in the workdir
 class ColdStartConfig:
     """Number of steps, the demonstrations, and which weights are trained."""
 
-    steps: int = dataclasses.field(default=0, metadata={"min": 0, "help": "0: no cold start"})
-    episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1})
+    steps: int = dataclasses.field(
+        default=0, metadata={"min": 0, "max": 10_000_000, "help": "0: no cold start"}
+    )
+    episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1, "max": 65_536})
     quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     # Number of scripted demonstrations, played once and repeated in epochs; 0: new ones each step.
-    episodes: int = dataclasses.field(default=0, metadata={"min": 0})
-    browsers: int = dataclasses.field(default=2, metadata={"min": 1})  # play them in parallel
+    episodes: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
+    # Play them in parallel.
+    browsers: int = dataclasses.field(default=2, metadata={"min": 1, "max": 256})
     train: Literal["lora", "all"] = "lora"
     # Folders written by tools.record_demo: recorded demonstrations in place of scripted ones.
     demonstrations: tuple[str, ...] = ()

@@ -29,10 +29,11 @@ class CurriculumConfig:
     weight_by: Literal["none", "failure", "variance"] = "none"
     # Exponent of the weights: at 8 a task that always fails is drawn four times as often as one
     # that fails four times of five (alpha of prioritized replay, arXiv:1511.05952, eq. 1).
-    sharpness: float = dataclasses.field(default=1.0, metadata={"above": 0.0})
+    sharpness: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 100.0})
     # Share of a task of weight 0, relative to one of weight 1: solved tasks are still practised.
     min_share: float = dataclasses.field(default=0.1, metadata={"above": 0.0, "max": 1.0})
-    window: int = dataclasses.field(default=64, metadata={"min": 1})  # episodes a rate is over
+    # Episodes a rate is over.
+    window: int = dataclasses.field(default=64, metadata={"min": 1, "max": 1_000_000})
 
 
 class Tallies:

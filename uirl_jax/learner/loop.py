@@ -35,17 +35,17 @@ from uirl_jax.types import Trajectory
 class LearnerConfig:
     """The number of steps, and the groups, batches and optimizer of each."""
 
-    steps: int = dataclasses.field(metadata={"min": 0})
-    groups_per_step: int = dataclasses.field(default=8, metadata={"min": 1})
+    steps: int = dataclasses.field(metadata={"min": 0, "max": 10_000_000})
+    groups_per_step: int = dataclasses.field(default=8, metadata={"min": 1, "max": 65_536})
     # In policy versions; 0: the actor waits for each new policy.
-    max_staleness: int = dataclasses.field(default=0, metadata={"min": 0})
+    max_staleness: int = dataclasses.field(default=0, metadata={"min": 0, "max": 1000})
     batch: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
     )
-    keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1})
+    keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1, "max": 10_000})
     # Time between two listings of the shards.
-    poll_s: float = dataclasses.field(default=0.02, metadata={"above": 0.0})
+    poll_s: float = dataclasses.field(default=0.02, metadata={"above": 0.0, "max": 60.0})
 
 
 # A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
@@ -303,7 +303,8 @@ def _describe(
         "episode/sampled_tokens": float(np.mean(sampled)),
         "episode/seconds": float(np.mean([trajectory.duration_s for trajectory in trajectories])),
         "groups/with_signal": float(np.mean(signals)),
-        "groups/useless": sum(not algorithm.useful(group, algorithm_cfg) for group in groups),
+        "groups/useless": sum(not signal for signal in signals),
+        "groups/replaced": sum(not algorithm.useful(group, algorithm_cfg) for group in groups),
         "offpolicy/staleness": float(np.mean(staleness)),
         "replay/episodes": len(replayed),
         "replay/staleness": float(

@@ -30,13 +30,14 @@ class OptimizerConfig:
     name: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
     # None: 1e-4 for adapters, 1e-5 for all weights; the run prints it. 1e-3 suits a model that is
     # trained from scratch.
-    lr: float | None = None
-    warmup_steps: int = 0
+    lr: float | None = dataclasses.field(default=None, metadata={"min": 0.0, "max": 1.0})
+    warmup_steps: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
     schedule: Literal["constant", "cosine"] = "constant"
-    weight_decay: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.99  # not 0.999: an RL run has hundreds of steps, not 100,000
-    clip_norm: float = 1.0
+    weight_decay: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 10.0})
+    b1: float = dataclasses.field(default=0.9, metadata={"min": 0.0, "below": 1.0})
+    # Not 0.999: an RL run has hundreds of steps, not 100,000.
+    b2: float = dataclasses.field(default=0.99, metadata={"min": 0.0, "below": 1.0})
+    clip_norm: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 1e9})
 
     def resolved(self, trains: Trains) -> Self:
         """This config with the default learning rate filled in."""
@@ -54,9 +55,12 @@ class OptimizerConfig:
 class CriticConfig:
     """The value head of PPO: one linear layer on the policy's last hidden state."""
 
-    lr: float = 1e-3  # higher than the adapters': the head starts from zero
-    coefficient: float = 0.1  # of the value loss, whose gradient also reaches the adapters
-    clip: float = 0.2  # limit on the value's change within an update; 0: no limit
+    # Higher than the adapters': the head starts from zero.
+    lr: float = dataclasses.field(default=1e-3, metadata={"min": 0.0, "max": 1.0})
+    # Of the value loss, whose gradient also reaches the adapters.
+    coefficient: float = dataclasses.field(default=0.1, metadata={"min": 0.0, "max": 1000.0})
+    # Limit on the value's change within an update; 0: no limit.
+    clip: float = dataclasses.field(default=0.2, metadata={"min": 0.0, "max": 1000.0})
 
 
 class Critic(NamedTuple):

@@ -34,12 +34,13 @@ class LoraConfig:
     them.
     """
 
-    rank: int = 16
-    alpha: float = 32.0  # the update is scaled by alpha / rank
+    rank: int = dataclasses.field(default=16, metadata={"min": 1, "max": 4096})
+    # The update is scaled by alpha / rank.
+    alpha: float = dataclasses.field(default=32.0, metadata={"above": 0.0, "max": 1e6})
     targets: tuple[str, ...] = ("attention", "mlp")  # q, k, v, o / gate, up, down
     # Fraction of an adapter's inputs that is zeroed, only in the pass that computes gradients.
     # Default 0: with dropout the ratio of new to old logprobs does not start at 1.
-    dropout: float = 0.0
+    dropout: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "below": 1.0})
     rslora: bool = False  # scale by alpha / sqrt(rank): updates do not shrink with the rank
 
     def __post_init__(self) -> None:

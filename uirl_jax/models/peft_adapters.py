@@ -51,11 +51,16 @@ _INERT = frozenset(
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
+_BASE_HASH = "uirl_jax.base_hash"  # key in the metadata of the safetensors file
+
+
 class Adapter(NamedTuple):
     """The content of an adapter's directory."""
 
     lora: LoraConfig  # of a model that these arrays fit
     arrays: dict[str, np.ndarray]  # float32, by path, as in weights.adapters_to_numpy
+    base_model: str = ""  # name or directory of its base, if the file says so
+    base_hash: str = ""  # of its base (weights.base_hash); only in adapters that this package wrote
 
 
 def save_adapter(
@@ -64,11 +69,13 @@ def save_adapter(
     table: WeightTable,
     *,
     base_model: str | Path | None = None,
+    base_hash: str = "",
 ) -> None:
     """Writes the model's adapters; both files are written before either is renamed.
 
     Args:
       base_model: directory or name from which peft's AutoPeftModel loads the base.
+      base_hash: of the base's files, so that a reader can refuse another base.
     Raises: ModelError: the model has no adapters.
     """
     if model.lora is None:
@@ -103,8 +110,18 @@ def save_adapter(
     }
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / _TENSORS, directory / _CONFIG) as (tensors_file, config_file):
-        tensors_file.write(safetensors.numpy.save(tensors, metadata={"format": "pt"}))
+        metadata = {"format": "pt"} | ({_BASE_HASH: base_hash} if base_hash else {})
+        tensors_file.write(_with_metadata(safetensors.numpy.save(tensors), metadata))
         config_file.write((json.dumps(config, indent=2) + "\n").encode())
+
+
+def _with_metadata(contents: bytes, metadata: dict[str, str]) -> bytes:
+    """A safetensors file with metadata. The library writes several entries in random order."""
+    size = int.from_bytes(contents[:8], "little")
+    header = {"__metadata__": metadata} | json.loads(contents[8 : 8 + size])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + contents[8 + size :]
 
 
 def load_adapter(directory: str | Path, build: Callable[[], Any], table: WeightTable) -> Adapter:
@@ -131,6 +148,7 @@ def load_adapter(directory: str | Path, build: Callable[[], Any], table: WeightT
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"{path}: not a complete safetensors file ({error})") from error
     with file:
+        metadata = file.metadata() or {}
         tensors = {name: file.get_slice(name) for name in sorted(file.keys())}
         to_file_name = _layout_of(tensors, table)
         abstract = nnx.eval_shape(build)
@@ -146,7 +164,9 @@ def load_adapter(directory: str | Path, build: Callable[[], Any], table: WeightT
                 matrices = [tensor[...].astype(np.float32).T for tensor in stored]
                 array = np.stack(matrices) if leaf.stacked else matrices[0]
                 arrays[_sibling(leaf, name)] = np.ascontiguousarray(array)
-    return Adapter(lora, arrays)
+    base_model = config.get("base_model_name_or_path")
+    base_model = base_model if isinstance(base_model, str) else ""
+    return Adapter(lora, arrays, base_model, metadata.get(_BASE_HASH, ""))
 
 
 def _lora_config(

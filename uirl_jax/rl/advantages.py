@@ -34,10 +34,14 @@ class AdvantageConfig:
     credit: Literal["episode", "turn", "token"] = "episode"
     # The return of one virtual member, added to the group's baseline. With the reward of a success
     # a group of failures gets negative advantages (NGRPO, arXiv:2509.18851).
-    virtual_return: float | None = None
-    turn_discount: float = 1.0  # gamma between turns; within a turn it is 1
-    gae_lambda: float = 0.95
-    epsilon: float = 1e-6  # added to a standard deviation
+    virtual_return: float | None = dataclasses.field(
+        default=None, metadata={"min": -1e6, "max": 1e6}
+    )
+    # Gamma between turns; within a turn it is 1.
+    turn_discount: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
+    gae_lambda: float = dataclasses.field(default=0.95, metadata={"min": 0.0, "max": 1.0})
+    # Added to a standard deviation.
+    epsilon: float = dataclasses.field(default=1e-6, metadata={"above": 0.0, "max": 1.0})
 
     def __post_init__(self) -> None:
         within_groups = self.normalise not in ("batch", "none")

@@ -28,21 +28,27 @@ KlEstimator = Literal["k1", "k2", "k3"]
 class PolicyLossConfig:
     """The clipped policy-gradient loss with its KL and entropy terms. Defaults are GRPO's."""
 
-    clip_low: float = 0.2  # PPO's range
-    clip_high: float = 0.2  # DAPO ("clip higher") raises only the upper bound, to 0.28
+    # PPO's range.
+    clip_low: float = dataclasses.field(default=0.2, metadata={"min": 0.0, "max": 1000.0})
+    # DAPO ("clip higher") raises only the upper bound, to 0.28.
+    clip_high: float = dataclasses.field(default=0.2, metadata={"min": 0.0, "max": 1000.0})
     ratio: Literal["token", "turn"] = "token"  # turn: one ratio for all tokens of a turn (GSPO)
-    kl_coefficient: float = 0.01  # against the base, adapters off
+    # Against the base, adapters off.
+    kl_coefficient: float = dataclasses.field(default=0.01, metadata={"min": 0.0, "max": 1000.0})
     kl_estimator: KlEstimator = "k3"
     # reward: coefficient x k1 is subtracted from the rewards instead, before the advantages.
     kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coefficient: float = 0.0  # bonus for the entropy of the sampled tokens' distributions
+    # Bonus for the entropy of the sampled tokens' distributions.
+    entropy_coefficient: float = dataclasses.field(
+        default=0.0, metadata={"min": 0.0, "max": 1000.0}
+    )
     # Importance weights old / behaviour, for the actor's staleness. truncate (TIS): capped. mask:
     # 0 for tokens above the cap or below its inverse. none: rollouts are treated as on-policy.
     importance: Literal["truncate", "mask", "none"] = "truncate"
-    importance_cap: float = 2.0
+    importance_cap: float = dataclasses.field(default=2.0, metadata={"above": 0.0, "max": 1e6})
     # Lower bound of the weights, with truncate. At 0 a stored success (algorithm.replay) that the
     # policy has since made unlikely has almost no weight; at 1 it counts as on-policy, as in ARPO.
-    importance_floor: float = dataclasses.field(default=0.0, metadata={"min": 0.0})
+    importance_floor: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 1.0})
 
     def __post_init__(self) -> None:
         if not 0 <= self.importance_floor <= self.importance_cap:

@@ -17,12 +17,16 @@ from uirl_jax.types import Trajectory
 class RewardConfig:
     """Weights of a record's rewards, and the penalty for long episodes."""
 
-    outcome: float = 1.0  # weight of the episode's reward
-    turns: float = 0.0  # weight of every turn's own reward
+    # Weight of the episode's reward.
+    outcome: float = dataclasses.field(default=1.0, metadata={"min": -1e6, "max": 1e6})
+    # Weight of every turn's own reward.
+    turns: float = dataclasses.field(default=0.0, metadata={"min": -1e6, "max": 1e6})
     # Overlong shaping (DAPO, arXiv:2503.14476, eq. 13): 0 up to max - buffer sampled tokens, then
     # linearly down to -1 at max. max 0: no shaping.
-    overlong_max_tokens: int = 0
-    overlong_buffer_tokens: int = 0
+    overlong_max_tokens: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
+    overlong_buffer_tokens: int = dataclasses.field(
+        default=0, metadata={"min": 0, "max": 10_000_000}
+    )
 
     def __post_init__(self) -> None:
         if self.overlong_max_tokens and not 0 < self.overlong_buffer_tokens <= (

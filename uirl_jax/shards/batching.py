@@ -30,11 +30,24 @@ class BatchConfig:
     shared prompts cost the fast attention kernel, so they pay where an episode is one short turn.
     """
 
-    rows: int = 64  # B: how many go through at once; a step takes as many batches as it needs
-    row_lengths: tuple[int, ...] = (128, 256, 512)  # T
-    sampled_lengths: tuple[int, ...] = ()  # S, sampled tokens of a row; after these, T
-    image_rows: tuple[int, ...] = (8, 16, 32, 64)  # I, one distinct screenshot per row
-    patch_lengths: tuple[int, ...] = (192,)  # P of a row; `Inputs.row_tokens` refuses some
+    # B: how many go through at once; a step takes as many batches as it needs.
+    rows: int = dataclasses.field(default=64, metadata={"min": 1, "max": 65_536})
+    # T.
+    row_lengths: tuple[int, ...] = dataclasses.field(
+        default=(128, 256, 512), metadata={"min": 1, "max": 1_000_000}
+    )
+    # S, sampled tokens of a row; after these, T.
+    sampled_lengths: tuple[int, ...] = dataclasses.field(
+        default=(), metadata={"min": 1, "max": 1_000_000}
+    )
+    # I, one distinct screenshot per row.
+    image_rows: tuple[int, ...] = dataclasses.field(
+        default=(8, 16, 32, 64), metadata={"min": 1, "max": 65_536}
+    )
+    # P of a row; `Inputs.row_tokens` refuses some.
+    patch_lengths: tuple[int, ...] = dataclasses.field(
+        default=(192,), metadata={"min": 1, "max": 1_000_000}
+    )
     pack: bool = True  # several sequences in a row; else one each
     share_prompts: bool = False
 

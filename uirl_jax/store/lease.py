@@ -78,20 +78,23 @@ def _actor_lease(actor_id: str) -> str:
 def _hold(
     store: Store, name: str, who: str, way_out: str, on_lost: Callable[[], None]
 ) -> Iterator[None]:
-    holder = f"process {os.getpid()} on {socket.gethostname()}"
-    for attempts_left in reversed(range(_ATTEMPTS)):
-        try:
-            lease = store.claim(name, holder)
-            break
-        except LeaseHeldError as error:
-            if not attempts_left:
-                raise ConfigError(
-                    f"{store.location()}: {who} is running there ({error}); wait for it or stop "
-                    f"it, or {way_out}"
-                ) from None
-            time.sleep(_RETRY_S)
+    try:
+        lease = _claim(store, name, f"process {os.getpid()} on {socket.gethostname()}")
+    except LeaseHeldError as error:
+        raise ConfigError(
+            f"{store.location()}: {who} is running there ({error}); wait for it or stop it, or "
+            f"{way_out}"
+        ) from None
     with renewed(lease, on_lost):
         yield
+
+
+def _claim(store: Store, name: str, holder: str) -> Lease:
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(LeaseHeldError):
+            return store.claim(name, holder)
+        time.sleep(_RETRY_S)
+    return store.claim(name, holder)
 
 
 @contextlib.contextmanager

@@ -22,10 +22,12 @@ class ContainerConfig:
     address: str = "http://{host}:{port}"
     publish_ip: str = "127.0.0.1"  # docker: the address of its host that the port appears on
     namespace: str = "default"  # kubernetes
-    cpus: float = dataclasses.field(default=1.0, metadata={"above": 0.0})
-    memory_mib: int = dataclasses.field(default=2048, metadata={"min": 64})
-    start_timeout_s: float = dataclasses.field(default=120.0, metadata={"above": 0.0})
-    lifetime_s: float = dataclasses.field(default=3600.0, metadata={"above": 0.0})
+    cpus: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 1024.0})
+    memory_mib: int = dataclasses.field(default=2048, metadata={"min": 64, "max": 4_000_000})
+    start_timeout_s: float = dataclasses.field(
+        default=120.0, metadata={"above": 0.0, "max": 3600.0}
+    )
+    lifetime_s: float = dataclasses.field(default=3600.0, metadata={"above": 0.0, "max": 604_800.0})
 
     def __post_init__(self) -> None:
         faults = []
