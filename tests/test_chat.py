@@ -236,7 +236,7 @@ def test_decode_strips_the_end_token_only(chat):
     for end_token_id in chat.end_token_ids:
         assert chat.decode([*ids, end_token_id]) == "wait(1)"
     assert chat.decode([]) == ""
-    # A token amid the text stays visible, so that the text is no action.
+    # A token amid the text stays visible, so that the text is not an action.
     assert chat.decode([chat.end_token_ids[0], *ids]) == "<|im_end|>wait(1)"
 
 
@@ -478,7 +478,7 @@ def test_messages_are_rendered_to_the_context(model_dir, turns):
 
 def test_as_read_is_what_the_template_and_tokenizer_make_of_other_pieces(model_dir, chat):
     pieces = [i for char in 'type("hello")' for i in chat.encode(char)]
-    half_a_letter = chat.encode("ï")[:1]  # bytes that are no UTF-8
+    half_a_letter = chat.encode("ï")[:1]  # bytes that are not UTF-8
     sampled = [
         np.array([*pieces, chat.end_token_ids[0]], np.int32),
         np.array([*half_a_letter, chat.end_token_ids[0]], np.int32),
@@ -507,7 +507,7 @@ def test_without_repeats_keeps_one_of_each_run():
 @pytest.mark.parametrize("name", FORMATS)
 def test_messages_of_every_format_are_rendered_to_the_context(published_dir, name):
     chat = Chat(published_dir, ChatConfig(action_format=name), LAYOUT)
-    sampled = [chat.completion_ids("no action"), chat.completion_ids("")]
+    sampled = [chat.completion_ids("not an action"), chat.completion_ids("")]
     context = chat.context(INSTRUCTION, SCREENS, sampled)
     num_visual = [NUM_VISUAL[index] for index in context.kept]
     assert _rendered_ids(published_dir, context.messages, num_visual) == (context.ids.tolist())

@@ -11,11 +11,13 @@ from tests import actor_world as world
 from tests.field_servers import SHEET, Container, Proxy, Sessions, serving
 from uirl_jax import actions
 from uirl_jax.errors import ActionError, ActUncertainError, VerifierError
+from uirl_jax.store import open_store
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import dialects, doctor
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
 from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.client.used_containers import InStore
 from uirl_jax.verifiers.tasks import desktop
 
 # The test sheet has three rows; this task wants all of them.
@@ -445,3 +447,44 @@ def test_doctor_leaves_no_session_and_prints_the_config_line(capsys):
     assert code == 0 and server.infos and not server.open
     out = capsys.readouterr().out
     assert f"pin: cfg.verifier.dialect = 'g1'; cfg.verifier.urls = (\"{url}\",)" in out
+
+
+@pytest.mark.parametrize("dialect", ["g2a", "g2b"])
+@pytest.mark.parametrize("new_start_time", [True, False])
+def test_container_restarted_within_an_episode_is_an_error(dialect, new_start_time):
+    """It has forgotten a wrong submission: what follows would be paid in full."""
+
+    async def run():
+        container = Container(dialect)
+        async with serving(container) as url, client_of(url, dialect) as client:
+            session = await client.create(TASK)
+            container.screen.desktop.judge._num_incorrect = 1
+            assert (await client.progress(session.id))["num_incorrect_submissions"] == 1
+            fresh = Container(dialect)
+            container.screen = fresh.screen
+            said = "num_incorrect_submissions fell from 1 to 0"
+            if new_start_time:  # and a wrong submission in the new one, so that no count falls
+                container._start_time = fresh._start_time
+                fresh.screen.desktop.judge._num_incorrect = 1
+                said = "was restarted during the episode"
+            with pytest.raises(VerifierError, match=said):
+                await client.progress(session.id)
+
+    asyncio.run(run())
+
+
+def test_container_that_an_earlier_process_used_is_refused(tmp_path):
+    """Its page may hold half an entry, which no count tells."""
+
+    async def run():
+        async with serving(Container("g2b")) as url:
+            for number in range(2):  # a client for each process
+                used = InStore(open_store(tmp_path))
+                async with client_of(url, "g2b", used=used) as client:
+                    if number == 0:
+                        await client.create(TASK)
+                    else:
+                        with pytest.raises(VerifierError, match="used before"):
+                            await client.create(TASK)
+
+    asyncio.run(run())

@@ -237,7 +237,7 @@ def test_rate_is_told_with_retry_after_in_every_shape(shape):
                 async with http.get(f"{url}/act", params=CLICK) as response:
                     answers.append((response.status, response.headers.get("Retry-After")))
             async with http.get(f"{url}/act", params={"action_type": "screenshot"}) as response:
-                assert response.status == 200  # looking is no action
+                assert response.status == 200  # looking is not an action
             assert answers == [(200, None), (429, "20"), (429, "20")]
 
     asyncio.run(run())

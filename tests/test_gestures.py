@@ -63,7 +63,7 @@ def test_gesture_is_the_action_that_it_looks_like(gesture, expected):
         (MOUSE | {"held_s": 90.0}, "seconds=90.0 is outside"),
         ({"kind": "text", "text": ""}, "expected some text"),
         ({"kind": "text", "text": "\x1b"}, "which no key types"),
-        (KEY | {"key": "AudioPlay", "code": "AudioPlay"}, "is no key"),
+        (KEY | {"key": "AudioPlay", "code": "AudioPlay"}, "is not a key"),
         (KEY | {"modifiers": ["hyper"]}, "modifiers are"),
         ({"kind": "words", "text": "__import__('os')"}, "unknown action '__import__'"),
     ],

@@ -63,7 +63,7 @@ def test_size_of_any_shape(size, options):
 @pytest.mark.parametrize("name", FILES)
 def test_file_that_is_cut_anywhere_is_refused(name):
     for end in range(len(FILES[name])):
-        with pytest.raises(ImageError, match="no readable PNG, JPEG or WEBP"):
+        with pytest.raises(ImageError, match="not a readable PNG, JPEG or WEBP"):
             image_size(FILES[name][:end], max_pixels=MAX_PIXELS)
 
 
@@ -106,7 +106,7 @@ def test_damaged_file_gives_a_size_or_an_image_error(name):
         (SIGNATURE + header(7, 7) + b"\xff\xff\xff\xffIDAT", "ends too early"),
         (b"\xff\xd8\xff\xd9", "ends too early"),
         (b"\xff\xd8\xff\xe0\0\0" + bytes(50), "shorter than its own length"),
-        (b"RIFF\x10\0\0\0WEBPJUNK" + bytes(40), "no picture"),
+        (b"RIFF\x10\0\0\0WEBPJUNK" + bytes(40), "not a picture"),
     ],
 )
 def test_file_that_is_none_is_refused_with_the_reason(data, word):

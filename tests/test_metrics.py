@@ -1,4 +1,4 @@
-"""Scalars of a run: one line a step, whatever kills the process; nothing that is no number."""
+"""Scalars of a run: one line a step, whatever kills the process; nothing that is not a number."""
 
 import io
 import json

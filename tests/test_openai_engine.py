@@ -254,7 +254,7 @@ def test_openai_section_is_checked_and_main_makes_the_engine_it_asks_for(tmp_pat
     with pytest.raises(ConfigError, match=r"openai.url is empty.*openai.model.*adapters_dir"):
         reading.from_config(schema.RunConfig, known)
     known["engine"]["openai"] |= {"url": "ftp://x", "model": BASE, "adapters_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"engine.openai.url 'ftp://x' is no http address"):
+    with pytest.raises(ConfigError, match=r"engine.openai.url 'ftp://x' is not an http address"):
         reading.from_config(schema.RunConfig, known)
     known["engine"]["openai"]["url"] = "http://127.0.0.1:9/v1"
     cfg = reading.from_config(schema.RunConfig, known)

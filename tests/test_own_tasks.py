@@ -122,7 +122,7 @@ def test_request_never_loads_a_folder(name):
         (('"done": False', '"done": True'), "reward=None and done=True"),
         (('"reward": None', '"reward": float("nan")'), "reward=nan"),
         (('"reward": None', '"reward": True'), "reward=True"),
-        (('"reward": None', '"reward": None, "seen": {1}'), "is no JSON"),
+        (('"reward": None', '"reward": None, "seen": {1}'), "is not JSON"),
         (("own_tasks.DrawnTask", "own_tasks.PageTask"), r"has a page\.html beside"),
     ],
 )

@@ -52,8 +52,8 @@ def test_scan_truncated_anywhere_raises(tmp_path):
         ([0, 2, 1, 3], "the footer has"),  # swapped: each crc is right, their crc is not
         ([0, 1, 1, 3], "the footer has"),
         ([0, 1, 3], "record 2: kind is 'footer'"),
-        ([0, 1, 2, 2, 3], "the last record is no footer"),
-        ([1, 2, 3], "record 0 is no header"),
+        ([0, 1, 2, 2, 3], "the last record is not a footer"),
+        ([1, 2, 3], "record 0 is not a header"),
         ([0, 1, 2, 3, 3], "bytes after the footer"),
         ([0, 1, 2, 3, 0, 1, 2, 3], "bytes after the footer"),
     ],

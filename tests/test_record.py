@@ -202,7 +202,7 @@ def test_header_that_cannot_be_used_raises_shard_error(change, message):
 
 
 def test_header_in_place_of_a_footer_raises_shard_error():
-    with pytest.raises(ShardError, match="no footer"):
+    with pytest.raises(ShardError, match="not a footer"):
         record.decode_footer(record.encode_header(HEADER))
     with pytest.raises(RecordError, match="kind is 'header'"):
         record.decode(record.encode_header(HEADER))
@@ -323,8 +323,8 @@ NAN, INF = float("nan"), float("inf")
         (changed_turn(policy_versions=np.array([1, -2], np.int32)), "policy version -2"),
         (changed_turn(policy_versions=np.array([1, -1], np.int32)), "policy version -1"),
         (changed_turn(reward=NAN), "reward is not finite"),
-        (changed_turn(progress={"rate": INF}), "progress is no JSON"),
-        (changed_turn(text="\ud800"), "no UTF-8"),
+        (changed_turn(progress={"rate": INF}), "progress is not JSON"),
+        (changed_turn(text="\ud800"), "not UTF-8"),
         (dataclasses.replace(GOOD, reward=INF), "reward is not finite: inf"),
         (dataclasses.replace(GOOD, episode_id=""), "episode_id must have 1 to 200"),
         (dataclasses.replace(GOOD, images={KEY: b"another"}), "sha256 of image"),
@@ -377,13 +377,13 @@ TASK = dataclasses.asdict(GOOD.task)
         ({"turns": [2**40]}, "expected 1099511627776"),
         ({"turns/text": []}, "0 values, expected 1"),
         ({"turns/text": [b"\xff"]}, "not UTF-8"),
-        ({"turns/action": [b"[1]"]}, "action is no JSON object"),
+        ({"turns/action": [b"[1]"]}, "action is not a JSON object"),
         ({"turns/action": json_feature({"kind": "click"})}, "action has keys"),
         ({"turns/progress": [b"NaN"]}, "number NaN"),
         ({"turns/progress": [b'{"a": 1e999}']}, "not finite"),
         ({"turns/progress": [b'{"a": 1, "a": 2}']}, "key twice"),
-        ({"turns/progress": [b"[" * 100_000]}, "no JSON: RecursionError"),
-        ({"turns/progress": [b'{"a": ' + b"9" * 5000 + b"}"]}, "no JSON"),
+        ({"turns/progress": [b"[" * 100_000]}, "not JSON: RecursionError"),
+        ({"turns/progress": [b'{"a": ' + b"9" * 5000 + b"}"]}, "not JSON"),
         ({"task": json_feature(TASK | {"seed": True})}, "seed of type bool"),
         ({"task": json_feature(TASK | {"color": 1})}, "task has keys"),
         ({"stop_reason": [b"bored"]}, "expected one of completed"),

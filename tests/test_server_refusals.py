@@ -36,7 +36,7 @@ CLICK = {"action_type": "left_click", "x": 1, "y": 1, "delay": 0}
         ({**CLICK, "request_id": "../x"}, "request_id"),
         ({**CLICK, "colour": 1}, "unknown field 'colour'"),
         ({"action_type": "type", "text": "x" * 5000}, "5000 characters"),
-        ({"action_type": "keys", "keys": "ctrl+nothing"}, "is no key"),
+        ({"action_type": "keys", "keys": "ctrl+nothing"}, "is not a key"),
     ],
 )
 def test_act_with_wrong_fields_is_422_with_the_reason_and_changes_nothing(fields, word):

@@ -35,6 +35,7 @@ from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
 from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.used_containers import InStore
 from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.server import supervisor
 
@@ -202,9 +203,12 @@ class Run:
     def make_client(self, url: str, owner: str) -> Client:
         """Makes the client of one of base_urls."""
         verifier = self.cfg.verifier
-        options = {"dialect": verifier.dialect, "delay_s": verifier.action_delay_s}
+        options: dict[str, Any] = {
+            "dialect": verifier.dialect,
+            "delay_s": verifier.action_delay_s,
+        }
         if verifier.containers.runtime == "none":
-            return VerifierClient(url, **options)
+            return VerifierClient(url, used=InStore(self.store), **options)
         return ContainerClient(verifier.containers, f"{self.run_id}-{owner}", **options)
 
     async def measure(

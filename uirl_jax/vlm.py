@@ -40,7 +40,7 @@ class Prediction(NamedTuple):
     """What the model said, and what it means."""
 
     text: str
-    action: Action | None  # in pixels of the image; None where the text is no action
+    action: Action | None  # in pixels of the image; None where the text is not an action
     reason: str  # why it is none
 
 
@@ -327,7 +327,7 @@ class VLM:
 
 
 def _open(image: Picture) -> Image.Image:
-    """RGB. Raises: ImageError for what is no image, or not there."""
+    """RGB. Raises: ImageError for what is not an image, or not there."""
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     if not isinstance(image, bytes):

@@ -84,7 +84,7 @@ def _key(gesture: Mapping[str, object]) -> Action:
     if not isinstance(given, list) or not set(_MODIFIERS).issuperset(map(str, given)):
         raise ActionError(f"modifiers are {str(given)[:40]}, expected some of {_MODIFIERS}")
     if len(key) == 1 and key.lower() not in actions.CHARACTER_KEYS:
-        key = _PLACES.get(code, key)  # shift and 1 is "!", which is no key
+        key = _PLACES.get(code, key)  # shift and 1 is "!", which is not a key
     held = [name for name in _MODIFIERS if name in given]
     return Action("keys", keys=join_keys([*held, key]))
 

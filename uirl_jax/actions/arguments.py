@@ -25,7 +25,7 @@ _JSON_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}
 def read_text(text: str) -> Action:
     match = _CALL.fullmatch(text)
     if match is None:
-        raise ActionError(f"{quote(text)} is no action: expected one like click(100, 200)")
+        raise ActionError(f"{quote(text)} is not an action: expected one like click(100, 200)")
     return _read(match[1], match[2], ",", text)
 
 
@@ -36,7 +36,7 @@ def write_text(action: Action) -> str:
 def read_coordinates(text: str) -> Action:
     match = _LAST_WORD.fullmatch(text)
     if match is None:
-        raise ActionError(f"{quote(text)} is no action: expected one like 100 200 click")
+        raise ActionError(f"{quote(text)} is not an action: expected one like 100 200 click")
     return _read(match[2], match[1] or "", " ", text)
 
 
@@ -74,19 +74,19 @@ def _value(name: str, argument: str, part: str) -> int | float | str:
     """The value that an argument's text stands for; its bounds are checked by `kinds`."""
     if argument in AXES:
         if not _NUMBER.fullmatch(part):
-            raise ActionError(f"{name}: {argument}={quote(part)} is no whole number or decimal")
+            raise ActionError(f"{name}: {argument}={quote(part)} is not a whole number or decimal")
         return float(part) if "." in part else int(part)
     if argument == "amount":
         if not _WHOLE.fullmatch(part):
-            raise ActionError(f"{name}: {argument}={quote(part)} is no whole number")
+            raise ActionError(f"{name}: {argument}={quote(part)} is not a whole number")
         return int(part)
     if argument == "seconds":
         if not _DECIMAL.fullmatch(part):
-            raise ActionError(f"{name}: seconds={quote(part)} is no number like 2 or 0.5")
+            raise ActionError(f"{name}: seconds={quote(part)} is not a number like 2 or 0.5")
         return float(part)
     if argument == "text":
         if not _JSON_STRING.fullmatch(part):
-            raise ActionError(f'{name}: {quote(part)} is no text in double quotes, as in "a\\n"')
+            raise ActionError(f'{name}: {quote(part)} is not text in double quotes, as in "a\\n"')
         return json.loads(part)
     return part
 

@@ -222,11 +222,11 @@ def _convert(
             edge = span(space, *extents)
             where = f"{action.kind}: {argument}={quote(value)}"
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ActionError(f"{where} is no number")
+                raise ActionError(f"{where} is not a number")
             if not 0 <= value <= edge:
                 raise ActionError(f"{where} is off the screen, allowed: 0-{edge}")
             if space != "0-1" and value != int(value):
-                raise ActionError(f"{where} is no whole number")
+                raise ActionError(f"{where} is not a whole number")
             value = value if space == "0-1" else int(value)
         elif (isinstance(value, float) and value.is_integer()) or (  # a model's 447.0
             isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's

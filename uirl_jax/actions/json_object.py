@@ -73,7 +73,7 @@ def parse_object(text: str) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else _reason(error)
-        raise ActionError(f"{quote(text)} is no JSON object: {reason}") from error
+        raise ActionError(f"{quote(text)} is not a JSON object: {reason}") from error
     if not isinstance(value, dict):
         raise ActionError(f"{quote(text)} is a JSON {type(value).__name__}, expected an object")
     return value

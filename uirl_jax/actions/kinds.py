@@ -107,7 +107,7 @@ def _objection(argument: str, value: Any, screen_size: tuple[int, int]) -> str:
     """Why a value is not acceptable for an argument; empty where it is."""
     if argument in AXES or argument == "amount":
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            return f"{argument}={quote(value)} is no whole number"
+            return f"{argument}={quote(value)} is not a whole number"
         if argument == "amount":
             ok = 1 <= int(value) <= MAX_SCROLL_PX
             return "" if ok else f"amount={quote(value)} is outside 1-{MAX_SCROLL_PX} pixels"
@@ -117,14 +117,14 @@ def _objection(argument: str, value: Any, screen_size: tuple[int, int]) -> str:
         return "" if ok else f"{argument}={shown} is off the screen, allowed: 0-{extent_px - 1}"
     if argument == "seconds":
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            return f"seconds={quote(value)} is no number"
-        seconds = float(value)
+            return f"seconds={quote(value)} is not a number"
+        seconds: Any = value  # not float(value), which 10**400 overflows
         if not 0 <= seconds <= MAX_SECONDS:  # which NaN is not
             return f"seconds={quote(value)} is outside 0-{MAX_SECONDS:g}"
         exact = round(seconds, SECONDS_DECIMALS) == seconds
         return "" if exact else f"seconds={value} has more than {SECONDS_DECIMALS} decimals"
     if not isinstance(value, str):
-        return f"{argument}={quote(value)} is no text"
+        return f"{argument}={quote(value)} is not text"
     if argument == "text":
         if len(value) > MAX_TEXT_CHARS:
             return f"a text of {len(value)} characters, at most {MAX_TEXT_CHARS} are typed"
@@ -142,7 +142,9 @@ def _keys_objection(keys: str) -> str:
         return f"{quote(keys)} joins {len(names)} keys, at most {MAX_KEYS} are pressed at once"
     for name in names:
         if name not in NAMED_KEYS and name not in CHARACTER_KEYS:
-            return f"{quote(name)} is no key: expected one like enter, c or ctrl+c, in lower case"
+            return (
+                f"{quote(name)} is not a key: expected one like enter, c or ctrl+c, in lower case"
+            )
     if not MODIFIERS.issuperset(names[:-1]) or len(set(names)) < len(names):
         return f"{quote(keys)}: only distinct {', '.join(sorted(MODIFIERS))} stand before a key"
     return ""

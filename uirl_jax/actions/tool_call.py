@@ -126,7 +126,7 @@ def _read(text: str, tool: str, words: dict[str, str]) -> Action:
     call = parse_object(body)
     arguments = call.get("arguments")
     if set(call) != {"name", "arguments"} or not isinstance(arguments, dict):
-        raise ActionError(f'{quote(body)} is no call: expected "name" and "arguments"')
+        raise ActionError(f'{quote(body)} is not a call: expected "name" and "arguments"')
     if call["name"] != tool:
         raise ActionError(f"a call of {quote(call['name'])}, expected {tool}")
     word = arguments.get("action")
@@ -151,7 +151,7 @@ def _action(kind: str, word: str, arguments: dict[str, Any]) -> Action:
     if kind == "keys":
         keys = arguments.get("keys")
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise ActionError(f"{word}: keys={quote(keys)} is no list of key names")
+            raise ActionError(f"{word}: keys={quote(keys)} is not a list of key names")
         return Action(kind, keys=join_keys(keys))
     if kind == "wait":
         return Action(kind, seconds=arguments.get("time"))
@@ -164,7 +164,7 @@ def _action(kind: str, word: str, arguments: dict[str, Any]) -> Action:
     if kind == "scroll":
         pixels = arguments.get("pixels")
         if isinstance(pixels, bool) or not isinstance(pixels, int | float) or not pixels:
-            raise ActionError(f"{word}: pixels={quote(pixels)} is no number but 0")
+            raise ActionError(f"{word}: pixels={quote(pixels)} is 0 or not a number")
         names = ("up", "down") if word == "scroll" else ("right", "left")
         return Action(kind, x=x, y=y, direction=names[pixels < 0], amount=_amount(pixels))
     seconds = arguments.get("time") if kind == "long_press" else None
@@ -179,7 +179,7 @@ def _amount(pixels: float) -> Any:
 def _text(word: str, arguments: dict[str, Any], name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str):
-        raise ActionError(f"{word}: {name}={quote(value)} is no text")
+        raise ActionError(f"{word}: {name}={quote(value)} is not text")
     return value
 
 

@@ -44,7 +44,9 @@ def read(text: str) -> Action:
     body = (text[starts[-1] :] if starts else text.rpartition("Action:")[2]).strip()
     match = _CALL.fullmatch(body)
     if match is None:
-        raise ActionError(f"{quote(body)} is no action: expected Action: click(start_box='(x,y)')")
+        raise ActionError(
+            f"{quote(body)} is not an action: expected Action: click(start_box='(x,y)')"
+        )
     word, inside = match.groups()
     kind = _WORDS.get(word)
     if kind is None:
@@ -88,7 +90,7 @@ def _action(kind: str, word: str, given: dict[str, str]) -> Action:
     seconds = None
     if kind == "long_press" and given.get("time"):
         if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", given["time"]):
-            raise ActionError(f"long_press: time={quote(given['time'])} is no number of seconds")
+            raise ActionError(f"long_press: time={quote(given['time'])} is not a number of seconds")
         seconds = float(given["time"])
     return Action(kind, x=x, y=y, seconds=seconds)
 
@@ -130,7 +132,7 @@ def _arguments(word: str, inside: str) -> dict[str, str]:
     while inside[at:].strip():
         match = _ARGUMENT.match(inside, at)
         if match is None or match[1] in given:
-            raise ActionError(f"{word}: {quote(inside)} is no list of name='value'")
+            raise ActionError(f"{word}: {quote(inside)} is not a list of name='value'")
         given[match[1]] = match[2] if match[2] is not None else match[3]
         at = match.end()
     return given
@@ -152,7 +154,7 @@ def _point(word: str, given: dict[str, str], *names: str) -> tuple[Any, Any]:
         return _middle(x0, x1), _middle(y0, y1)
     point = _POINT.fullmatch(text)
     if point is None:
-        raise ActionError(f"{word}: {quote(text)} is no point like (100,200)")
+        raise ActionError(f"{word}: {quote(text)} is not a point like (100,200)")
     x, y = (digits for digits in point.groups() if digits is not None)
     return _number(x), _number(y)
 

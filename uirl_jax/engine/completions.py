@@ -111,7 +111,7 @@ def read_completion(
         raise ValueError("tokens go on after an end token")
     if finish == "stop" and not ends[-1] and not request.stop_strings:
         raise ValueError(
-            f"the completion stopped at token {last}, which is no end token here "
+            f"the completion stopped at token {last}, which is not an end token here "
             f"({', '.join(map(str, end_token_ids))}); the server must return the token that ended "
             "it, and know no other ones (--generation-config vllm)"
         )
@@ -146,17 +146,19 @@ def _data_url(image: bytes) -> str:
 def _token_ids(value: Any, what: str, vocab_size: int, hint: str) -> np.ndarray:
     if not isinstance(value, list) or not value:
         raise ValueError(f"the answer has no {what}{hint}")
-    # type, not isinstance: true is no token
+    # type, not isinstance: true is not a token
     wrong = [one for one in value if type(one) is not int or not 0 <= one < vocab_size]
     if wrong:
-        raise ValueError(f"{what} holds {str(wrong[0])[:40]!r}, no id below {vocab_size}")
+        raise ValueError(f"{what} holds {str(wrong[0])[:40]!r}, not an id below {vocab_size}")
     return np.array(value, np.int32)
 
 
 def _logprobs(value: Any, token_ids: np.ndarray) -> np.ndarray:
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list) or len(content) != len(token_ids):
-        raise ValueError(f"logprobs.content is no list of {len(token_ids)} logprobs, one a token")
+        raise ValueError(
+            f"logprobs.content is not a list of {len(token_ids)} logprobs, one a token"
+        )
     logprobs = []
     for token_id, entry in zip(token_ids.tolist(), content, strict=True):
         entry = entry if isinstance(entry, dict) else {}

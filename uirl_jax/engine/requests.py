@@ -38,7 +38,7 @@ class OpenAIConfig:
     connect_timeout_s: float = dataclasses.field(
         default=5.0, metadata={"above": 0.0, "max": 3600.0}
     )
-    # A request waits in the server's own queue, too: what takes longer is no answer.
+    # A request waits in the server's own queue, too: what takes longer is not an answer.
     request_timeout_s: float = dataclasses.field(
         default=300.0, metadata={"above": 0.0, "max": 86_400.0}
     )

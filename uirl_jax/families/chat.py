@@ -300,7 +300,7 @@ class Chat:
         """The ids of a context that is sent as text and tokenised again.
 
         Mostly the same ids. Others where the policy sampled a text in other pieces than the
-        tokenizer cuts it into, or bytes that are no UTF-8.
+        tokenizer cuts it into, or bytes that are not UTF-8.
 
         Args:
           context_ids: int32[C], image placeholders expanded.
@@ -332,7 +332,7 @@ class Chat:
         return np.array(self._ids(text), np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of int32[N] ids without the end token; bytes that are no UTF-8 become U+FFFD."""
+        """The text of int32[N] ids without the end token; bytes outside UTF-8 become U+FFFD."""
         tokens = np.asarray(token_ids).tolist()
         if tokens and tokens[-1] in self.end_token_ids:
             tokens = tokens[:-1]

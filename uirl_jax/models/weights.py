@@ -187,7 +187,7 @@ def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str
     """32 hex digits that identify a base model: a hash of config.json and its safetensors files.
 
     Hashes the checksums of 16 MiB blocks: 12 GB/s on one core. A cryptographic hash of all bytes
-    reaches 1.3 GB/s and would take longer than loading. It tells models apart and is no protection
+    reaches 1.3 GB/s and would take longer than loading. It tells models apart and does not protect
     against forgery.
 
     Args:

@@ -79,7 +79,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(payload: bytes) -> Header:
-    """Raises ShardError: what is no header, or has a schema that this reader does not know."""
+    """Raises ShardError: what is not a header, or has a schema that this reader does not know."""
     try:
         fields = example.Fields(example.decode(payload), "header")
         schema = fields.integer("schema")
@@ -101,7 +101,7 @@ def decode_header(payload: bytes) -> Header:
         )
         fields.finish()
     except RecordError as error:
-        raise ShardError(f"record 0 is no header: {error}") from None
+        raise ShardError(f"record 0 is not a header: {error}") from None
     merge_size = header.layout.merge_size
     if not 1 <= header.records <= _MAX_RECORDS or (schema == 2 and not 1 <= merge_size <= 64):
         raise ShardError(f"the header says {header.records} records and merge size {merge_size}")
@@ -113,7 +113,7 @@ def encode_footer(footer: Footer) -> bytes:
 
 
 def decode_footer(payload: bytes) -> Footer:
-    """Raises ShardError for what is no footer."""
+    """Raises ShardError for what is not a footer."""
     try:
         fields = example.Fields(example.decode(payload), "footer")
         footer = Footer(
@@ -121,7 +121,7 @@ def decode_footer(payload: bytes) -> Footer:
         )
         fields.finish()
     except RecordError as error:
-        raise ShardError(f"the last record is no footer: {error}") from None
+        raise ShardError(f"the last record is not a footer: {error}") from None
     return footer
 
 
@@ -397,14 +397,14 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise RecordError(f"text that is no UTF-8 at character {error.start}") from None
+        raise RecordError(f"text that is not UTF-8 at character {error.start}") from None
 
 
 def _dump_json(value: Any, name: str) -> bytes:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"{name} is no JSON: {error}") from None
+        raise RecordError(f"{name} is not JSON: {error}") from None
 
 
 def _load_json(data: bytes, name: str) -> Any:
@@ -421,13 +421,13 @@ def _load_json(data: bytes, name: str) -> Any:
     try:
         return json.loads(data, object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError) as error:  # also an integer of too many digits
-        raise RecordError(f"{name} is no JSON: {type(error).__name__}") from None
+        raise RecordError(f"{name} is not JSON: {type(error).__name__}") from None
 
 
 def _load_object(data: bytes, name: str) -> dict[str, Any]:
     value = _load_json(data, name)
     if not isinstance(value, dict):
-        raise RecordError(f"{name} is no JSON object")
+        raise RecordError(f"{name} is not a JSON object")
     return value
 
 
@@ -440,7 +440,7 @@ def _action(data: bytes) -> Action | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise RecordError("action is no JSON object")
+        raise RecordError("action is not a JSON object")
     return Action(**_typed(value, _ACTION_TYPES, "action"))
 
 
@@ -458,7 +458,7 @@ def _typed(value: dict[str, Any], types: dict[str, tuple[type, ...]], name: str)
     if value.keys() != types.keys():
         raise RecordError(f"{name} has keys {sorted(value)[:12]}, expected {sorted(types)}")
     for key, allowed in types.items():
-        # type(), not isinstance: JSON's true is no integer
+        # type(), not isinstance: JSON's true is not an integer
         if type(value[key]) not in allowed:
             raise RecordError(f"{name} has {key} of type {type(value[key]).__name__}")
     return value

@@ -26,9 +26,9 @@ def check_base_url(base_url: str, what: str, error_type: type[UirlError]) -> yar
         url = yarl.URL(base_url)
         port = url.port
     except ValueError as error:
-        raise error_type(f"{what} {shown!r} is no URL ({error}); {expected}") from error
+        raise error_type(f"{what} {shown!r} is not a URL ({error}); {expected}") from error
     if url.scheme not in ("http", "https") or not url.host or port is None:
-        raise error_type(f"{what} {shown!r} is no http address; {expected}")
+        raise error_type(f"{what} {shown!r} is not an http address; {expected}")
     if url.user is not None or url.password is not None:
         raise error_type(f"{what} {url.host}: no user or password there; use a token")
     if url.query_string or url.fragment:

@@ -36,7 +36,7 @@ def parse(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError("is not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON ({error.msg} at character {error.pos})") from error
+        raise ValueError(f"is not JSON ({error.msg} at character {error.pos})") from error
     except RecursionError as error:
         raise ValueError(f"is nested deeper than {MAX_DEPTH} levels") from error
     if not isinstance(value, dict):

@@ -131,7 +131,7 @@ def load(task_dirs: Sequence[str | Path]) -> dict[str, OwnTask]:
     """Name -> task, of folders.
 
     Raises:
-      ConfigError: a folder is no task, or its task does not do what it must; all faults at once.
+      ConfigError: a folder is not a task, or its task does not do what it must; all faults at once.
     """
     loaded: dict[str, OwnTask] = {}
     faults = []
@@ -266,4 +266,4 @@ def _json(value: object) -> str:
     try:
         return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{value!r:.80} is no JSON: {error}") from error
+        raise ConfigError(f"{value!r:.80} is not JSON: {error}") from error

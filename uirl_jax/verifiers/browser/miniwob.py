@@ -193,8 +193,8 @@ class MiniWob:
     async def progress(self) -> dict[str, Any]:
         """done, reward (None before), and raw_reward and reason as the page has them.
 
-        A wrong end pays what no end pays, 0: below it, a text that is no action, or a click beside
-        everything, would pay better than an attempt.
+        A wrong end pays 0, as no end does. If it paid less, an invalid action or a click that hits
+        nothing would pay better than an attempt.
         """
         counts = await self._tab.evaluate(_PROGRESS)
         self._done = bool(counts["done"])

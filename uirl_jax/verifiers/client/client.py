@@ -1,7 +1,7 @@
 """The actor's way to a verifier: its sessions, in every dialect, and no belief in what comes back.
 
 Opens sessions, acts, fetches screenshots and progress. Whatever goes wrong (another image size, a
-reward that is no number, a session that somebody has used before) is a VerifierError: an
+reward that is not a number, a session that somebody has used before) is a VerifierError: an
 `env_error` of the episode, never a crash and never a reward. HTTP is `transport`'s; the calls of a
 dialect are in `dialects`, what counts are worth in `rules`.
 
@@ -26,6 +26,7 @@ from uirl_jax.verifiers import dialects, wire
 from uirl_jax.verifiers.client.image_header import image_size
 from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
 from uirl_jax.verifiers.client.transport import JSON_TYPE, ClientLimits, Transport
+from uirl_jax.verifiers.client.used_containers import InMemory, UsedContainers
 
 _IMAGE_TYPES = frozenset(wire.IMAGE_FORMATS.values())
 _TEXT_TYPES = frozenset({"text/plain"})
@@ -50,6 +51,8 @@ class _Open:
     session: Session
     rule: DataEntryRule | None  # None: the server judges
     turns: int = 0
+    # The last counts; within a session they never fall.
+    counts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class VerifierClient:
@@ -62,6 +65,7 @@ class VerifierClient:
         desktop, whose screen is never behind.
       image_format: png, jpeg or webp; g1+ alone has a choice.
       token: sent as a bearer token.
+      used: marks of used containers; None: those of this client alone.
 
     Raises:
       VerifierError: base_url, dialect, delay_s or image_format is none. All methods raise
@@ -77,6 +81,7 @@ class VerifierClient:
         delay_s: float = 0.0,
         image_format: str = "png",
         token: str | None = None,
+        used: UsedContainers | None = None,
     ) -> None:
         self.dialect = dialects.find_dialect(dialect)
         if delay_s > self.dialect.max_delay_s:
@@ -95,7 +100,8 @@ class VerifierClient:
         except ValueError as error:
             raise VerifierError(f"verifier client: {error}") from error
         self._open: dict[str, _Open] = {}
-        self._used: str | None = None  # start time of the container whose one session is used up
+        self._used = used or InMemory()
+        self._start_time = ""  # of the container, as it tells it
 
     async def __aenter__(self) -> Self:
         await self.transport.__aenter__()
@@ -134,10 +140,12 @@ class VerifierClient:
             data = await self._fetch_screen(session_id)
             size = self._image_size(data, f"the first screenshot at {self._base}")
         except BaseException:
-            self._used = None  # nothing has happened in a container yet
             if self.dialect.has_sessions:  # nobody else knows of it
                 with contextlib.suppress(VerifierError):
                     await asyncio.shield(self.delete(session_id))
+            else:  # nothing has happened in the container yet
+                with contextlib.suppress(OSError):
+                    self._used.unmark(str(self._base), self._start_time)
             raise
         session = Session(session_id, rule.instruction, *size)
         self._open[session_id] = _Open(session, rule)
@@ -203,10 +211,11 @@ class VerifierClient:
         if not self.dialect.judges:
             entry = self._find(session_id)
             self._check_counts(progress, where)
+            await self._check_not_restarted(entry, progress, where)
             assert entry.rule is not None  # opened by a dialect that does not judge
             return {**progress, **entry.rule.judge(progress, entry.turns)}
         if not isinstance(progress.get("done", False), bool):
-            raise VerifierError(f"{where}: done is no boolean")
+            raise VerifierError(f"{where}: done is not a boolean")
         reward = progress.get("reward")
         if reward is not None:
             if isinstance(reward, bool) or not isinstance(reward, int | float):
@@ -262,17 +271,46 @@ class VerifierClient:
             raise VerifierError(
                 f"{self._base}: no session after {self._limits.create_timeout_s:g} s; {last}"
             ) from None
-        started = _STARTED.search(text)
-        life = started[1] if started else ""
+        self._start_time = _start_time(text)
         progress = await self.transport.json("GET", ("progress",), again_if="failed")
         self._check_counts(progress, f"progress at {self._base}")
-        if any(progress.values()) or (life and life == self._used) or self._open:
+        if any(progress.values()) or self._open or not self._mark():
             raise VerifierError(
                 f"{self._base}: its session was used before, and cannot be reset; start a new "
                 "container for every episode"
             )
-        self._used = life
         return "container"
+
+    def _mark(self) -> bool:
+        """Marks the container as used; one without a start time cannot be told from the next."""
+        try:
+            return not self._start_time or self._used.mark(str(self._base), self._start_time)
+        except OSError as error:
+            raise VerifierError(
+                f"{self._base}: cannot be marked as used: {error}; free the disk of the workdir"
+            ) from error
+
+    async def _check_not_restarted(
+        self, entry: _Open, progress: dict[str, Any], where: str
+    ) -> None:
+        """A restarted session has forgotten its wrong submissions: its reward would be too high.
+
+        Raises: VerifierError: a count fell, or the container has another start time.
+        """
+        for key, before in entry.counts.items():
+            if _size(progress.get(key)) < _size(before):
+                raise VerifierError(
+                    f"{where}: {key} fell from {_size(before)} to {_size(progress.get(key))}: the "
+                    "session was reset or replaced during the episode"
+                )
+        entry.counts = progress
+        if self.dialect.has_sessions or not self._start_time:
+            return
+        if (now := _start_time(await self.root())) != self._start_time:
+            raise VerifierError(
+                f"{where}: the container was restarted during the episode, at "
+                f"{untrusted_json.printable(now) or 'an unknown time'}"
+            )
 
     def _check_counts(self, progress: dict[str, Any], where: str) -> None:
         if not any(keys <= set(progress) for keys in self.dialect.counts):
@@ -307,7 +345,7 @@ class VerifierClient:
         entry = sessions[0]
         session_id, instruction = entry.get("id"), entry.get("instruction")
         if not isinstance(session_id, str):
-            raise VerifierError(f"{where}: a session's id is no string")
+            raise VerifierError(f"{where}: a session's id is not a string")
         self._read_session_id({"session_ids": [session_id]})
         if (
             not isinstance(instruction, str)
@@ -315,12 +353,14 @@ class VerifierClient:
             or not instruction.replace("\n", " ").isprintable()
         ):
             raise VerifierError(
-                f"{where}: the instruction is no printable text of "
+                f"{where}: the instruction is not printable text of "
                 f"1-{self._limits.max_instruction_chars} characters"
             )
         width_px, height_px = entry.get("screen_width"), entry.get("screen_height")
         if not _is_extent(width_px) or not _is_extent(height_px):
-            raise VerifierError(f"{where}: screen_width and screen_height are no positive integers")
+            raise VerifierError(
+                f"{where}: screen_width and screen_height are not positive integers"
+            )
         if width_px * height_px > self._limits.max_image_pixels:
             raise VerifierError(
                 f"{where}: a screen of {width_px}x{height_px} pixels, "
@@ -383,6 +423,19 @@ class VerifierClient:
             return image_size(data, max_pixels=self._limits.max_image_pixels)
         except ImageError as error:
             raise VerifierError(f"{where}: {error}") from error
+
+
+def _start_time(text: str) -> str:
+    """The start time that a container's page tells; empty: none."""
+    match = _STARTED.search(text)
+    return match[1] if match else ""
+
+
+def _size(count: Any) -> float:
+    """A count as a number: submissions are counted or listed."""
+    if isinstance(count, list):
+        return len(count)
+    return count if isinstance(count, int | float) else 0
 
 
 def _is_extent(value: Any) -> TypeGuard[int]:

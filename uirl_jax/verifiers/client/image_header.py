@@ -42,7 +42,7 @@ def image_size(data: bytes, *, max_pixels: int) -> tuple[int, int]:
     except (ImageError, struct.error, IndexError) as error:
         reason = error if isinstance(error, ImageError) else "it ends too early"
         raise ImageError(
-            f"{len(data)} bytes are no readable PNG, JPEG or WEBP image ({reason})"
+            f"{len(data)} bytes are not a readable PNG, JPEG or WEBP image ({reason})"
         ) from error
     if width_px * height_px > max_pixels:
         raise ImageError(
@@ -125,5 +125,5 @@ def _webp_size(data: bytes) -> tuple[int, int]:
         (bits,) = struct.unpack_from("<I", data, 21)
         width_px, height_px = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     else:
-        raise ImageError("its first chunk is no picture")
+        raise ImageError("its first chunk is not a picture")
     return width_px, height_px

@@ -80,7 +80,7 @@ def read_query(request: web.Request, known: Sequence[str]) -> dict[str, str]:
     """The query as a dict.
 
     Raises:
-      ValueError: a parameter that is not known or given twice, or bytes that are no text.
+      ValueError: a parameter that is not known or given twice, or bytes that are not text.
     """
     try:
         urllib.parse.unquote_to_bytes(request.rel_url.raw_query_string).decode()

@@ -121,7 +121,7 @@ async def serve(
       The port.
 
     Raises:
-      ConfigError: no token, or a weak one, where one is needed; a folder that is no task.
+      ConfigError: no token, or a weak one, where one is needed; a folder that is not a task.
       VerifierError: the address or the port cannot be had, or the single session.
     """
     limits = limits or ServerLimits()
