@@ -181,9 +181,9 @@ class Proxy:
     """The way to a real verifier, with faults on it.
 
     `fault(call, n)` is asked for every call ("session", "screenshot", "act", "progress", "delete";
-    n counts the calls of that kind from 0): None lets it through, "error" answers 500, "lost" lets
-    it through and drops the answer, a number delays the answer by so many seconds, bytes are its
-    body instead.
+    n counts the calls of that kind from 0): None lets it through, "error" answers 500, "unknown"
+    422, "lost" lets it through and drops the answer, a number delays the answer by so many seconds,
+    bytes are its body instead.
     """
 
     def __init__(self, target: str, fault: Fault) -> None:
@@ -198,6 +198,8 @@ class Proxy:
         fault = self.fault(call, number)
         if fault == "error":
             return web.Response(status=500)
+        if fault == "unknown":
+            return web.json_response({"detail": "unknown task"}, status=422)
         async with (
             aiohttp.ClientSession() as http,
             http.request(

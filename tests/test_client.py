@@ -279,7 +279,7 @@ BOMB = gzip.compress(bytes(64 * 2**20))
         ),
         (_json_answer({"detail": "no\x1b[31m"}, status="404 Not Found"), "HTTP 404 (no?[31m)"),
         (_answer(b"x" * 99_999, "text/html", status="403 Forbidden"), "HTTP 403"),
-        (_answer(b"", status="409 Conflict"), "HTTP 409"),
+        (_answer(b"", status="410 Gone"), "HTTP 410"),
     ],
 )
 def test_screenshot_that_is_wrong_is_refused_at_once_and_in_little_memory(answer, word):

@@ -55,6 +55,23 @@ class RequestRefusedError(VerifierError):
     """A request that the verifier did not carry out: it refused, or was not reached."""
 
 
+class InvalidRequestError(RequestRefusedError):
+    """A request that the verifier will refuse again: a 4xx that no waiting changes."""
+
+
+class VerifierFullError(RequestRefusedError):
+    """The verifier has no room for another session at present.
+
+    Attributes:
+        capacity: sessions that it runs at a time, as it says; 0: it does not say.
+        wait_s: when it asks to come back; 0: it does not say.
+    """
+
+    def __init__(self, message: str, capacity: int = 0, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.capacity, self.wait_s = capacity, wait_s
+
+
 class ActUncertainError(VerifierError):
     """An act that may or may not have been applied; it is not sent again."""
 

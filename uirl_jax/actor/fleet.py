@@ -7,6 +7,7 @@ session's state cannot move.
 """
 
 import asyncio
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
+from uirl_jax.errors import ConfigError
 from uirl_jax.metrics import key_values
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.containers.containers import Client
@@ -21,6 +23,10 @@ from uirl_jax.verifiers.containers.containers import Client
 FIRST_REST_S = 0.25
 POLL_S = 0.1
 BROKEN_EPISODES = 3  # a verifier that breaks this many started episodes in a row is paused too
+# A verifier that cannot play a task so many times in a row is not asked for it again.
+MISMATCHED_EPISODES = 3
+FULL_PAUSE_S = 1.0  # after a verifier was full, if it does not say how long
+GROW_S = 10.0  # after so long without being full one more episode is tried
 LATENCY_WEIGHT = 0.2  # of the newest episode in the running mean
 MIN_LATENCY_S = 1e-3  # shorter latencies are noise and count as this
 
@@ -37,9 +43,16 @@ class Verifier:
     rest_s: float = 0.0  # length of the pause after the last failure; 0: it works
     resting_until_s: float = 0.0  # time.monotonic()
     down_since_s: float = 0.0
+    capacity: int = 0  # episodes that it takes at a time; 0: no limit is known
+    capacity_is_guess: bool = False  # it does not say; more are tried from time to time
+    full_until_s: float = 0.0  # time.monotonic(); it was full, and more are not tried before
+    # Task name -> episodes in a row that it and this config could not play together.
+    mismatches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def takes_another(self, now_s: float) -> bool:
-        if self.resting_until_s > now_s:
+        if self.resting_until_s > now_s or self.full_until_s > now_s:
+            return False
+        if self.capacity and self.episodes >= self.capacity:
             return False
         # A container holds one session; and after a pause one episode is enough to probe.
         one_at_a_time = self.rest_s > 0.0 or not self.client.dialect.has_sessions
@@ -52,7 +65,7 @@ class Fleet:
     An episode goes to the verifier with the least load, which is its number of episodes times its
     measured latency per turn; under constant load each verifier's share is inversely proportional
     to its latency. Each verifier returned by `next` must be given back with exactly one of
-    `worked`, `broke`, `failed` or `left`.
+    `worked`, `broke`, `failed`, `mismatched`, `full` or `left`.
 
     Args:
         base_urls: returns the current URLs; called for every episode, because a verifier that a
@@ -74,6 +87,7 @@ class Fleet:
         self._known: dict[str, Verifier] = {}
         self._turn = 0  # round robin
         self._last_success_s = -1.0
+        self._played: set[str] = set()  # names of tasks that some verifier has played
         self._announced_empty = False
         self._stack = AsyncExitStack()
         self._opening = asyncio.Lock()  # one client per URL
@@ -90,12 +104,14 @@ class Fleet:
     ) -> None:
         await self._stack.aclose()
 
-    async def next(self) -> Verifier:
+    async def next(self, task_name: str = "") -> Verifier:
         """Returns a verifier for one episode; waits until one is available."""
         while True:
             verifiers = [await self._verifier(url) for url in self._base_urls()]
             now_s = time.monotonic()
-            ready = [verifier for verifier in verifiers if verifier.takes_another(now_s)]
+            fitting = [v for v in verifiers if v.mismatches[task_name] < MISMATCHED_EPISODES]
+            candidates = fitting or verifiers  # if none fits, `mismatched` soon ends the run
+            ready = [verifier for verifier in candidates if verifier.takes_another(now_s)]
             if ready:
                 self._announced_empty = False
                 self._turn += 1
@@ -107,7 +123,8 @@ class Fleet:
                 self._announced_empty = True
                 reason = "no URL at present, waiting; --role=verifier starts the bundled server"
                 print(key_values("no_verifier", reason=reason), flush=True)
-            rests = [v.resting_until_s for v in verifiers if v.resting_until_s > now_s]
+            pauses = (max(v.resting_until_s, v.full_until_s) for v in verifiers)
+            rests = [until_s for until_s in pauses if until_s > now_s]
             wake_s = min(rests, default=now_s + POLL_S)
             await asyncio.sleep(min(POLL_S, wake_s - now_s))  # the URLs may change meanwhile
 
@@ -126,6 +143,9 @@ class Fleet:
     def failed(self, verifier: Verifier) -> None:
         """An episode ended there as env_error before its first turn; pauses the verifier."""
         self.left(verifier)
+        self._pause(verifier)
+
+    def _pause(self, verifier: Verifier) -> None:
         now_s = time.monotonic()
         if verifier.resting_until_s > now_s:  # paused already, by another episode
             return
@@ -141,11 +161,49 @@ class Fleet:
         )
         print(line, flush=True)
 
-    def worked(self, verifier: Verifier, turn_s: float | None = None) -> None:
+    def full(self, verifier: Verifier, capacity: int, wait_s: float) -> None:
+        """It had no room for a session: a limit on concurrency, not a fault.
+
+        Args:
+            capacity: sessions that it says it runs at a time; 0: those that run now.
+            wait_s: when it asks to come back; 0: it does not say.
+        """
+        self.left(verifier)
+        known = verifier.capacity
+        verifier.capacity_is_guess = not capacity
+        verifier.capacity = capacity or max(1, verifier.episodes)
+        verifier.full_until_s = time.monotonic() + (wait_s or FULL_PAUSE_S)
+        if not known:
+            limit = verifier.capacity
+            print(key_values("verifier_full", url=verifier.url, episodes_at_most=limit), flush=True)
+
+    def mismatched(self, verifier: Verifier, task_name: str, reason: str) -> None:
+        """It and this config cannot play the task together; other tasks may work there.
+
+        Raises: ConfigError: no verifier can, and none ever could: the config is wrong.
+        """
+        self.left(verifier)
+        verifier.mismatches[task_name] += 1
+        if verifier.mismatches[task_name] == MISMATCHED_EPISODES:
+            line = key_values("verifier_mismatch", url=verifier.url, task=task_name, reason=reason)
+            print(line, flush=True)
+        verifiers = [self._known.get(url) for url in self._base_urls()]
+        if any(v is None or v.mismatches[task_name] < MISMATCHED_EPISODES for v in verifiers):
+            return
+        if task_name not in self._played:
+            raise ConfigError(f"task {task_name!r} cannot be played: {reason}")
+        self._pause(verifier)
+
+    def worked(self, verifier: Verifier, turn_s: float | None = None, task_name: str = "") -> None:
         """An episode ended there without env_error; turn_s is the mean wait of its turns."""
         self.left(verifier)
         verifier.broken = 0
+        verifier.mismatches[task_name] = 0
+        self._played.add(task_name)
         self._last_success_s = time.monotonic()
+        if verifier.capacity_is_guess and self._last_success_s - verifier.full_until_s > GROW_S:
+            verifier.capacity += 1
+            verifier.full_until_s = self._last_success_s
         if turn_s is not None:
             known_s = turn_s if verifier.turn_s is None else verifier.turn_s
             verifier.turn_s = known_s + LATENCY_WEIGHT * (turn_s - known_s)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.engine.interface import SamplingEngine
+from uirl_jax.errors import VerifierFullError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
@@ -52,29 +53,44 @@ class Player:
     async def play(
         self, task: TaskSpec, seed: int, group: str, on_start: Callable[[], None] | None = None
     ) -> Attempt:
-        """Waits for a slot and a verifier, then plays one episode."""
+        """Waits for a slot and a verifier, then plays one episode.
+
+        Raises: ConfigError: no verifier can play this task with this config.
+        """
         async with self._slots:
-            verifier = await self.fleet.next()
-            started_s = time.monotonic()
             waits_s: dict[str, float] = {}
-            try:
-                if on_start is not None:
-                    on_start()
-                trajectory = await run_episode(
-                    task,
-                    RolloutSetup(verifier.client, self.engine, self.chat, self.inputs, self.cfg),
-                    seed=seed,
-                    group_id=group,
-                    run_id=self.run_id,
-                    actor_id=self.actor_id,
-                    waits_s=waits_s,
-                )
-            except BaseException:
-                self.fleet.left(verifier)
-                raise
+            mismatches: list[str] = []
+            while True:
+                verifier = await self.fleet.next(task.name)
+                started_s = time.monotonic()
+                try:
+                    if on_start is not None:
+                        on_start()
+                        on_start = None  # once, also if the verifier is full
+                    trajectory = await run_episode(
+                        task,
+                        RolloutSetup(
+                            verifier.client, self.engine, self.chat, self.inputs, self.cfg
+                        ),
+                        seed=seed,
+                        group_id=group,
+                        run_id=self.run_id,
+                        actor_id=self.actor_id,
+                        waits_s=waits_s,
+                        on_mismatch=mismatches.append,
+                    )
+                    break
+                except VerifierFullError as error:
+                    self.fleet.full(verifier, error.capacity, error.wait_s)
+                except BaseException:
+                    self.fleet.left(verifier)
+                    raise
             turns = len(trajectory.turns)
             if trajectory.stop_reason is not StopReason.ENV_ERROR:
-                self.fleet.worked(verifier, waits_s.get("environment", 0.0) / max(1, turns))
+                turn_s = waits_s.get("environment", 0.0) / max(1, turns)
+                self.fleet.worked(verifier, turn_s, task.name)
+            elif mismatches:
+                self.fleet.mismatched(verifier, task.name, mismatches[0])
             elif turns:
                 self.fleet.broke(verifier)
             else:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping
 from typing import Any, cast
 
 import numpy as np
@@ -22,9 +22,12 @@ from uirl_jax.engine.requests import SampleRequest
 from uirl_jax.errors import (
     ActionError,
     ActUncertainError,
+    ConfigError,
     ContextError,
     ImageError,
+    InvalidRequestError,
     VerifierError,
+    VerifierFullError,
 )
 from uirl_jax.families.border import Inputs, Screen
 from uirl_jax.families.chat import Chat
@@ -102,12 +105,15 @@ async def run_episode(
     run_id: str = "",
     actor_id: str = "",
     waits_s: MutableMapping[str, float] | None = None,
+    on_mismatch: Callable[[str], None] = lambda reason: None,
 ) -> Trajectory:
     """Plays one episode of `task` and returns its record, also if the verifier fails.
 
     Args:
         seed: of the sampling; with the policy and the screenshots it determines the tokens.
         waits_s: if given, the seconds spent waiting for "environment" and "engine" are added.
+        on_mismatch: called with the reason if this verifier and this config can never play the
+            task together: the verifier refuses the task, or its screen does not fit the engine.
 
     Returns:
         The trajectory. A verifier fault, or text that the engine's server would tokenize
@@ -115,6 +121,7 @@ async def run_episode(
         a turn is `env_error` too: the policy took no action, so there is nothing to train on.
 
     Raises:
+        VerifierFullError: the verifier has no room for another session; nothing was played.
         asyncio.CancelledError: after the session is deleted. Errors of the engine are not caught.
     """
     cfg = setup.cfg
@@ -132,14 +139,27 @@ async def run_episode(
             raise
         if stop_reason is None:  # otherwise only the session's deletion timed out
             stop_reason = StopReason.TIMEOUT
-    except (VerifierError, ImageError, ContextError) as error:
+    except VerifierFullError:
+        raise
+    except (VerifierError, ImageError, ContextError, ConfigError) as error:
         stop_reason = StopReason.ENV_ERROR
         _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
+        # ConfigError: the engine refused the request, for the size of the screen.
+        if not episode.turns and isinstance(error, InvalidRequestError | ConfigError):
+            on_mismatch(str(error))
     finally:
         setup.engine.release(episode.episode_id)
 
     if not episode.turns and stop_reason is not StopReason.ENV_ERROR:
-        _warn("episode_env_error", group=group_id, turns=0, reason=f"{stop_reason}, no turn taken")
+        reason = f"{stop_reason}, no turn taken"
+        if stop_reason is StopReason.MAX_TOKENS:
+            reason = (
+                f"the first prompt is longer than {cfg.max_context_tokens} tokens, the smaller of "
+                "actor.rollout.max_context_tokens and engine.context_lengths[-1]: raise them, or "
+                "use smaller screenshots"
+            )
+            on_mismatch(reason)
+        _warn("episode_env_error", group=group_id, turns=0, reason=reason)
         stop_reason = StopReason.ENV_ERROR
     env_error = stop_reason is StopReason.ENV_ERROR
     return Trajectory(

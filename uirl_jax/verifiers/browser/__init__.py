@@ -14,3 +14,7 @@ class BrowserError(VerifierError):
 
 class PoolFullError(VerifierError):
     """As many browsers as the pool may have are in use."""
+
+    def __init__(self, message: str, capacity: int) -> None:
+        super().__init__(message)
+        self.capacity = capacity

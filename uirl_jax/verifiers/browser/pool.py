@@ -114,7 +114,10 @@ class BrowserPool:
           BrowserError: no browser can be started.
         """
         if len(self._in_use) + self._num_acquiring >= self._max_browsers:
-            raise PoolFullError(f"{self._max_browsers} browser sessions are open, more are refused")
+            raise PoolFullError(
+                f"{self._max_browsers} browser sessions are open, more are refused",
+                self._max_browsers,
+            )
         self._num_acquiring += 1
         try:
             tab = await self._take(wanted) or await self._start()

@@ -252,6 +252,7 @@ class VerifierClient:
             ("session",),
             query=query,
             again_if="refused",
+            opens_session=True,
             extra_s=self._limits.create_timeout_s - self._limits.attempt_timeout_s,
         )
 

@@ -14,7 +14,12 @@ from typing import Any, Self
 
 import aiohttp
 
-from uirl_jax.errors import RequestRefusedError, VerifierError
+from uirl_jax.errors import (
+    InvalidRequestError,
+    RequestRefusedError,
+    VerifierError,
+    VerifierFullError,
+)
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.untrusted.http import (
     check_base_url,
@@ -25,7 +30,7 @@ from uirl_jax.untrusted.http import (
 )
 
 JSON_TYPE = "application/json"
-_RETRIED_STATUS = frozenset({429, 500, 502, 503, 504})
+_RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +138,11 @@ class Transport:
           again_if: "never", "refused" (no connection, or told to wait), or "failed" (anything
             that may pass).
           extra_s: time that the call itself asks for, on top of an attempt's.
-          request: content_types, max_bytes, query, body, gone_is_fine.
+          request: content_types, max_bytes, query, body, gone_is_fine, opens_session.
 
         Raises:
+          InvalidRequestError: a 4xx that the same request would get again.
+          VerifierFullError: with opens_session, a 429: there are as many sessions as fit.
           RequestRefusedError: the server has not done what was asked: no connection, or a 4xx.
           VerifierError: anything else; whether it did is not known.
         """
@@ -174,6 +181,7 @@ class Transport:
         query: dict[str, str] | None = None,
         body: dict[str, Any] | None = None,
         gone_is_fine: bool = False,
+        opens_session: bool = False,
     ) -> bytes:
         if self._http is None:
             raise VerifierError(f"{where}: the client is not open (use `async with`)")
@@ -189,6 +197,13 @@ class Transport:
             ) as response:
                 if gone_is_fine and response.status == 404:
                     return b""
+                if response.status == 429 and opens_session:
+                    answer = await _refusal(response)
+                    raise VerifierFullError(
+                        f"{where}: HTTP 429{_reason(answer)}",
+                        _capacity(answer),
+                        min(retry_after_s(response), self.limits.max_retry_after_s),
+                    )
                 if response.status in _RETRIED_STATUS:
                     wait_s = retry_after_s(response)
                     # Told when to come back: nothing was done, and an act may be sent again.
@@ -196,8 +211,9 @@ class Transport:
                     raise _TryAgain(f"HTTP {response.status}", refused=refused, wait_s=wait_s)
                 if response.status != 200:
                     refused = 400 <= response.status < 500
-                    kind = RequestRefusedError if refused else VerifierError
-                    raise kind(f"{where}: HTTP {response.status}{await _detail(response)}")
+                    kind = InvalidRequestError if refused else VerifierError
+                    detail = _reason(await _refusal(response))
+                    raise kind(f"{where}: HTTP {response.status}{detail}")
                 check_encoding(response, where, VerifierError)
                 if response.content_type not in content_types:
                     raise VerifierError(
@@ -235,13 +251,25 @@ def _send_once() -> aiohttp.ClientMiddlewareType:
     return middleware
 
 
-async def _detail(response: aiohttp.ClientResponse) -> str:
-    """The server's own reason for a refusal, as far as it gives a short and clean one."""
+async def _refusal(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The JSON object of a refusal; empty if there is no short and clean one."""
     if response.content_type != JSON_TYPE or "Content-Encoding" in response.headers:
-        return ""
+        return {}
     body = await response.content.read(4096)
     try:
-        detail = untrusted_json.parse(body).get("detail")
+        return untrusted_json.parse(body)
     except ValueError:
-        return ""
+        return {}
+
+
+def _reason(answer: dict[str, Any]) -> str:
+    detail = answer.get("detail")
     return f" ({untrusted_json.printable(detail, 200)})" if isinstance(detail, str) else ""
+
+
+def _capacity(answer: dict[str, Any]) -> int:
+    """Sessions that a full server says it runs at a time; 0: it does not say."""
+    capacity = answer.get("capacity")
+    if not isinstance(capacity, int) or isinstance(capacity, bool):
+        return 0
+    return max(capacity, 0)

@@ -145,7 +145,10 @@ def _image_response(image: bytes, image_format: str) -> web.Response:
     return web.Response(body=image, content_type=wire.IMAGE_FORMATS[image_format])
 
 
-def refusal(kind: type[web.HTTPException], detail: str, **options: Any) -> web.HTTPException:
-    """An error whose body says why, as every shape tells its errors."""
-    body = web.json_response({"detail": detail}).text
+def refusal(
+    kind: type[web.HTTPException], detail: str, *, capacity: int = 0, **options: Any
+) -> web.HTTPException:
+    """An error whose JSON body has the reason, and with `capacity` the sessions that fit."""
+    content = {"detail": detail} | ({"capacity": capacity} if capacity else {})
+    body = web.json_response(content).text
     return kind(text=body, content_type="application/json", **options)

@@ -49,6 +49,8 @@ from uirl_jax.verifiers.server.session_types import RunningTask, SessionTypes
 
 logger = logging.getLogger(__name__)
 
+_COME_BACK = {"Retry-After": "1"}  # seconds: sessions end all the time
+
 _ENDED_KEPT = 256
 _PROXY_TIMEOUT_S = 30.0  # the field's proxy's own
 
@@ -199,6 +201,8 @@ class Sessions:
                 web.HTTPTooManyRequests,
                 f"{num_open} of at most {self._limits.max_sessions} sessions are open: "
                 "delete those that are done",
+                capacity=self._limits.max_sessions,
+                headers=_COME_BACK,
             )
         task = TaskSpec(query.get("type", ""), seed, query.get("variant", ""))
         self._num_opening += count
@@ -238,7 +242,12 @@ class Sessions:
             await running.close()
         reason = untrusted_json.printable(str(errors[0]), 300)
         if isinstance(errors[0], PoolFullError):
-            raise refusal(web.HTTPTooManyRequests, reason)
+            raise refusal(
+                web.HTTPTooManyRequests,
+                reason,
+                capacity=errors[0].capacity,
+                headers=_COME_BACK,
+            )
         if isinstance(errors[0], BrowserError):
             raise refusal(web.HTTPServiceUnavailable, reason)
         if isinstance(errors[0], VerifierError):

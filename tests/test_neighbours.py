@@ -1,0 +1,166 @@
+"""One verifier that cannot play a task does not end a run; a task that nobody can play does."""
+
+import asyncio
+import collections
+import dataclasses
+
+import pytest
+
+from tests import actor_world as world
+from tests.acting import BASE, RUN, acting, any_click, publish, take
+from tests.field_servers import SHEET
+from uirl_jax.actor.fleet import MISMATCHED_EPISODES, Fleet
+from uirl_jax.actor.host import ActorConfig
+from uirl_jax.errors import ConfigError, VerifierFullError
+from uirl_jax.shards.queue import ShardQueue
+from uirl_jax.store import open_store
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.server.open_session import ServerLimits
+from uirl_jax.verifiers.server.server import serve
+
+CFG = ActorConfig(2, 3, poll_s=0.01)
+URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
+def misspelt(index: int, tallies: object = None) -> TaskSpec:
+    return TaskSpec("desktop/click_buton", seed=index)
+
+
+class SmallRows(world.ScriptedEngine):
+    """Refuses large screens as an engine whose rows are short does."""
+
+    async def sample(self, request):
+        if request.screens[-1].size_px != (224, 168):
+            raise ConfigError("a screenshot is larger than a row: raise engine.image_row_patches")
+        return await super().sample(request)
+
+
+def test_task_that_no_verifier_knows_ends_the_run_with_the_servers_hint(tmp_path):
+    async def run():
+        publish(tmp_path, 0)
+        async with (
+            world.verifier() as first,
+            world.verifier() as second,
+            acting(
+                tmp_path, lambda: [first, second], any_click(), cfg=CFG, task_for_group=misspelt
+            ) as (actor, _, _),
+        ):
+            said = r"'desktop/click_buton' cannot be played: .*HTTP 422.*click_button"
+            with pytest.raises(ConfigError, match=said):
+                await asyncio.wait_for(actor, 60.0)
+
+    asyncio.run(run())
+
+
+def test_verifier_that_refuses_a_task_is_marked_and_the_others_play_it(tmp_path, capsys):
+    def fault(call, number):
+        return "unknown" if call == "session" else None
+
+    async def run():
+        publish(tmp_path, 0)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        async with (
+            world.verifier() as good,
+            world.faulty(good, fault) as (bad, _),
+            acting(tmp_path, lambda: [good, bad], any_click(), cfg=CFG) as (actor, _, _),
+        ):
+            for step in range(4):
+                await take(queue, 3, step, actor=actor)
+                publish(tmp_path, step + 1, range(3 * (step + 1)))
+
+    asyncio.run(run())
+    printed = capsys.readouterr().out
+    assert printed.count("event=verifier_mismatch") == 1
+    assert "verifier_down" not in printed and "group_abandoned" not in printed
+
+
+def test_screen_that_does_not_fit_the_engine_ends_the_episode_and_not_the_run(tmp_path, capsys):
+    """The engine's error is the episode's; the task is given up as nobody can play it."""
+    tasks = [TaskSpec("desktop/click_button", 3, "misses=9", 2), dataclasses.replace(SHEET, seed=3)]
+
+    async def run():
+        publish(tmp_path, 0)
+        engine = SmallRows(lambda turn: "click(60, 40)")
+        async with (
+            world.verifier() as url,
+            acting(
+                tmp_path, url, engine, cfg=CFG, task_for_group=lambda index, _: tasks[index % 2]
+            ) as (actor, _, _),
+        ):
+            with pytest.raises(ConfigError, match=r"cannot be played.*raise engine\.image"):
+                await asyncio.wait_for(actor, 60.0)
+            assert await world.open_sessions(url) == 0
+        assert engine.requests  # the other task was played meanwhile
+
+    asyncio.run(run())
+    assert "event=verifier_mismatch" in capsys.readouterr().out
+
+
+def test_full_verifier_is_a_limit_and_not_a_fault(tmp_path, capsys):
+    async def run():
+        publish(tmp_path, 0)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        async with (
+            serve(limits=ServerLimits(max_sessions=2)) as port,
+            acting(tmp_path, f"http://127.0.0.1:{port}", any_click(), cfg=CFG) as (
+                actor,
+                stop,
+                _,
+            ),
+        ):
+            await take(queue, 3, 0, actor=actor)
+            stop.set()
+            report = await actor
+        assert report["actor/env_error"] == 0
+        assert report["actor/published"] == 6
+
+    asyncio.run(run())
+    printed = capsys.readouterr().out
+    assert printed.count("event=verifier_full") == 1 and "episodes_at_most=2" in printed
+    assert "verifier_down" not in printed
+
+
+def test_fleet_full_verifier_without_an_announced_capacity_gets_what_it_ran():
+    async def run():
+        async with Fleet(lambda: URLS[:1], world.client) as fleet:
+            running = [await fleet.next() for _ in range(3)]
+            fleet.full(running[2], 0, wait_s=0.01)
+            assert running[0].capacity == 2
+            waiting = asyncio.create_task(fleet.next())
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            fleet.worked(running[0])
+            assert await waiting is running[0]
+
+    asyncio.run(run())
+
+
+def test_fleet_task_that_worked_before_is_no_mistake_of_the_config():
+    async def run():
+        async with Fleet(lambda: URLS, world.client) as fleet:
+            verifiers = collections.deque([await fleet.next("a"), await fleet.next("a")])
+            fleet.worked(verifiers[0], task_name="a")
+            for verifier in verifiers:
+                for _ in range(MISMATCHED_EPISODES):
+                    fleet.mismatched(verifier, "a", "unknown task")
+            assert verifiers[1].rest_s > 0.0  # tried again after a pause
+            with pytest.raises(ConfigError, match="task 'b' cannot be played: unknown task"):
+                for verifier in verifiers:
+                    for _ in range(MISMATCHED_EPISODES):
+                        fleet.mismatched(verifier, "b", "unknown task")
+
+    asyncio.run(run())
+
+
+def test_verifier_full_error_carries_what_the_server_says():
+    async def run():
+        async with (
+            serve(limits=ServerLimits(max_sessions=1)) as port,
+            world.client(f"http://127.0.0.1:{port}") as client,
+        ):
+            await client.create(world.TASK)
+            with pytest.raises(VerifierFullError, match="1 of at most 1 sessions") as caught:
+                await client.create(world.TASK)
+        assert (caught.value.capacity, caught.value.wait_s) == (1, 1.0)
+
+    asyncio.run(run())
