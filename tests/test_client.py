@@ -389,6 +389,22 @@ def test_progress_comes_back_as_it_is(body, expected):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        ("Ouvrez\u00a0: 👩\u200d💻", "Ouvrez\u00a0: 👩\u200d💻"),
+        ("a\u202eb \x1b[2Jc\r\nd", "ab [2Jc\nd"),
+    ],
+)
+def test_create_takes_instructions_of_every_language_without_what_acts(told, read):
+    async def run():
+        server = Hostile(_answer(PNG), create=_json_answer(_created(instruction=told)))
+        async with server, _client(server) as client:
+            assert (await client.create(TASK)).instruction == read
+
+    asyncio.run(run())
+
+
 def _created(**changes):
     return {"sessions": [{**SESSION, **changes}]}
 
@@ -405,8 +421,7 @@ def _created(**changes):
         *((_created(id=bad), "expected 1-64 letters") for bad in ("/", "\x00", "a" * 65, "a\n")),
         (_created(instruction=None), "instruction"),
         (_created(instruction=""), "instruction"),
-        (_created(instruction="a\u202eb"), "instruction"),
-        (_created(instruction="a\x1b[2J"), "instruction"),
+        (_created(instruction="\u202e\x1b"), "instruction"),
         (_created(instruction="x" * 5000), "instruction"),
         (_created(screen_width=0), "not positive integers"),
         (_created(screen_width=True), "not positive integers"),

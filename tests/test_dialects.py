@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import struct
+import zlib
 
 import pytest
 from aiohttp import web
@@ -10,14 +12,16 @@ from aiohttp import web
 from tests import actor_world as world
 from tests.field_servers import SHEET, Container, Proxy, Sessions, serving
 from uirl_jax import actions
-from uirl_jax.errors import ActionError, ActUncertainError, VerifierError
+from uirl_jax.errors import ActionError, ActUncertainError, ConfigError, VerifierError
 from uirl_jax.store import open_store
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import dialects, doctor
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
+from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.client.used_containers import InStore
+from uirl_jax.verifiers.server.server import serve
 from uirl_jax.verifiers.tasks import desktop
 
 # The test sheet has three rows; this task wants all of them.
@@ -488,3 +492,71 @@ def test_container_that_an_earlier_process_used_is_refused(tmp_path):
                             await client.create(TASK)
 
     asyncio.run(run())
+
+
+def png_header(width_px: int, height_px: int) -> bytes:
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    )
+
+
+def test_doctor_reports_all_servers_though_some_are_hostile(capsys):
+    """A screen of 3.6 gigapixels, a name with escape sequences, a port without a server."""
+    hostile = Container("g2b")
+
+    async def huge(request):
+        return web.Response(body=png_header(60_000, 60_000), content_type="image/png")
+
+    async def loud(request):
+        return web.Response(text="\x1b]0;owned\x07\x1b[31mG1+ server")
+
+    hostile.act = huge
+    named = Container("g2b")
+    named.root = loud
+
+    async def run():
+        async with (
+            serving(hostile) as first,
+            serving(named) as second,
+            serving(Container("g2a")) as good,
+        ):
+            urls = [first, second, "http://127.0.0.1:1", good]
+            return await asyncio.to_thread(doctor.main, urls)
+
+    assert asyncio.run(run()) == 1
+    out = capsys.readouterr().out
+    assert "fails     screenshot: the screenshot at" in out and "Traceback" not in out
+    assert "\x1b" not in out and "\x07" not in out and "owned" in out
+    assert "cannot connect" in out and out.count("fails") == 3
+    assert "cfg.verifier.dialect = 'g2a'" in out
+
+
+def test_doctor_and_run_send_the_token(tmp_path, monkeypatch):
+    """From a file or the environment; without it the server refuses."""
+    token = "a-token-of-at-least-32-characters-x"
+    file = tmp_path / "token"
+    file.write_text(token + "\n")
+
+    async def codes():
+        async with serve(token=token) as port:
+            url = f"http://127.0.0.1:{port}"
+            without = await asyncio.to_thread(doctor.main, [url])
+            by_file = await asyncio.to_thread(doctor.main, [url, f"--token-file={file}"])
+            monkeypatch.setenv("UIRL_VERIFIER_TOKEN", token)
+            by_variable = await asyncio.to_thread(doctor.main, [url])
+        return without, by_file, by_variable
+
+    monkeypatch.delenv("UIRL_VERIFIER_TOKEN", raising=False)
+    assert asyncio.run(codes()) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"two words", b"\xff\xfe", b"a\nb", b"x" * 5000])
+def test_token_that_cannot_be_sent_is_refused_without_telling_it(tmp_path, content):
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="expected 1 to 4096 ASCII characters") as caught:
+        read_token(file)
+    assert "two words" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_token(tmp_path / "nowhere")

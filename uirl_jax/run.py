@@ -35,6 +35,7 @@ from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
 from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.used_containers import InStore
 from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.server import supervisor
@@ -206,9 +207,11 @@ class Run:
         options: dict[str, Any] = {
             "dialect": verifier.dialect,
             "delay_s": verifier.action_delay_s,
+            "limits": verifier.limits,
         }
         if verifier.containers.runtime == "none":
-            return VerifierClient(url, used=InStore(self.store), **options)
+            token = read_token(verifier.token_file) if verifier.urls else None
+            return VerifierClient(url, token=token, used=InStore(self.store), **options)
         return ContainerClient(verifier.containers, f"{self.run_id}-{owner}", **options)
 
     async def measure(

@@ -22,6 +22,7 @@ from uirl_jax.models.quantization import Quantize
 from uirl_jax.players import PlayConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.containers.runtime import ContainerConfig
 from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 
@@ -59,6 +60,10 @@ class VerifierConfig:
     port: int = dataclasses.field(default=0, metadata={"min": 0, "max": 65_535})
     dialect: DialectName = "g1+"  # python -m uirl_jax.verifiers.doctor URL finds out which
     action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
+    # A file with the bearer token that the servers of `urls` ask for. Empty: the environment
+    # variable UIRL_VERIFIER_TOKEN, or none. The token itself is never written to the workdir.
+    token_file: str = ""
+    limits: ClientLimits = dataclasses.field(default_factory=ClientLimits)
     task_dirs: tuple[str, ...] = ()  # folders of the user's own tasks own/<name>; docs/own_task.md
     # Instead of urls: one container per episode, started and deleted by the actor.
     containers: ContainerConfig = dataclasses.field(default_factory=ContainerConfig)

@@ -1,16 +1,15 @@
-"""Says of a verifier what it is, what works there, how long it takes, and what to pin in a config.
+"""Examines verifiers before a run: which dialect they speak, what works, how long calls take.
 
     python -m uirl_jax.verifiers.doctor http://127.0.0.1:8000 http://10.0.0.7:8000/proxy/ab12cd34
 
-For people, before a run: the actor never guesses a dialect. Where there are sessions it opens one,
-moves the pointer in it and deletes it; a container, whose one session cannot be reset, is only
-looked at. Exits with 1 where a server cannot be used.
+Prints the lines to put into a config. A server with sessions is checked by opening one, moving the
+pointer in it and deleting it. A container, whose one session cannot be reset, is only looked at.
+The checks are those of a run's client. Exits with 1 if a run would refuse one of the servers.
 """
 
 import argparse
 import asyncio
 import dataclasses
-import io
 import json
 import statistics
 import sys
@@ -19,12 +18,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from PIL import Image
-
 from uirl_jax.errors import UirlError, VerifierError
 from uirl_jax.types import Action, TaskSpec
+from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import DATA_ENTRY
+from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.dialects import CORRECT, ROWS
 
@@ -58,27 +57,30 @@ async def examine(url: str, *, task: str = "", token: str | None = None) -> Find
       token: sent as a bearer token.
 
     Returns:
-      The finding; what went wrong is in it.
-
-    Raises:
-      VerifierError: url is none.
+      The finding; what went wrong is in it, also an answer that nobody has foreseen.
     """
     finding = Finding(url)
+    try:
+        await _examine(finding, task, token)
+    except VerifierError as error:
+        finding.fails.append(str(error))
+    except Exception as error:  # one server must not hide the report of the others
+        finding.fails.append(printable(f"{type(error).__name__}: {error}", 200))
+    return finding
+
+
+async def _examine(finding: Finding, task: str, token: str | None) -> None:
+    url = finding.url
     async with VerifierClient(url, limits=_LIMITS, token=token) as client:
-        try:
-            text = await client.root()
-            finding.says = (text.splitlines() or [""])[0][:120]
-            finding.dialect = await _dialect(client, url, text)
-        except VerifierError as error:
-            finding.fails.append(str(error))
-            return finding
+        text = await client.root()
+        finding.says = printable((text.splitlines() or [""])[0], 120)
+        finding.dialect = await _dialect(client, url, text)
     async with VerifierClient(url, dialect=finding.dialect, limits=_LIMITS, token=token) as client:
         if client.dialect.has_sessions:
             name = task or ("desktop/click_button" if client.dialect.judges else DATA_ENTRY)
             await _try_session(client, TaskSpec(name, seed=0), finding)
         else:
             await _look(client, finding)
-    return finding
 
 
 async def _dialect(client: VerifierClient, url: str, text: str) -> str:
@@ -100,7 +102,9 @@ async def _dialect(client: VerifierClient, url: str, text: str) -> str:
         return "g2b"
     if CORRECT in counts:
         return "g2a"
-    raise VerifierError(f"{url}: its progress counts {', '.join(counts)[:80]!r}, which is unknown")
+    raise VerifierError(
+        f"{url}: its progress counts {printable(', '.join(counts))!r}, which is unknown"
+    )
 
 
 async def _try_session(client: VerifierClient, task: TaskSpec, finding: Finding) -> None:
@@ -120,33 +124,13 @@ async def _try_session(client: VerifierClient, task: TaskSpec, finding: Finding)
 
 async def _look(client: VerifierClient, finding: Finding) -> None:
     """A container's session, without touching it: it is somebody's."""
-    limits = client.transport.limits
-    data: bytes | None = None
+    size: tuple[int, int] | None = None
     for _ in range(LOOKS):
-        data = await _step(
-            finding,
-            "screenshot",
-            lambda: client.transport.send(
-                "GET",
-                ("act",),
-                query={"action_type": "screenshot"},
-                again_if="never",
-                content_types=frozenset({"image/png"}),
-                max_bytes=limits.max_image_bytes,
-            ),
-        )
-        if data is None:
+        size = await _step(finding, "screenshot", client.look)
+        if size is None:
             return
-    assert data is not None  # LOOKS is not 0
-    width_px, height_px = Image.open(io.BytesIO(data), formats=["PNG"]).size
-    finding.works.append(f"screen {width_px}x{height_px}")
-    counts = await _step(
-        finding,
-        "progress",
-        lambda: client.transport.json("GET", ("progress",), again_if="never"),
-    )
-    if counts is not None and any(counts.values()):
-        finding.fails.append("its session was used before; start a new container")
+    assert size is not None  # LOOKS is not 0
+    finding.works += ["progress", f"screen {size[0]}x{size[1]}"]
 
 
 async def _step(finding: Finding, name: str, call: Callable[[], Awaitable[T]]) -> T | None:
@@ -166,7 +150,7 @@ async def _step(finding: Finding, name: str, call: Callable[[], Awaitable[T]]) -
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """What is printed."""
+    """The report of all servers, as it is printed."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.url}")
@@ -197,12 +181,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("url", nargs="+")
     parser.add_argument("--task", default="", help="what to open a session of")
-    parser.add_argument("--token-file", type=Path, help="sent as a bearer token")
+    parser.add_argument(
+        "--token-file", type=Path, help="sent as a bearer token; else $UIRL_VERIFIER_TOKEN"
+    )
     parser.add_argument("--json", type=Path, help="the same, machine-readable")
     args = parser.parse_args(argv)
 
     async def run() -> list[Finding]:
-        token = None if args.token_file is None else args.token_file.read_text().strip()
+        token = read_token(args.token_file or "")
         looks = (examine(url, task=args.task, token=token) for url in args.url)
         return list(await asyncio.gather(*looks))
 

@@ -27,6 +27,7 @@ from PIL import Image
 
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.types import Action, TaskSpec
+from uirl_jax.untrusted.text import readable
 from uirl_jax.verifiers.tasks import variants
 
 PREFIX = "own/"
@@ -236,10 +237,12 @@ def _check(own: OwnTask) -> None:
     if (
         not isinstance(said, str)
         or not 1 <= len(said) <= _MAX_INSTRUCTION_CHARS
-        or not said.replace("\n", " ").isprintable()
+        or not said.strip()
+        or readable(said) != said
     ):
         raise ConfigError(
-            f"instruction is {said!r:.80}, expected 1-{_MAX_INSTRUCTION_CHARS} printable characters"
+            f"instruction is {said!r:.80}, expected 1-{_MAX_INSTRUCTION_CHARS} characters, without "
+            "control characters"
         )
     size = (instance.width_px, instance.height_px)
     if not all(isinstance(px, int) and 1 <= px <= _MAX_SIDE_PX for px in size):

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeGuard
 from uirl_jax.errors import ActUncertainError, ImageError, RequestRefusedError, VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.untrusted import text as untrusted_text
 from uirl_jax.verifiers import dialects, wire
 from uirl_jax.verifiers.client.image_header import image_size
 from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
@@ -151,6 +152,15 @@ class VerifierClient:
         self._open[session_id] = _Open(session, rule)
         return session
 
+    async def look(self) -> tuple[int, int]:
+        """Checks the one session of a container as `create` does, without taking it.
+
+        Returns: (width, height) of its screen in pixels.
+        """
+        await self._check_container()
+        data = await self._fetch_screen("container")
+        return self._image_size(data, f"the screenshot at {self._base}")
+
     async def screenshot(self, session_id: str) -> bytes:
         """The screen as a whole encoded image that says it has the announced size. Its pixels are
         not looked at: whoever decodes it may find it broken."""
@@ -257,7 +267,14 @@ class VerifierClient:
         )
 
     async def _take_container(self) -> str:
-        """Waits until the one session there is answers; its id. Raises for one that was used."""
+        """Takes the one session there is; its id. Raises for one that was used."""
+        await self._check_container()
+        if self._open or not self._mark():
+            raise self._was_used()
+        return "container"
+
+    async def _check_container(self) -> None:
+        """Waits until the container answers. Raises for counts that show that it was used."""
         last: VerifierError | str = "it does not answer"
         try:
             async with asyncio.timeout(self._limits.create_timeout_s):
@@ -275,12 +292,14 @@ class VerifierClient:
         self._start_time = _start_time(text)
         progress = await self.transport.json("GET", ("progress",), again_if="failed")
         self._check_counts(progress, f"progress at {self._base}")
-        if any(progress.values()) or self._open or not self._mark():
-            raise VerifierError(
-                f"{self._base}: its session was used before, and cannot be reset; start a new "
-                "container for every episode"
-            )
-        return "container"
+        if any(progress.values()):
+            raise self._was_used()
+
+    def _was_used(self) -> VerifierError:
+        return VerifierError(
+            f"{self._base}: its session was used before, and cannot be reset; start a new "
+            "container for every episode"
+        )
 
     def _mark(self) -> bool:
         """Marks the container as used; one without a start time cannot be told from the next."""
@@ -348,15 +367,12 @@ class VerifierClient:
         if not isinstance(session_id, str):
             raise VerifierError(f"{where}: a session's id is not a string")
         self._read_session_id({"session_ids": [session_id]})
-        if (
-            not isinstance(instruction, str)
-            or not 1 <= len(instruction) <= self._limits.max_instruction_chars
-            or not instruction.replace("\n", " ").isprintable()
-        ):
-            raise VerifierError(
-                f"{where}: the instruction is not printable text of "
-                f"1-{self._limits.max_instruction_chars} characters"
-            )
+        most = self._limits.max_instruction_chars
+        if not isinstance(instruction, str) or len(instruction) > most:
+            raise VerifierError(f"{where}: the instruction is not text of 1-{most} characters")
+        instruction = untrusted_text.readable(instruction)
+        if not instruction.strip():
+            raise VerifierError(f"{where}: the instruction is empty")
         width_px, height_px = entry.get("screen_width"), entry.get("screen_height")
         if not _is_extent(width_px) or not _is_extent(height_px):
             raise VerifierError(

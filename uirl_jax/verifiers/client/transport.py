@@ -33,22 +33,31 @@ JSON_TYPE = "application/json"
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
+def _seconds(default: float) -> Any:
+    return dataclasses.field(default=default, metadata={"above": 0.0, "max": 86_400.0})
+
+
+def _size(default: int) -> Any:
+    return dataclasses.field(default=default, metadata={"min": 1, "max": 2**30})
+
+
 @dataclasses.dataclass(frozen=True)
 class ClientLimits:
     """What an answer may cost."""
 
-    connect_timeout_s: float = 5.0
-    read_timeout_s: float = 10.0  # of silence; attempt_timeout_s is what ends a slow drip
-    attempt_timeout_s: float = 15.0  # one attempt as a whole, besides the delay that it asks for
-    create_timeout_s: float = 120.0  # real desktops take tens of seconds to start
-    attempts: int = 3
-    backoff_s: float = 0.2  # before the second attempt; doubled for each further one, with jitter
-    max_retry_after_s: float = 5.0  # more than that of patience is not to be had
-    max_image_bytes: int = 16 * 1024 * 1024
-    max_image_pixels: int = 16_000_000
-    max_json_bytes: int = 1024 * 1024
-    max_instruction_chars: int = 4096
-    max_connections: int = 256
+    connect_timeout_s: float = _seconds(5.0)
+    read_timeout_s: float = _seconds(10.0)  # of silence; attempt_timeout_s ends a slow drip
+    attempt_timeout_s: float = _seconds(15.0)  # one attempt, besides the delay that it asks for
+    create_timeout_s: float = _seconds(120.0)  # real desktops take tens of seconds to start
+    attempts: int = dataclasses.field(default=3, metadata={"min": 1, "max": 100})
+    # Before the second attempt; doubled for each further one, with jitter.
+    backoff_s: float = _seconds(0.2)
+    max_retry_after_s: float = _seconds(5.0)  # of what a server asks for
+    max_image_bytes: int = _size(16 * 1024 * 1024)
+    max_image_pixels: int = _size(16_000_000)
+    max_json_bytes: int = _size(1024 * 1024)
+    max_instruction_chars: int = _size(4096)
+    max_connections: int = dataclasses.field(default=256, metadata={"min": 1, "max": 65_536})
 
 
 class _TryAgain(Exception):
