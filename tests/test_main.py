@@ -133,13 +133,8 @@ def metric_by_step(workdir: Path, name: str) -> list[float]:
 
 def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path, model_dir):
     """A learning rate near the end of float32: the second update is infinite."""
-    process = run(
-        tmp_path / "run",
-        model_dir,
-        "--config.learner.optimizer.lr=1e38",
-        "--config.learner.optimizer.weight_decay=1e3",
-        "--config.evaluation.episodes=0",
-    )
+    config = ROOT / "tests" / "overflowing_config.py"
+    process = run(tmp_path / "run", model_dir, f"--config={config}")
     assert process.returncode != 0
     last = process.stderr.strip().splitlines()[-1]
     aside = tmp_path / "run" / "quarantine" / "step-2"

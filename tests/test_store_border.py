@@ -16,6 +16,7 @@ ALLOWED = {
     ("actor/journal.py", "O_APPEND"),  # the actor's own log: a line must outlive SIGKILL
     ("run.py", "append"),  # logs/actor-<n>.jsonl
     ("verifiers/server/supervisor.py", "append"),  # the log of a server that this process started
+    ("actor/processes.py", "append"),  # the logs of actors that this process started
     ("checkpoints.py", "rename"),  # Orbax's directories, moved by the one learner
 }
 

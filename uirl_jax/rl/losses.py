@@ -48,7 +48,7 @@ class PolicyLossConfig:
     importance_cap: float = dataclasses.field(default=2.0, metadata={"above": 0.0, "max": 1e6})
     # Lower bound of the weights, with truncate. At 0 a stored success (algorithm.replay) that the
     # policy has since made unlikely has almost no weight; at 1 it counts as on-policy, as in ARPO.
-    importance_floor: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 1.0})
+    importance_floor: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 1e6})
 
     def __post_init__(self) -> None:
         if not 0 <= self.importance_floor <= self.importance_cap:
