@@ -39,15 +39,21 @@ def model_dir(tmp_path_factory) -> Path:
     return tiny_model.write(tmp_path_factory.mktemp("model"))
 
 
-def command(workdir: Path, model_dir: Path | str, *arguments: str) -> list[str]:
+def command(
+    workdir: Path, model_dir: Path | str, *arguments: str, config: Path = tiny_model.CONFIG
+) -> list[str]:
     return [
-        *(sys.executable, "-m", "uirl_jax.main", f"--config={tiny_model.CONFIG}"),
+        *(sys.executable, "-m", "uirl_jax.main", f"--config={config}"),
         *(f"--workdir={workdir}", f"--config.model.path={model_dir}", *arguments),
     ]
 
 
 def run(
-    workdir: Path, model_dir: Path | str, *arguments: str, devices: int = 1
+    workdir: Path,
+    model_dir: Path | str,
+    *arguments: str,
+    devices: int = 1,
+    config: Path = tiny_model.CONFIG,
 ) -> subprocess.CompletedProcess[str]:
     more_flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {
@@ -55,7 +61,7 @@ def run(
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {more_flags}",
     }
     return subprocess.run(
-        command(workdir, model_dir, *arguments),
+        command(workdir, model_dir, *arguments, config=config),
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -134,7 +140,7 @@ def metric_by_step(workdir: Path, name: str) -> list[float]:
 def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path, model_dir):
     """A learning rate near the end of float32: the second update is infinite."""
     config = ROOT / "tests" / "overflowing_config.py"
-    process = run(tmp_path / "run", model_dir, f"--config={config}")
+    process = run(tmp_path / "run", model_dir, config=config)
     assert process.returncode != 0
     last = process.stderr.strip().splitlines()[-1]
     aside = tmp_path / "run" / "quarantine" / "step-2"
