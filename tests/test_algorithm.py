@@ -13,11 +13,12 @@ import pytest
 
 from tests import packed_records, step_world
 from tests.eight_devices import on_eight_devices
+from tests.sample_trajectories import make_trajectory
 from tools.bench import algorithms
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.families import loading
-from uirl_jax.learner import algorithm, cold_start
+from uirl_jax.learner import algorithm, cold_start, loop
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig
@@ -455,3 +456,14 @@ def check_mesh() -> None:
 def test_algorithms_on_eight_fake_devices_equal_one_device():
     done = on_eight_devices("check_mesh", "test_algorithm")
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_groups_without_signal_are_counted_also_where_they_are_not_replaced():
+    groups = [
+        [make_trajectory(f"e{number}{member}", f"g{number}", reward=reward) for member in range(2)]
+        for number, reward in enumerate((0.0, 1.0, 0.5))
+    ]
+    groups[2][0] = dataclasses.replace(groups[2][0], reward=1.0)
+    metrics = loop._describe(groups, AlgorithmConfig(), version=0)
+    assert metrics["groups/useless"] == 2 and metrics["groups/replaced"] == 0
+    assert metrics["groups/with_signal"] == pytest.approx(1 / 3)
