@@ -422,6 +422,8 @@ def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):
             "'head' is unknown, expected some of",
         ),
         (["--config.model.quantize=int4"], "expected 'none' or 'int8'"),
+        (["--workdir="], "--workdir is empty"),
+        (["--workdir=gs://bucket/run"], "buckets are not supported yet"),
         (
             [f"--config.model.path={SHIPPED_MODEL}", "--config.model.adapter=/nowhere"],
             "/nowhere/adapter_config.json: cannot be read",
@@ -433,6 +435,8 @@ def test_main_mistake_of_the_user_is_one_line(tmp_path, arguments: list[str], sa
     assert process.returncode == 1
     assert said in process.stderr
     assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1, process.stderr
+    # The corrected command can use the same workdir.
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_main_port_in_use_is_one_line(tmp_path):

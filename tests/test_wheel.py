@@ -73,6 +73,7 @@ def test_wheel_holds_every_file_of_the_packages(wheel):
 def test_command_help_names_the_flags_and_how_to_name_a_config(installed, tmp_path):
     process = run(str(installed / "bin/uirl-jax"), "--help", cwd=tmp_path, packages=installed)
     words = " ".join(process.stdout.split())
+    assert process.returncode == 0
     assert "uirl-jax --config=quickstart --workdir=runs/quickstart" in words, process.stderr
     for flag in ("--config: config file", "--workdir: ", "--role: ", "--actors: "):
         assert flag in words

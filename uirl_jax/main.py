@@ -38,7 +38,7 @@ from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
 from uirl_jax.players import BackgroundLoop, Players, when_set
-from uirl_jax.run import Run, open_run
+from uirl_jax.run import Run, check_model, open_run
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers.server import supervisor
@@ -161,7 +161,7 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     summary_path = run.workdir / evaluation.SUMMARY_FILE
     page = run.workdir / "report.html"
     # An existing summary is from the process that finished the run; its peak memory is kept.
-    if not summary_path.exists():
+    if not _is_json_object(summary_path):  # or it is damaged
         episodes = run_totals(run.workdir, run.run_id)
         content = evaluation.summary(
             results,
@@ -186,6 +186,13 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
         f"peak memory {content['peak_rss_gib']:.2f} GiB"
     )
     print(f"report:   {page}", flush=True)
+
+
+def _is_json_object(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def make_cold_start(
@@ -339,10 +346,12 @@ def main(argv: list[str]) -> int:
                 "--workdir=runs/quickstart"
             )
         cfg = reading.from_config(RunConfig, _CONFIG.value)
-        workdir = Path(_WORKDIR.value)
+        workdir = reading.workdir_of(_WORKDIR.value)
         learns = _ROLE.value in ("all", "learner")
         lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
         with lease:
+            if _ROLE.value != "verifier":
+                check_model(cfg)  # before config.json is written: the corrected command then starts
             run = Run(cfg, workdir, open_run(workdir, cfg, learns=learns))
             if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):

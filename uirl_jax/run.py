@@ -119,6 +119,17 @@ def check_family(cfg: RunConfig, family: Family) -> None:
     family.require(wanted)
 
 
+def check_model(cfg: RunConfig) -> None:
+    """Checks everything about the model and its adapters that costs no weights.
+
+    Raises: ConfigError, ModelError.
+    """
+    path = hub.model_directory(cfg.model.path, weights=False)
+    family = family_of(path)
+    check_family(cfg, family)
+    loading.check(family, path, lora=cfg.model.lora, adapter=cfg.model.adapter)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The config, the workdir and the id of a run; used by every role."""

@@ -127,6 +127,8 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
             check_overrides(argv, parser.parse(file), parser.schema, name)
         try:
             rest = flags.FLAGS(list(argv))
+        except SystemExit:  # absl ends --help with code 1
+            sys.exit(0)
         except (flags.Error, ValueError, TypeError) as error:
             raise ConfigError(f"{_one_line(error)}; --help lists the flags") from error
         if len(rest) > 1:
@@ -135,6 +137,18 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     return rest
+
+
+def workdir_of(value: str) -> Path:
+    """The directory of --workdir. Raises: ConfigError for none, or an address."""
+    if not value.strip():
+        raise ConfigError("--workdir is empty; give a directory, e.g. --workdir=runs/quickstart")
+    if "://" in value:
+        raise ConfigError(
+            f"--workdir={value}: a run needs a local or mounted directory; buckets are not "
+            "supported yet"
+        )
+    return Path(value)
 
 
 def check_overrides(

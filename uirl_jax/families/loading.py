@@ -80,12 +80,8 @@ def load(
     """
     path = hub.model_directory(model_dir, weights=False)  # what is refused costs no download
     family = family_of(path)
-    if lora is not None:
-        family.weights.projections_of(lora.targets)
-    cfg = family.read_config(path)
-    found = None
-    if adapter:  # before the weights: what is wrong with it shows in a second
-        found = _read_adapter(assets.find(adapter), family, cfg, lora)
+    # Before the weights: what is wrong with these shows in a second.
+    cfg, found = check(family, path, lora=lora, adapter=adapter)
     path = hub.model_directory(model_dir)
     with _hashing(path) as base_hash:
         model = read_model(
@@ -113,6 +109,20 @@ def load(
         inputs=family.make_inputs(cfg),
         base_hash=base_hash.result(),
     )
+
+
+def check(
+    family: Family, path: Path, *, lora: LoraConfig | None, adapter: str | Path = ""
+) -> tuple[Any, peft_adapters.Adapter | None]:
+    """Reads what needs no weights: the config of a model directory, and the adapter.
+
+    Raises: ModelError, ConfigError as `load`.
+    """
+    if lora is not None:
+        family.weights.projections_of(lora.targets)
+    cfg = family.read_config(path)
+    found = _read_adapter(assets.find(adapter), family, cfg, lora) if adapter else None
+    return cfg, found
 
 
 def read_model(
