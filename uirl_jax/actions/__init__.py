@@ -1,7 +1,7 @@
 """Action text <-> Action in every format, and the coordinate spaces of models.
 
-The first reader of sampled text, and so the place where it is distrusted. It does not perform
-actions (verifiers), and does not decide what a wrong one costs (actor).
+This package is the first to read sampled text, and does not trust it. Verifiers perform actions,
+and the actor decides what a wrong one costs.
 """
 
 from uirl_jax.actions.coordinates import SPACES

@@ -1,7 +1,7 @@
 """Coordinate spaces of models, and the one function that converts between them and the screen.
 
-What a space means is a property of the action format (`formats`): a model that was taught one space
-clicks beside everything in another. Nothing else in the package multiplies a coordinate.
+An action format has a space (`formats`): a model that was taught one space misses everything in
+another. No other module multiplies a coordinate.
 """
 
 from uirl_jax.errors import ConfigError

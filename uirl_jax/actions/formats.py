@@ -1,8 +1,8 @@
-"""Every action format by its name, and the two ways through it: `parse` and `format_action`.
+"""All action formats by name, and the two functions that use them: `parse` and `format_action`.
 
-A format is how a model writes an action, in which coordinate space, and the prompt that asks for it
-so; `chat.action_format` of a config chooses one. Text is untrusted: whatever it holds, `parse`
-returns a checked Action or raises ActionError with the reason; nothing is evaluated.
+A format is how a model writes an action, in which coordinate space, and with which prompt it is
+asked; `chat.action_format` of a config chooses one. Text is untrusted: `parse` returns a checked
+Action or raises ActionError with the reason; nothing is evaluated.
 
     name               as in                      coordinates
     text               click(100, 200)            pixels

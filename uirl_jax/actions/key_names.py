@@ -1,4 +1,4 @@
-"""Names of keys as models write them, in the one spelling that `kinds` knows."""
+"""Names of keys as models write them, converted to the spelling that `kinds` uses."""
 
 from collections.abc import Iterable
 

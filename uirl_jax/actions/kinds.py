@@ -1,7 +1,7 @@
-"""What an action may be: its kinds, their arguments, and the bounds of every value.
+"""The kinds of action, their arguments, and the bounds of every value.
 
 Every action format reads into this table and writes from it, and the bundled server checks requests
-with `validate`. Not here: how a model writes an action (the other files of this folder).
+with `validate`. How a model writes an action is in the other modules of this package.
 """
 
 import dataclasses

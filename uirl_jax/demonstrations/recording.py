@@ -1,9 +1,9 @@
-"""The trajectory of an episode that somebody demonstrates: a script, or a person.
+"""The trajectory of an episode that a script or a person demonstrates.
 
-It looks like an actor's, but that nobody sampled it: its logprobs are 0 and its policy version is
--1. What was done is kept as actions in pixels beside the tokens, so that a model of another
-tokenizer, action format or context is told the same demonstration again (`retell`). Here: what is
-seen, said and written down. Who plays is in `scripted` and, for people, `tools.record_demo`.
+It looks like an actor's, but nothing was sampled: logprobs are 0 and the policy version is -1. The
+actions are kept in pixels beside the tokens, so that the same demonstration can be written again
+for a model with another tokenizer, action format or context (`retell`). `scripted` plays scripts,
+`tools.record_demo` records people.
 """
 
 import dataclasses

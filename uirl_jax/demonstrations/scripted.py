@@ -1,8 +1,8 @@
 """Scripted episodes of the bundled tasks as trajectories: what a cold start learns from.
 
-Played without HTTP: nothing here judges a policy. The hermetic desktop is played in this thread
-(`demonstrate`); all others take an event loop, and processes where they run in a browser
-(`Demonstrator`). What is written down is `recording`'s.
+They are played without HTTP, because no policy is judged. The hermetic desktop is played in this
+thread (`demonstrate`); other tasks need an event loop, and processes if they run in a browser
+(`Demonstrator`). `recording` builds the trajectories.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""What comes from outside: HTTP and JSON within limits."""
+"""What comes from outside: HTTP, JSON and text, within limits."""

@@ -1,7 +1,7 @@
 """JSON from the other side of a socket, parsed with limits. Used by every client and server here.
 
-Python's own parser takes NaN, 1e999, duplicate keys, integers of any length and lone surrogates,
-and raises RecursionError on deep nesting; none of that may get further than this function.
+Python's own parser accepts NaN, 1e999, duplicate keys, integers of any length and lone surrogates,
+and raises RecursionError on deep nesting; this module refuses all of these with ValueError.
 """
 
 import json

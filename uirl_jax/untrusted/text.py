@@ -1,8 +1,8 @@
-"""Text from outside that a model reads: everything that is language, nothing that acts.
+"""Text from outside that a model reads: keeps what languages need, removes what has side effects.
 
-Control characters move a terminal's cursor, direction overrides show another text than the one
-that is read, and tag characters are invisible. Joiners, marks and spaces belong to languages:
-Persian and Hindi need U+200C, many emoji U+200D, French and typesetting U+00A0.
+Control characters move a terminal's cursor, direction overrides show another text than the one that
+is read, and tag characters are invisible. Joiners, marks and spaces belong to languages: Persian
+and Hindi need U+200C, many emoji U+200D, French U+00A0.
 """
 
 import re

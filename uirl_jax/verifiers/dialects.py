@@ -1,4 +1,4 @@
-"""What verifiers in the field speak: the calls, actions and counts of each dialect.
+"""The dialects of ui-verifiers' servers: calls, actions and counts of each.
 
     g1+  multi-session, the bundled server's: seeds, instructions, done and reward, request ids
     g1   multi-session, ui-verifiers' first server: five mouse actions, its progress may be a 500
@@ -6,8 +6,8 @@
     g2b  the same, today's: lists the rows that were submitted
     g3   a proxy in front of g2a or g2b: base_url is http://host/proxy/{session_id}
 
-`doctor` finds out which one a server speaks; a config pins it (verifier.dialect). Not here: HTTP
-(`client.transport`) and what a session's life is (`client`).
+`doctor` finds out which one a server speaks; the config says it (verifier.dialect). HTTP is in
+`client.transport`, sessions are in `client`.
 Source: TobiasNorlund/ui-verifiers (f82ccc2 for g1, 88c365e^ for g2a, f53cfb2) and ui-rl (b590d56).
 """
 

@@ -1,11 +1,11 @@
-"""Tasks that people write themselves: a folder with a task.py, and a page.html where it has a page.
+"""A user's own tasks: a folder with task.py, and with page.html if the task is a page.
 
     python -m uirl_jax.verifiers.server --task-dir examples/own_tasks/thermostat
 
-Loaded once, at the start, from the folders that whoever starts the server names, and checked there
-and then; a request names a task (own/<folder's name>), never a path. task.py is run: it is trusted
-as any program is. A task is a class `Task` in it, of one of the two kinds below. How to write one
-is in docs/own_task.md. Not here: sessions (`server.session_types`), browsers (`browser.own_page`).
+The folders named at the server's start are loaded and checked once; a request names a task
+(own/<folder's name>), never a path. task.py is executed: it is trusted like any program. It has a
+class `Task` that extends DrawnTask or PageTask below. docs/own_task.md says how to write one.
+Sessions are in `server.session_types`, browsers in `browser.own_page`.
 """
 
 import dataclasses

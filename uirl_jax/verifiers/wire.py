@@ -1,7 +1,6 @@
 """The names of the dialect G1+: an action as the fields of an `act` call, and back.
 
-Between the client, which writes the fields, and the server, which reads them from a query or a
-JSON body and believes none of them. Not here: sessions and HTTP.
+The client writes the fields; the server reads them from a query or a JSON body and checks each.
 """
 
 import dataclasses

@@ -1,14 +1,14 @@
-"""`simple_data_entry`: rows of a sheet are copied into a form, in a real browser.
+"""`simple_data_entry`: copy rows of a sheet into a form, in a real browser.
 
-The page is assets/pages/simple_data_entry.html; here are its data, its judge and a scripted
-demonstrator. A submission that equals a row of the sheet is counted as that row (its index from 0,
-every time), any other as incorrect, as the servers of the field count.
+The page is assets/pages/simple_data_entry.html. This module has its data, its judge and a scripted
+demonstrator. As in ui-verifiers' servers, a submission that equals a row of the sheet counts as
+that row (index from 0, each time), any other as incorrect.
 
-The reward, by the rule declared here and nowhere else: of the rows that the instruction names,
-max(0, right - bad) / rows, a running value. Bad is what was submitted beyond one right submission
-of each of them: incorrect ones, repeated ones, and rows that were not asked for. Three wrong
-submissions and a right one pay nothing. Done when every row is in, or as much is bad as was asked
-for.
+Reward: max(0, right - bad) / rows, over the rows that the instruction names; a running value.
+`right` is how many of them were submitted, `bad` the submissions beyond one right submission of
+each: incorrect ones, repeated ones, and rows that were not asked for. Three wrong submissions and a
+right one therefore pay nothing. The episode is done when all rows are submitted, or when `bad`
+reaches the number of rows.
 """
 
 import dataclasses

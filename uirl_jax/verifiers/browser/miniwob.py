@@ -1,16 +1,15 @@
 """`miniwob/<task>`: the tasks of MiniWoB++ (Farama's package `miniwob`), in a real browser.
 
-The package's pages are served with their scripts in them; none of its Python code is imported. The
-screen is the task's area, 160x210 pixels, the upper left corner of a viewport that is wide enough
-for all of them; with `scale=2` every pixel of the page is four of the screen. The instruction is
-the task's utterance. An episode begins with its random numbers seeded, and has no time limit. It
-is the page of an episode before, begun anew as the package does, or a fresh one: no difference can
-be seen (tests/test_miniwob_restarts.py), and the first costs a quarter of the CPU time.
+The package's pages and scripts are served; none of its Python code is imported. The screen is the
+task's area, 160x210 pixels, in the upper left corner of the viewport; with `scale=2` each pixel of
+the page becomes four of the screen. The instruction is the task's utterance. An episode seeds the
+page's random numbers and has no time limit. It restarts the page of an earlier episode, as the
+package does, or loads a fresh one: no difference can be seen (tests/test_miniwob_restarts.py), and
+a restart costs a quarter of the CPU time.
 
-The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with the wall clock, 0 where
-it is below: 0 to 1, given at the end. Success is 1 and nothing less: some tasks pay parts. After
-the end nothing changes any more. docs/bundled_server.md lists the tasks and what keeps some from
-being played.
+The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with time, and 0 where it is
+negative; it is given at the end. Only 1 is a success, because some tasks pay for parts. Nothing
+changes after the end. docs/bundled_server.md lists the tasks and why some cannot be played.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""`own/<name>` with a page: what somebody wrote (own_tasks.PageTask), played in a real browser."""
+"""`own/<name>` with a page: a user's own_tasks.PageTask, played in a real browser."""
 
 import urllib.parse
 from typing import Any

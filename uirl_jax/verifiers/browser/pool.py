@@ -1,10 +1,9 @@
-"""Chromium processes, some of them warm: an episode starts in one that is waiting already.
+"""Chromium processes, some of them started in advance, so that an episode need not wait for one.
 
-A session takes a tab and gives it back; what it leaves behind is closed, and an empty page is made
-ready in the same process before anybody waits for it. A process that crashed, hangs or has served
-long enough is replaced. Playwright's driver starts the processes and is connected to each by a
-pipe: when this process ends, in whatever way, the driver's pipe closes and everything below it
-ends.
+A session takes a tab and gives it back. The pool then closes what the session left and prepares an
+empty page in the same process. Processes that crashed, hang or served long enough are replaced.
+Playwright's driver starts the processes over a pipe: when this process ends for any reason, the
+pipe closes, and the driver and all browsers end too.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""One page in a Chromium process of its own: files in, screen out, mouse and keyboard.
+"""One page in a Chromium process of its own: files in, screenshots out, mouse and keyboard.
 
-Between the pool, which starts the process, and a task, which says what is shown and judges it. What
-is done for every turn (mouse, screenshot, settling) goes over raw CDP; Playwright starts the page
-and has the keyboard's layout. A page sees no network: each request is answered from `files`, or not
-at all. One process for each session, because the pages of a process share one clipboard.
+`pool` starts the process; a task says what the page shows and judges it. The calls of every turn
+(mouse, screenshot, waiting until the page has settled) use raw CDP; Playwright starts the page and
+types, because it knows the keyboard's layout. A page has no network: each request is answered from
+`files` or fails. Each session has a process, because the pages of one process share a clipboard.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""The client side: HTTP to a verifier, in every dialect, with nothing trusted that comes back."""
+"""The client side: HTTP to verifiers in every dialect; every answer is checked."""

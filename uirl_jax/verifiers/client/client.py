@@ -1,14 +1,14 @@
-"""The actor's way to a verifier: its sessions, in every dialect, and no belief in what comes back.
+"""The actor's client of one verifier: sessions in every dialect; no answer is trusted.
 
-Opens sessions, acts, fetches screenshots and progress. Whatever goes wrong (another image size, a
-reward that is not a number, a session that somebody has used before) is a VerifierError: an
-`env_error` of the episode, never a crash and never a reward. HTTP is `transport`'s; the calls of a
-dialect are in `dialects`, what counts are worth in `rules`.
+Opens sessions, acts, fetches screenshots and progress. Every fault of the server (an image of
+another size, a reward that is not a number, a session that was used before) raises VerifierError,
+which ends the episode as `env_error`. `transport` does the HTTP, `dialects` has the calls of each
+dialect, `rules` turns counts into rewards.
 
-What is sent again: reads, DELETE, and an `act` with a request_id, which a g1+ server applies once.
-`POST /session` only when the connection was refused, or the server says when to come back (429 with
-Retry-After), since a lost answer would leak a session. An `act` without a request_id likewise,
-since it would click twice; where it may have been applied, ActUncertainError says so.
+Retries: reads, DELETE, and an `act` with a request_id, which a g1+ server applies only once.
+`POST /session` only if the connection was refused, since a lost answer would leak a session. An
+`act` without a request_id only if it was not applied for certain, since it would click twice;
+where it may have been applied, ActUncertainError is raised.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""What an encoded screenshot says about itself, found without decoding it.
+"""Reads the kind and size of an encoded screenshot without decoding it.
 
-On the data path: the client asks it about every image that a verifier sends, on the event loop.
-Whether the pixels are there is seen where they are needed, when an engine decodes them. No Pillow
-here: opening a file with it inflates texts and allocates canvases.
+The client checks every image that a verifier sends with it, on the event loop. Whether the pixels
+are valid shows later, when an engine decodes them. Pillow is not used: opening a file with it
+inflates text chunks and allocates canvases.
 """
 
 import struct

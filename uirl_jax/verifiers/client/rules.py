@@ -1,15 +1,15 @@
 """Instruction and reward of tasks whose server has neither: simple_data_entry in g1, g2 and g3.
 
-The server counts, this file says what the counts are worth. The rule is declared with the task, in
-its variant, and so stands in every record beside the raw progress: a run can be scored again under
-another one. What a policy claims about itself pays nothing.
+The server counts submissions; this module turns the counts into a reward. The rule is part of the
+task's variant, and so of every record, beside the raw counts: a run can be scored again under
+another rule. What the policy says about itself has no effect.
 
     TaskConfig(name="simple_data_entry", variant="rows=2-101,count=1,wrong=0.25,duplicate=0.25")
 
-    rows       from which rows of the sheet those to be submitted are drawn, by the task's seed
-    count      how many of them
-    partial    1: each right row is worth its share; 0: nothing before all are submitted
-    wrong      cost of each wrong submission, or right one of a row that was not asked for (0.25)
+    rows       the rows of the sheet from which the task's seed draws those to submit
+    count      how many rows are to be submitted
+    partial    1: each right row pays its share; 0: nothing is paid before all are submitted
+    wrong      cost of each wrong submission, or of a right one that was not asked for (0.25)
     duplicate  cost of each submission of a row that was submitted before (0.25)
     turn       cost of each action (0)
 """

@@ -1,9 +1,9 @@
-"""HTTP to one verifier, with no belief in what comes back: one call in, checked bytes out.
+"""HTTP to one verifier: one call in, checked bytes out.
 
-Under the client, which knows what the calls mean. Whatever goes wrong (no answer, a late, an
-endless, a compressed or a redirected one, HTML) is a VerifierError that says what, where and what
-to do, within its time and in bounded memory. Retries live here and nowhere else. Text that is typed
-travels in some dialects' URLs: no message quotes a query.
+`client` knows what the calls mean. Every fault (no answer, a late, endless, compressed or
+redirected one, HTML) raises a VerifierError that says what, where and what to do, within the
+time-out and in bounded memory. Only this module retries. In some dialects typed text is part of the
+URL, so no message quotes a query.
 """
 
 import asyncio

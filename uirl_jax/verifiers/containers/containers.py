@@ -1,17 +1,18 @@
-"""One container a session: made for an episode, and deleted whatever happens to it.
+"""One container per session: started for an episode, and deleted however the episode ends.
 
-On the data path: in the place of a `VerifierClient`. To `actor.fleet` this is one server that has
-sessions; each of them is a container of its own with a client of its own (dialects g2a and g2b, or
-g3 where a proxy stands before them). What a container is and where it listens is a Runtime's
-business: `docker_runtime`, `kubernetes_runtime`. Containers that somebody else runs are
-`verifier.urls`, and need nothing of this.
+Takes the place of a `VerifierClient`: `actor.fleet` sees one server with sessions, each of which is
+a container with a client of its own (dialects g2a and g2b, or g3 behind a proxy). A `Runtime`
+starts containers and finds their address: `docker_runtime`, `kubernetes_runtime`. Containers that
+others started are listed in `verifier.urls` and do not need this module.
 
-How none stays behind: a container is named before it is made, so that one whose making was
-cancelled or whose answer was lost can be deleted. Deleting is a task of its own that no cancelled
-episode interrupts, and goes on until it was done. What came into being behind that (an API that
-answered nothing and did it later) is found by its label, every SWEEP_S and at the end; what an
-earlier process left (SIGKILL, power), by its owner's label at the start; and what nobody came back
-for, by the end of its lifetime, which is a label too, by whoever starts next.
+How no container is left behind:
+- A container is named before it is created, so that one whose creation was cancelled, or whose
+  answer was lost, can be deleted.
+- Deletion is a task that a cancelled episode does not interrupt; it is repeated until it succeeds.
+- Containers that an API created later than it answered are found by their label, every SWEEP_S and
+  at the end; those of an earlier process (SIGKILL, power failure) by the owner's label, at the
+  start.
+- A container whose lifetime, also a label, has passed is deleted by whichever process starts next.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Containers of a Docker daemon, for `containers`: the port is published on the daemon's host.
 
-The daemon is the environment's (DOCKER_HOST, DOCKER_TLS_VERIFY, DOCKER_CERT_PATH; else the local
-socket). Images are not pulled: a missing one is said before the first episode. Through Docker's own
-Python client, and its low-level half, where a method is one call of the API.
+The daemon comes from the environment (DOCKER_HOST, DOCKER_TLS_VERIFY, DOCKER_CERT_PATH), else it is
+the local socket. Images are not pulled: a missing one is an error before the first episode. Uses
+the low-level half of Docker's Python client, where a method is one call of the API.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Pods of a Kubernetes cluster, for `containers`: one pod, one container, one session.
 
-The cluster is kubectl's (KUBECONFIG, ~/.kube/config) or, in a pod without either, its own. The
-account needs create, get, list and delete of pods in the namespace. Pods are reached by their own
-address, which works inside the cluster; from outside by a proxy (verifier.containers.address). A
-pod gets no service account's token, ends by itself after its lifetime, and has the label
-`session-id` by which ui-verifiers' proxy looks for it. Through Kubernetes' own Python client.
+The cluster is the one that kubectl uses (KUBECONFIG, ~/.kube/config), or in a pod without either
+the pod's own. The account needs create, get, list and delete of pods in the namespace. Pods are
+reached by their own address inside the cluster, from outside through a proxy
+(verifier.containers.address). A pod has no service account token, ends after its lifetime, and has
+the label `session-id`, by which ui-verifiers' proxy finds it. Uses Kubernetes' Python client.
 """
 
 import contextlib

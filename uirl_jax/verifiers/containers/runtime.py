@@ -1,4 +1,4 @@
-"""What a container runtime is asked, and the settings that both runtimes and their client read."""
+"""The interface of container runtimes, and the settings that they share with their client."""
 
 import dataclasses
 from typing import Literal, Protocol

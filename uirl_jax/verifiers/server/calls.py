@@ -1,8 +1,8 @@
 """The calls of the bundled server as data: how their parameters are read, and the OpenAPI page.
 
-A handler is given what its call names and nothing else (`route`), and `/openapi.json` is written
-from the same calls (`page`): what a handler takes and what the page says cannot differ. Not here:
-what a call does (`sessions`, `field_calls`), the fields of an action (`wire`).
+A handler gets only the parameters that its call declares (`route`), and `/openapi.json` is written
+from the same declarations (`page`), so that the two cannot differ. What a call does is in
+`sessions` and `field_calls`, the fields of an action are in `wire`.
 """
 
 import asyncio

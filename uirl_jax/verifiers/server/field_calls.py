@@ -1,13 +1,13 @@
-"""G2 and G3: a session as the containers of the field offer one, and as their proxy does.
+"""G2 and G3: a session with the calls of ui-verifiers' containers and of their proxy.
 
     GET /            text with the type and the start time; 200 means ready
     GET /act         action_type, x, y, text, keys, direction, delay=1.0 -> PNG
     GET /openapi.json    these calls, for programs
-    GET /progress    the counts of the task; neither done nor reward, which are the client's to say
+    GET /progress    the counts of the task, without done and reward, which the client computes
 
-`SingleSession` is a whole server of these calls: one session, no reset; a second episode is a
-second process. Behind `/proxy/{session_id}/` they stand before every session of G1+ (`sessions`).
-Not here: what an action is (`wire`), who may speak (`server`).
+`SingleSession` is a server of one session that cannot be reset; a second episode needs a second
+process. `sessions` offers the same calls for every session below `/proxy/{session_id}/`. Actions
+are in `wire`, access checks in `server`.
 
 Source: TobiasNorlund/ui-verifiers, tasks/simple_data_entry/server.py (850446c).
 """

@@ -1,7 +1,7 @@
-"""One open session of the bundled verifier: what is known of it, and an `act` on it.
+"""One open session of the bundled verifier: its state, and an `act` on it.
 
-Between the calls of a shape (`sessions` for G1+, `field_calls` for G2 and G3) and the task that
-shows a screen. Here are the limits too: what a caller can make grow, and how fast.
+The calls (`sessions` for G1+, `field_calls` for G2 and G3) use it to drive the task that shows a
+screen. It has the limits on what a caller can make grow, and how fast.
 """
 
 import asyncio

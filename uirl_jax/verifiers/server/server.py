@@ -1,12 +1,12 @@
-"""The bundled verifier: desktops and browsers over HTTP (dialect G1+), a process of its own.
+"""The bundled verifier: desktops and browsers over HTTP (dialect G1+), in a process of its own.
 
     python -m uirl_jax.verifiers.server --port 0 --port-file PATH --exit-with-parent
     python -m uirl_jax.verifiers.server --single=simple_data_entry     one session, dialect G2b
 
-The actor's client talks to it as it would to any verifier. It trusts no caller: loopback or a
-token, the Host header checked, browsers refused, a limit on everything that a caller can make grow.
-Here: who may speak, the port, the life of the process. The calls are in `sessions` and
-`field_calls`. No TLS: put a proxy in front.
+The actor's client treats it like any verifier. No caller is trusted: it listens on loopback or asks
+for a token, checks the Host header, refuses requests from web pages, and limits everything that a
+caller can make grow. This module has access checks, the port and the life of the process; the calls
+are in `sessions` and `field_calls`. There is no TLS: put a proxy in front.
 """
 
 import argparse

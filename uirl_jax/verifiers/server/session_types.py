@@ -1,8 +1,7 @@
 """The types of session that the server offers, behind one interface.
 
-Between `sessions`, which knows HTTP, and what shows a screen: the hermetic desktop, which is a
-computation, and the browser, which is processes that are started when somebody asks for them.
-Not here: the tasks themselves.
+`sessions`, which knows HTTP, opens a task here: a drawn desktop, which is computed in this process,
+or a page in a browser, whose processes are started when they are needed. The tasks are elsewhere.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
-"""Keeps the bundled verifier server running in a process of its own, and knows where it listens.
+"""Runs the bundled verifier server as a child process, and finds its port.
 
-For `main`, which owns it. A server that dies is started again; one whose parent dies ends by
-itself.
+Used by `main`. A server that dies is started again; one whose parent dies ends.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
-"""The hermetic desktop: opens a session of a task, and demonstrates how it is done.
+"""The hermetic desktop: opens a session of a task, and demonstrates how it is solved.
 
-The environment end of the data path: a `TaskSpec` goes in, pixels come out, actions go in.
-Everything follows from (name, seed, variant): two equal specs give the same pixels and the same
-instruction on every machine with the same Pillow. No processes, no browser, no clock; the tasks
-are in `desktop_tasks`, HTTP in `server`.
+A `TaskSpec` goes in, pixels come out, actions go in. Everything follows from (name, seed, variant):
+two equal specs give the same pixels and instruction on every machine with the same Pillow. There
+are no processes, browsers or clocks. The tasks are in `desktop_tasks`, HTTP is in `server`.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """The tasks of the hermetic desktop: start state, rule of success and scripted demonstrator.
 
-A task lays out widgets from a seeded generator, hears what the window's input did (`Event`),
-counts, and says done and reward. `desktop.Session` drives it. Tasks do not draw and know no HTTP.
+A task lays out widgets from a seeded generator, gets the `Event` that an input caused, counts, and
+says done and reward. `desktop.Session` drives it. Tasks do not draw and know no HTTP.
 
-Rewards, by the rule declared here and nowhere else (a policy's own claim of success pays nothing):
+Rewards (a policy's own claim of success pays nothing):
   click_button  1.0 when the click that ends the episode is on the right button, else 0.0
   enter_text    1.0 when the field holds exactly the text at the moment of submission, else 0.0
   data_entry    max(0, right rows - wrong - duplicate submissions) / rows, a running value

@@ -1,9 +1,9 @@
 """Pixels of the hermetic desktop: wallpaper, widgets and text, with Pillow.
 
-First stage of the data path: what is drawn here is what the policy sees. It is made to be drawn
-fast (hundreds of screens a second on one core: the wallpaper and every word are drawn once and
-then pasted) and to be learnt from: the wallpaper tells position strongly and stays away from the
-widgets' colours. Not here: where widgets are (`desktop_tasks`) and what clicks do (`window`).
+What is drawn here is what the policy sees. Drawing is fast (hundreds of screens a second on one
+core: the wallpaper and each word are drawn once and then pasted), and the wallpaper is made to be
+learned from: it shows position strongly, in colours that widgets do not have. Where widgets are is
+in `desktop_tasks`, what clicks do in `window`.
 """
 
 import dataclasses

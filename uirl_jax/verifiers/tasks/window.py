@@ -1,8 +1,7 @@
 """The desktop's input side: what a click hits, where typed text goes, copy and paste, the popup.
 
-Between a task (`desktop_tasks`, which lays the widgets out and judges) and the pixels (`drawing`).
-An action goes in, at most one `Event` comes out; everything a real desktop would ignore is
-ignored here. Not here: what is right or wrong, and when an episode ends.
+A task (`desktop_tasks`) lays out the widgets and judges; `drawing` draws them. An action goes in,
+at most one `Event` comes out; what a real desktop would ignore is ignored.
 """
 
 import dataclasses
