@@ -1,6 +1,8 @@
 """The layers of DESIGN.md hold: read from the imports of every file, run by nothing."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +183,15 @@ def test_what_a_family_does_on_the_host_imports_no_jax():
         if path.stem in ("config", "inputs", "chat"):
             heavy = {name for name in imports(path) if name.split(".")[0] in ("jax", "flax")}
             assert not heavy, f"{path} imports {heavy}"
+
+
+def test_the_table_of_families_is_read_without_jax():
+    """A process that only plays episodes knows the family and holds no JAX (130 MiB)."""
+    code = (
+        "import sys; from uirl_jax.families.table import FAMILIES; "
+        "sys.exit(bool({'jax', 'flax'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_top_level_has_a_dozen_files_at_most():

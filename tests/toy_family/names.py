@@ -1,6 +1,6 @@
 """The toy's tables: names of tensors, LoRA projections, sharding rules."""
 
-from uirl_jax.models.sharding import param_rules
+from uirl_jax.models.sharding_rules import param_rules
 from uirl_jax.models.weight_table import Stack, WeightTable
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

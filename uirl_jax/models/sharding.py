@@ -14,8 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
-
-Rules = Mapping[str, tuple[str | None, ...]]  # leaf -> meanings of its last dimensions
+from uirl_jax.models.sharding_rules import Rules
 
 MESH_AXES = ("data", "fsdp", "model")
 
@@ -29,53 +28,6 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "vocab": ("model",),
     }
 )
-
-# The same in every family.
-_SHARED_RULES: Rules = types.MappingProxyType(
-    {
-        "embedding": ("vocab", "embed"),
-        "lm_head/kernel": ("embed", "vocab"),
-        "value_head/kernel": ("embed", None),
-        "value_head/bias": (None,),
-    }
-)
-
-
-def param_rules(
-    *,
-    wide_out: Sequence[str],
-    wide_in: Sequence[str],
-    whole: Sequence[str] = (),
-    more: Rules = types.MappingProxyType({}),
-) -> Rules:
-    """A family's rules; a leading layer axis is not sharded.
-
-    Args:
-      wide_out: linear layers from the residual stream to heads or to an MLP's inside.
-      wide_in: linear layers back to the residual stream.
-      whole: norms, which are replicated.
-      more: rules of other leaves, by their last two names.
-    """
-    rules = dict(_SHARED_RULES)
-    for name in wide_out:
-        rules |= {
-            f"{name}/kernel": ("embed", "wide"),
-            f"{name}/kernel_scale": ("wide",),
-            f"{name}/bias": ("wide",),
-            f"{name}/lora_a": ("embed", None),
-            f"{name}/lora_b": (None, "wide"),
-        }
-    for name in wide_in:
-        rules |= {
-            f"{name}/kernel": ("wide", "embed"),
-            f"{name}/kernel_scale": (None,),
-            f"{name}/bias": (None,),
-            f"{name}/lora_a": ("wide", None),
-            f"{name}/lora_b": (None, "embed"),
-        }
-    rules |= {f"{name}/{leaf}": (None,) for name in whole for leaf in ("scale", "bias")}
-    return types.MappingProxyType(rules | dict(more))
-
 
 # Field of TrainBatch -> meanings of its dimensions. `vision` has none: its rows are images.
 BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(

@@ -1,7 +1,23 @@
 """Qwen2-VL: 2B, 7B and 72B."""
 
+from typing import Any
+
 from uirl_jax.families.border import Family
-from uirl_jax.families.qwen2_vl import chat, config, inputs, model, names
+from uirl_jax.families.qwen2_vl import chat, config, inputs, names
+
+
+# `model` is imported when a model is built: a host that only plays episodes has no need of JAX.
+def make_model(*args: Any, **options: Any) -> Any:
+    from uirl_jax.families.qwen2_vl.model import Qwen2VL
+
+    return Qwen2VL(*args, **options)
+
+
+def init_cache(*args: Any) -> Any:
+    from uirl_jax.families.qwen2_vl import model
+
+    return model.init_cache(*args)
+
 
 FAMILY = Family(
     model_type="qwen2_vl",
@@ -10,7 +26,7 @@ FAMILY = Family(
     make_inputs=inputs.make_inputs,
     chat=chat.LAYOUT,
     coordinates="0-1000",
-    make_model=model.Qwen2VL,
-    init_cache=model.init_cache,
+    make_model=make_model,
+    init_cache=init_cache,
     weights=names.WEIGHTS,
 )

@@ -5,7 +5,7 @@ import types
 from collections.abc import Mapping
 
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
-from uirl_jax.models.sharding import param_rules
+from uirl_jax.models.sharding_rules import param_rules
 from uirl_jax.models.weight_table import Stack, WeightTable
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
