@@ -350,8 +350,11 @@ def main(argv: list[str]) -> int:
         learns = _ROLE.value in ("all", "learner")
         lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
         with lease:
+            # Before config.json is written: the corrected command can then use the workdir.
+            if learns:
+                make_mesh(cfg.mesh)
             if _ROLE.value != "verifier":
-                check_model(cfg)  # before config.json is written: the corrected command then starts
+                check_model(cfg)
             run = Run(cfg, workdir, open_run(workdir, cfg, learns=learns))
             if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):

@@ -27,7 +27,10 @@ _BODY_S = 10.0  # for the whole body of a call: 64 KB
 _JSON, _TEXT = "application/json", "text/plain"
 _ERROR: Schema = {
     "type": "object",
-    "properties": {"detail": {"type": "string"}},
+    "properties": {
+        "detail": {"type": "string"},
+        "capacity": {"type": "integer", "minimum": 1},  # of a full server: sessions that fit
+    },
     "required": ["detail"],
     "additionalProperties": False,
 }
