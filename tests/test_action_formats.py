@@ -177,7 +177,7 @@ REFUSED = [
     ("ui_tars", "Action: open_app(app_name='x')", "unknown action"),
     ("ui_tars", "Action: type()", "lacks content"),
     ("ui_tars", "Action: hotkey()", "lacks key"),
-    ("ui_tars", "Action: hotkey(content='a')", "no key='...'"),
+    ("ui_tars", "Action: hotkey(content='a')", "is not key='...'"),
     (
         "ui_tars",
         f"Action: click(start_box='{box(1, 1)}')\n\nclick(start_box='{box(2, 2)}')",

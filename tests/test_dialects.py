@@ -477,6 +477,22 @@ def test_container_restarted_within_an_episode_is_an_error(dialect, new_start_ti
     asyncio.run(run())
 
 
+def test_container_restarted_is_noticed_also_after_another_create():
+    """The refused `create` has read the new start time; it is not the session's."""
+
+    async def run():
+        container = Container("g2b")
+        async with serving(container) as url, client_of(url, "g2b") as client:
+            session = await client.create(TASK)
+            container._start_time = Container("g2b")._start_time
+            with pytest.raises(VerifierError, match="used before"):
+                await client.create(TASK)
+            with pytest.raises(VerifierError, match="was restarted during the episode"):
+                await client.progress(session.id)
+
+    asyncio.run(run())
+
+
 def test_container_that_an_earlier_process_used_is_refused(tmp_path):
     """Its page may hold half an entry, which no count tells."""
 

@@ -504,3 +504,13 @@ def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
     with pytest.raises(ConfigError, match=message):
         open_run(tmp_path, more)
     assert open_run(tmp_path, cfg) == run_id
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_damaged_summary_is_written_again(tmp_path, content):
+    path = tmp_path / "summary.json"
+    assert not main._is_json_object(path)
+    path.write_bytes(content)
+    assert not main._is_json_object(path)
+    path.write_bytes(b'{"seed": 0}')
+    assert main._is_json_object(path)

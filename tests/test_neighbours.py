@@ -9,6 +9,7 @@ import pytest
 from tests import actor_world as world
 from tests.acting import BASE, RUN, acting, any_click, publish, take
 from tests.field_servers import SHEET
+from uirl_jax.actor import fleet as fleet_module
 from uirl_jax.actor.fleet import MISMATCHED_EPISODES, Fleet
 from uirl_jax.actor.host import ActorConfig
 from uirl_jax.errors import ConfigError, VerifierFullError
@@ -150,6 +151,60 @@ def test_fleet_task_that_worked_before_is_no_mistake_of_the_config():
                         fleet.mismatched(verifier, "b", "unknown task")
 
     asyncio.run(run())
+
+
+def test_fleet_without_a_url_at_the_moment_ends_no_run():
+    """The bundled server is being restarted while an episode on the old one is refused."""
+
+    async def run():
+        urls = URLS[:1]
+        async with Fleet(lambda: urls, world.client) as fleet:
+            verifier = await fleet.next("a")
+            urls = []
+            for _ in range(2 * MISMATCHED_EPISODES):
+                fleet.mismatched(verifier, "a", "unknown task")
+
+    asyncio.run(run())
+
+
+def test_fleet_tries_a_marked_verifier_again_after_a_while(monkeypatch):
+    monkeypatch.setattr(fleet_module, "MISMATCH_REST_S", 0.2)
+
+    async def run():
+        async with Fleet(lambda: URLS, world.client) as fleet:
+            bad = await fleet.next("a")
+            for _ in range(MISMATCHED_EPISODES):
+                fleet.mismatched(bad, "a", "being updated")
+            assert bad not in [await fleet.next("a") for _ in range(6)]
+            assert bad in [await fleet.next("b") for _ in range(6)]
+            await asyncio.sleep(0.25)
+            assert bad in [await fleet.next("a") for _ in range(12)]
+
+    asyncio.run(run())
+
+
+def test_session_that_is_gone_before_the_first_turn_is_no_mismatch(tmp_path, capsys):
+    """A server restarted between the session and its first screenshot answers 4xx, too."""
+
+    def fault(call, number):
+        return "unknown" if call == "screenshot" and number < 2 * MISMATCHED_EPISODES else None
+
+    async def run():
+        publish(tmp_path, 0)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        async with (
+            world.verifier() as target,
+            world.faulty(target, fault) as (url, _),
+            acting(tmp_path, url, any_click(), cfg=ActorConfig(2, 3, env_retries=20)) as (
+                actor,
+                _,
+                _,
+            ),
+        ):
+            await take(queue, 3, 0, actor=actor)
+
+    asyncio.run(run())
+    assert "verifier_mismatch" not in capsys.readouterr().out
 
 
 def test_verifier_full_error_carries_what_the_server_says():

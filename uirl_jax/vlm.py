@@ -218,7 +218,7 @@ class VLM:
     # -------------------------------------------------------------------------- what it consists of
 
     def freeze_vision_encoder(self) -> None:
-        """Its adapters, where it has some, are no longer among the trainable parameters."""
+        """Leaves the vision encoder's adapters, if any, out of the trainable parameters."""
         self._freezes_vision = True
 
     def trainable_parameters(self) -> dict[str, np.ndarray]:

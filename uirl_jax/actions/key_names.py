@@ -13,6 +13,6 @@ _SPELLINGS = {
 
 
 def join_keys(names: Iterable[str]) -> str:
-    """ "ctrl+c" of ["Control", "C"]; names that are no keys stay, for the check to refuse."""
+    """ "ctrl+c" of ["Control", "C"]; unknown names stay; `kinds.validate` refuses them."""
     lowered = [name if name == " " else name.strip().lower() for name in names]
     return "+".join(_SPELLINGS.get(name, name) for name in lowered)

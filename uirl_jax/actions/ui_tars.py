@@ -1,7 +1,7 @@
 """UI-TARS: `Thought: ... Action: click(start_box='<|box_start|>(x,y)<|box_end|>')`.
 
 Before the action may stand `Thought:`, `Reflection:` and `Action_Summary:`, over as many lines as
-the model likes. Read by a grammar of its own: the reference implementation asks Python's `ast` and
+the model likes. Parsed by the grammar below; the reference implementation uses Python's `ast` and
 `eval`. Source: bytedance/UI-TARS, codes/ui_tars/action_parser.py and prompts.py (1.5).
 """
 
@@ -55,7 +55,7 @@ def read(text: str) -> Action:
         content = _CONTENT.fullmatch(inside)
         if content is None or (content[1] == "content") != (word != "hotkey"):
             name = "key" if word == "hotkey" else "content"
-            raise ActionError(f"{word}: {quote(inside)} is no {name}='...'")
+            raise ActionError(f"{word}: {quote(inside)} is not {name}='...'")
         typed = _unescape(content[2] if content[2] is not None else content[3])
         if word == "hotkey":
             return Action(kind, keys=join_keys(re.split(r"[\s+]+", typed.strip())))

@@ -23,8 +23,9 @@ from uirl_jax.verifiers.containers.containers import Client
 FIRST_REST_S = 0.25
 POLL_S = 0.1
 BROKEN_EPISODES = 3  # a verifier that breaks this many started episodes in a row is paused too
-# A verifier that cannot play a task so many times in a row is not asked for it again.
+# A verifier that cannot play a task so many times in a row is not asked for it for a while.
 MISMATCHED_EPISODES = 3
+MISMATCH_REST_S = 60.0
 FULL_PAUSE_S = 1.0  # after a verifier was full, if it does not say how long
 GROW_S = 10.0  # after so long without being full one more episode is tried
 LATENCY_WEIGHT = 0.2  # of the newest episode in the running mean
@@ -48,6 +49,12 @@ class Verifier:
     full_until_s: float = 0.0  # time.monotonic(); it was full, and more are not tried before
     # Task name -> episodes in a row that it and this config could not play together.
     mismatches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    last_mismatch_s: float = 0.0  # time.monotonic()
+
+    def fits(self, task_name: str, now_s: float) -> bool:
+        """Whether an episode of the task is worth a try there."""
+        known_not_to = self.mismatches[task_name] >= MISMATCHED_EPISODES
+        return not known_not_to or now_s - self.last_mismatch_s >= MISMATCH_REST_S
 
     def takes_another(self, now_s: float) -> bool:
         if self.resting_until_s > now_s or self.full_until_s > now_s:
@@ -109,8 +116,8 @@ class Fleet:
         while True:
             verifiers = [await self._verifier(url) for url in self._base_urls()]
             now_s = time.monotonic()
-            fitting = [v for v in verifiers if v.mismatches[task_name] < MISMATCHED_EPISODES]
-            candidates = fitting or verifiers  # if none fits, `mismatched` soon ends the run
+            # If none fits: an episode that was waiting meanwhile; `mismatched` decides.
+            candidates = [v for v in verifiers if v.fits(task_name, now_s)] or verifiers
             ready = [verifier for verifier in candidates if verifier.takes_another(now_s)]
             if ready:
                 self._announced_empty = False
@@ -184,11 +191,13 @@ class Fleet:
         """
         self.left(verifier)
         verifier.mismatches[task_name] += 1
+        verifier.last_mismatch_s = time.monotonic()
         if verifier.mismatches[task_name] == MISMATCHED_EPISODES:
             line = key_values("verifier_mismatch", url=verifier.url, task=task_name, reason=reason)
             print(line, flush=True)
         verifiers = [self._known.get(url) for url in self._base_urls()]
-        if any(v is None or v.mismatches[task_name] < MISMATCHED_EPISODES for v in verifiers):
+        untried = (v is None or v.mismatches[task_name] < MISMATCHED_EPISODES for v in verifiers)
+        if not verifiers or any(untried):  # none: the bundled server is being restarted
             return
         if task_name not in self._played:
             raise ConfigError(f"task {task_name!r} cannot be played: {reason}")

@@ -100,7 +100,11 @@ class _Watcher:
         pause_s, tries = FIRST_PAUSE_S, 0
         while True:
             started_s = time.monotonic()
-            process = self._start()
+            try:
+                process = self._start()
+            except OSError as error:  # no memory for another process, a full disk
+                self._give_up(f"actor a{self.number} cannot be started: {error}")
+                return
             if process is None or (exit_code := process.wait()) == 0 or self._ending.is_set():
                 return
             if time.monotonic() - started_s >= LONG_LIFE_S:
@@ -108,17 +112,19 @@ class _Watcher:
             tries += 1
             fields = {"actor": f"a{self.number}", "exit_code": exit_code, "log": self._log_file}
             if tries == MAX_TRIES:
-                reason = (
+                self._give_up(
                     f"actor a{self.number} ended {tries} times with code {exit_code}: "
                     f"{self._last_line()} (log: {self._log_file})"
                 )
-                self._failures.append(reason)
-                print(key_values("actor_given_up", **fields, tries=tries), flush=True)
                 return
             print(key_values("actor_died", **fields, restart_in_s=pause_s), flush=True)
             if self._ending.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _give_up(self, reason: str) -> None:
+        self._failures.append(reason)
+        print(key_values("actor_given_up", actor=f"a{self.number}", reason=reason), flush=True)
 
     def terminate(self) -> None:
         with self._lock:

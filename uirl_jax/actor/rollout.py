@@ -144,8 +144,10 @@ async def run_episode(
     except (VerifierError, ImageError, ContextError, ConfigError) as error:
         stop_reason = StopReason.ENV_ERROR
         _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
-        # ConfigError: the engine refused the request, for the size of the screen.
-        if not episode.turns and isinstance(error, InvalidRequestError | ConfigError):
+        # A session that was refused; after that a 4xx is a session that is gone. ConfigError: the
+        # engine refused the request, for the size of the screen.
+        refused = isinstance(error, InvalidRequestError) and not episode.instruction
+        if not episode.turns and (refused or isinstance(error, ConfigError)):
             on_mismatch(str(error))
     finally:
         setup.engine.release(episode.episode_id)

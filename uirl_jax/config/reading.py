@@ -39,6 +39,8 @@ from uirl_jax.errors import ConfigError
 
 T = TypeVar("T")
 
+_HELP_FLAGS = frozenset({"help", "h", "?", "helpfull", "helpshort", "helpxml"})
+
 
 def from_config(cls: type[T], cfg: Any, path: str = "config") -> T:
     """Build a frozen dataclass, nested ones included, from a ConfigDict or a dict.
@@ -127,8 +129,10 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
             check_overrides(argv, parser.parse(file), parser.schema, name)
         try:
             rest = flags.FLAGS(list(argv))
-        except SystemExit:  # absl ends --help with code 1
-            sys.exit(0)
+        except SystemExit:
+            if any(argument.lstrip("-") in _HELP_FLAGS for argument in argv[1:]):
+                sys.exit(0)  # absl ends --help with code 1
+            raise
         except (flags.Error, ValueError, TypeError) as error:
             raise ConfigError(f"{_one_line(error)}; --help lists the flags") from error
         if len(rest) > 1:
@@ -294,10 +298,9 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, path: str, faults: li
     for number in numbers:
         if type(number) not in (int, float):
             continue
-        inside = metadata.get("min", -math.inf) <= number <= metadata.get(
-            "max", math.inf
-        ) and metadata.get("above", -math.inf) < number < metadata.get("below", math.inf)
-        if not inside:
+        low, high = metadata.get("min", -math.inf), metadata.get("max", math.inf)
+        above, below = metadata.get("above", -math.inf), metadata.get("below", math.inf)
+        if not (low <= number <= high and above < number < below):
             faults.append(f"{path}: got {number}, expected {_range(metadata)}")
 
 

@@ -288,8 +288,10 @@ def _check_base(
     Raises: ModelError: another base.
     """
     its_hash, named = adapter.base_hash, adapter.base_model
-    if not its_hash and named and (Path(named) / "config.json").is_file():
-        its_hash = weights.base_hash(named)
+    if not its_hash and named:
+        with contextlib.suppress(OSError, ModelError):  # a name of any content, from a file
+            if (Path(named) / "config.json").is_file():
+                its_hash = weights.base_hash(named)
     if its_hash:
         differs = its_hash != base_hash
     else:

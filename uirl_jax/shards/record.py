@@ -268,7 +268,7 @@ def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
 
 
 def validate(trajectory: Trajectory, layout: TokenLayout | None = None) -> None:
-    """Raise RecordError, naming the episode, for contents that no actor of ours would have meant.
+    """Raise RecordError, naming the episode, for contents that contradict each other or a limit.
 
     layout: with it, ids are checked against the vocabulary, placeholders against screenshots.
     """

@@ -18,7 +18,7 @@ def check_base_url(base_url: str, what: str, error_type: type[UirlError]) -> yar
     """An http or https address without user, query and fragment, its path without a last slash.
 
     Raises:
-      error_type: it is none; the message begins with `what`.
+      error_type: the address is not valid; the message begins with `what`.
     """
     expected = "expected one like http://127.0.0.1:8000"
     shown = printable(base_url)

@@ -54,6 +54,7 @@ class _Open:
     turns: int = 0
     # The last counts; within a session they never fall.
     counts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    start_time: str = ""  # of its container, as that tells it
 
 
 class VerifierClient:
@@ -69,7 +70,7 @@ class VerifierClient:
       used: marks of used containers; None: those of this client alone.
 
     Raises:
-      VerifierError: base_url, dialect, delay_s or image_format is none. All methods raise
+      VerifierError: base_url, dialect, delay_s or image_format is not valid. All methods raise
         VerifierError and, but for cancellation, nothing else.
     """
 
@@ -102,7 +103,6 @@ class VerifierClient:
             raise VerifierError(f"verifier client: {error}") from error
         self._open: dict[str, _Open] = {}
         self._used = used or InMemory()
-        self._start_time = ""  # of the container, as it tells it
 
     async def __aenter__(self) -> Self:
         await self.transport.__aenter__()
@@ -131,12 +131,12 @@ class VerifierClient:
             session = self._read_session(await self._post_session(query))
             self._open[session.id] = _Open(session, None)
             return session
-        rule = find_rule(task)
+        rule, start_time = find_rule(task), ""
         if self.dialect.has_sessions:
             answer = await self._post_session({"type": task.name, "n": "1"})
             session_id = self._read_session_id(answer)
         else:
-            session_id = await self._take_container()
+            session_id, start_time = "container", await self._take_container()
         try:
             data = await self._fetch_screen(session_id)
             size = self._image_size(data, f"the first screenshot at {self._base}")
@@ -146,10 +146,10 @@ class VerifierClient:
                     await asyncio.shield(self.delete(session_id))
             else:  # nothing has happened in the container yet
                 with contextlib.suppress(OSError):
-                    self._used.unmark(str(self._base), self._start_time)
+                    self._used.unmark(str(self._base), start_time)
             raise
         session = Session(session_id, rule.instruction, *size)
-        self._open[session_id] = _Open(session, rule)
+        self._open[session_id] = _Open(session, rule, start_time=start_time)
         return session
 
     async def look(self) -> tuple[int, int]:
@@ -267,14 +267,17 @@ class VerifierClient:
         )
 
     async def _take_container(self) -> str:
-        """Takes the one session there is; its id. Raises for one that was used."""
-        await self._check_container()
-        if self._open or not self._mark():
+        """Takes the one session there is; its start time. Raises for one that was used."""
+        start_time = await self._check_container()
+        if self._open or not self._mark(start_time):
             raise self._was_used()
-        return "container"
+        return start_time
 
-    async def _check_container(self) -> None:
-        """Waits until the container answers. Raises for counts that show that it was used."""
+    async def _check_container(self) -> str:
+        """Waits until the container answers; its start time.
+
+        Raises: VerifierError: also for counts that show that it was used.
+        """
         last: VerifierError | str = "it does not answer"
         try:
             async with asyncio.timeout(self._limits.create_timeout_s):
@@ -289,11 +292,11 @@ class VerifierClient:
             raise VerifierError(
                 f"{self._base}: no session after {self._limits.create_timeout_s:g} s; {last}"
             ) from None
-        self._start_time = _start_time(text)
         progress = await self.transport.json("GET", ("progress",), again_if="failed")
         self._check_counts(progress, f"progress at {self._base}")
         if any(progress.values()):
             raise self._was_used()
+        return _start_time(text)
 
     def _was_used(self) -> VerifierError:
         return VerifierError(
@@ -301,10 +304,10 @@ class VerifierClient:
             "container for every episode"
         )
 
-    def _mark(self) -> bool:
+    def _mark(self, start_time: str) -> bool:
         """Marks the container as used; one without a start time cannot be told from the next."""
         try:
-            return not self._start_time or self._used.mark(str(self._base), self._start_time)
+            return not start_time or self._used.mark(str(self._base), start_time)
         except OSError as error:
             raise VerifierError(
                 f"{self._base}: cannot be marked as used: {error}; free the disk of the workdir"
@@ -324,9 +327,9 @@ class VerifierClient:
                     "session was reset or replaced during the episode"
                 )
         entry.counts = progress
-        if self.dialect.has_sessions or not self._start_time:
+        if self.dialect.has_sessions or not entry.start_time:
             return
-        if (now := _start_time(await self.root())) != self._start_time:
+        if (now := _start_time(await self.root())) != entry.start_time:
             raise VerifierError(
                 f"{where}: the container was restarted during the episode, at "
                 f"{untrusted_json.printable(now) or 'an unknown time'}"

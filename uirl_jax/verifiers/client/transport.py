@@ -79,7 +79,8 @@ class Transport:
       token: sent as a bearer token.
 
     Raises:
-      VerifierError: base_url is none. `send` and `json` raise nothing else, but for cancellation.
+      VerifierError: base_url is not valid. `send` and `json` raise nothing else, except for
+        cancellation.
     """
 
     def __init__(
