@@ -16,7 +16,9 @@ def any_action(width_px: int, height_px: int) -> st.SearchStrategy[Action]:
     )
     keys = st.builds(lambda names, key: "+".join([*names, key]), prefixes, last)
     scroll = {"direction": st.sampled_from(actions.DIRECTIONS), "amount": st.integers(1, 10_000)}
-    pointing = st.sampled_from(["click", "double_click", "triple_click", "right_click", "move"])
+    pointing = st.sampled_from(
+        ["click", "double_click", "triple_click", "right_click", "middle_click", "move"]
+    )
     return st.one_of(
         st.builds(Action, pointing, x=x, y=y),
         st.builds(Action, st.just("long_press"), x=x, y=y, seconds=st.none() | seconds),

@@ -1,5 +1,6 @@
 """Every action format: texts as models write them, round trips, junk, and coordinate spaces."""
 
+import json
 import random
 
 import hypothesis
@@ -31,6 +32,12 @@ READ = [
     ("json", '{"type": "click", "x": 100, "y": 200}', Action("click", x=100, y=200)),
     ("json", '{"action": "click", "x": 100.0, "y": 200}', Action("click", x=100, y=200)),
     ("json", '{"action_type": "wait", "seconds": 2}', Action("wait", seconds=2.0)),
+    ("json", 'I wait: {"type": "wait", "seconds": 2}', Action("wait", seconds=2.0)),
+    (
+        "json",
+        'I wait:\n\n```json\n{"type": "wait", "seconds": 2}\n```',
+        Action("wait", seconds=2.0),
+    ),
     ("json", '```json\n{"type": "type", "text": "漢 \\"q\\""}\n```', Action("type", text='漢 "q"')),
     ("coordinates", "100 200 click", Action("click", x=100, y=200)),
     ("coordinates", '"a b" type', Action("type", text="a b")),
@@ -71,6 +78,11 @@ READ = [
         "computer_use",
         tool_call("computer_use", '{"action": "key", "keys": ["Control", "c"]}'),
         Action("keys", keys="ctrl+c"),
+    ),
+    (
+        "computer_use",
+        tool_call("computer_use", '{"action": "middle_click", "coordinate": [644, 406]}'),
+        Action("middle_click", x=640, y=400),
     ),
     (
         "computer_use",
@@ -123,6 +135,9 @@ READ = [
 REFUSED = [
     ("json", "[1, 2]", "expected an object"),
     ("json", '{"x": 1}', '0 of "type"'),
+    ("json", '{"type": "wait", "seconds": 1} {"type": "wait", "seconds": 1}', "Extra data"),
+    ("json", '{"type": "wait", "seconds": 1} is my answer', "Extra data"),
+    ("json", "I wait {as told}", "not a JSON object"),
     ("json", '{"type": "click", "action": "click", "x": 1, "y": 2}', '2 of "type"'),
     ("json", '{"type": "click", "x": 1, "x": 2, "y": 3}', "a key twice"),
     ("json", '{"type": "click", "x": NaN, "y": 2}', "holds NaN"),
@@ -198,6 +213,20 @@ def test_parse_other_text_raises_with_the_reason(name, text, reason):
         actions.parse(text, SCREEN, actions.find_format(name), image_size=IMAGE)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["mobile_use", "computer_use", "computer_use_1000"])
+def test_tool_every_action_of_its_prompt_is_read(name):
+    prompt = actions.find_format(name).prompt("0-1000").system
+    tool = json.loads(prompt.partition("<tools>\n")[2].partition("\n</tools>")[0])["function"]
+    words = tool["parameters"]["properties"]["action"]["enum"]
+    arguments = {"coordinate": [1, 2], "coordinate2": [3, 4], "text": "a", "keys": ["a"]}
+    arguments |= {"pixels": 5, "time": 1, "status": "success", "button": "Home"}
+    assert len(words) > 7
+    for word in words:
+        call = {"name": tool["name"], "arguments": {"action": word, **arguments}}
+        text = tool_call(tool["name"], json.dumps(call["arguments"]))
+        actions.parse(text, SCREEN, actions.find_format(name))
 
 
 def test_computer_use_clicks_and_drags_from_where_the_cursor_is():

@@ -163,7 +163,7 @@ def test_every_mouse_action_reaches_the_page(world):
     pool, runner = world
     page = """<!DOCTYPE html><body style="margin:0;height:2000px"><script>
       const seen = [];
-      for (const kind of ["click", "dblclick", "contextmenu", "mousedown", "mouseup", "wheel"])
+      for (const kind of ["click", "dblclick", "contextmenu", "mousedown", "mouseup", "wheel", "auxclick"])
         addEventListener(kind, e => seen.push([kind, e.clientX, e.clientY, e.detail]));
       const take = () => seen.splice(0);</script>"""
 
@@ -181,6 +181,8 @@ def test_every_mouse_action_reaches_the_page(world):
         kinds = [event[0] for event in await after(Action("triple_click", **at))]
         assert kinds.count("click") == 3 and kinds.count("dblclick") == 1
         assert "contextmenu" in [event[0] for event in await after(Action("right_click", **at))]
+        middle = await after(Action("middle_click", **at))
+        assert ["auxclick", 50, 30, 1] in middle
         drag = await after(Action("drag", **at, x2=300, y2=200))
         assert drag[0][:3] == ["mousedown", 50, 30] and drag[1][:3] == ["mouseup", 150, 100]
         started = time.monotonic()

@@ -3,6 +3,10 @@
     text         click(100, 200)    type("hello")    scroll(down, 100)
     coordinates  100 200 click      "hello" type     down 100 scroll
 
+An untuned model writes more than the action, so `text` may have a sentence before it and a fence of
+``` around it; what follows the first call must be the rest of that call, so that an answer with two
+actions is refused. Words may stand in quotes, and quotes may be single ones.
+
 Readers give the action in the model's own numbers; `formats` converts and checks them.
 """
 
@@ -20,10 +24,15 @@ _WHOLE = re.compile(r"-?[0-9]{1,6}")
 _NUMBER = re.compile(r"-?[0-9]{1,6}(?:\.[0-9]{1,6})?")
 _DECIMAL = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,3})?")
 _JSON_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
+_SINGLE_QUOTED = re.compile(r"'(?:[^'\\\x00-\x1f]|\\(?:['\"\\/bfnrt]|u[0-9a-fA-F]{4}))*'")
+_ESCAPE_OR_QUOTE = re.compile(r'\\.|"')
+_START = re.compile(rf"(?<![a-z_])(?:{'|'.join(KINDS)})\(")  # of the first call
 
 
 def read_text(text: str) -> Action:
-    match = _CALL.fullmatch(text)
+    text = without_fence(text)
+    start = _START.search(text)
+    match = _CALL.fullmatch(text, start.start() if start else 0)
     if match is None:
         raise ActionError(f"{quote(text)} is not an action: expected one like click(100, 200)")
     return _read(match[1], match[2], ",", text)
@@ -85,10 +94,30 @@ def _value(name: str, argument: str, part: str) -> int | float | str:
             raise ActionError(f"{name}: seconds={quote(part)} is not a number like 2 or 0.5")
         return float(part)
     if argument == "text":
-        if not _JSON_STRING.fullmatch(part):
-            raise ActionError(f'{name}: {quote(part)} is not text in double quotes, as in "a\\n"')
-        return json.loads(part)
-    return part
+        quoted = _unquoted(part)
+        if quoted is None:
+            raise ActionError(f'{name}: {quote(part)} is not text in quotes, as in "a\\n"')
+        return quoted
+    if len(part) < 2:
+        return part  # keys(') presses the apostrophe
+    return _unquoted(part) or part
+
+
+def _unquoted(part: str) -> str | None:
+    """The text that a string in double or single quotes stands for; None if it is not one."""
+    if _SINGLE_QUOTED.fullmatch(part):
+        part = f'"{_ESCAPE_OR_QUOTE.sub(_in_double_quotes, part[1:-1])}"'
+    return json.loads(part) if _JSON_STRING.fullmatch(part) else None
+
+
+def _in_double_quotes(match: re.Match[str]) -> str:
+    return {"\\'": "'", '"': '\\"'}.get(match[0], match[0])
+
+
+def without_fence(text: str) -> str:
+    """The text without the ``` that closes a fenced block at its end."""
+    before, fence, _ = text.rpartition("```") if text.endswith("```") else (text, "", "")
+    return before.rstrip() if fence and "```" in before else text
 
 
 def _written(action: Action) -> list[str]:

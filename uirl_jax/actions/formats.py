@@ -25,7 +25,9 @@ from uirl_jax.actions.prompts import Prompt, action_list, published
 from uirl_jax.errors import ActionError, ConfigError
 from uirl_jax.types import Action
 
-_POINTING = frozenset({"click", "double_click", "triple_click", "right_click", "drag"})
+_POINTING = frozenset(
+    {"click", "double_click", "triple_click", "right_click", "middle_click", "drag"}
+)
 
 
 @dataclasses.dataclass(frozen=True)

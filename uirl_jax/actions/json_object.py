@@ -1,12 +1,13 @@
 """The format `json`: {"type": "click", "x": 100, "y": 200}, and JSON of models read with limits.
 
-`action` and `action_type` are taken for `type`; a fence of ``` around the object is fine. Names of
-arguments are those of `kinds`.
+`action` and `action_type` are taken for `type`. A sentence before the object and a fence of ```
+around it are accepted, two objects are not. Names of arguments are those of `kinds`.
 """
 
 import json
 from typing import Any
 
+from uirl_jax.actions.arguments import without_fence
 from uirl_jax.actions.kinds import KINDS, field_of, quote, usage, value_of
 from uirl_jax.errors import ActionError
 from uirl_jax.types import Action
@@ -16,9 +17,8 @@ _MAX_INTEGER_CHARS = 20
 
 
 def read_json(text: str) -> Action:
-    if text.startswith("```") and text.endswith("```"):
-        text = text.strip("`").removeprefix("json")
-    given = parse_object(text)
+    text = without_fence(text)
+    given = parse_object(text[max(text.find("{"), 0) :])
     names = [name for name in _NAMES if name in given]
     if len(names) != 1:
         raise ActionError(f'{quote(text)} has {len(names)} of "type", "action", "action_type"')

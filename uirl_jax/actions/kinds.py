@@ -49,6 +49,7 @@ KINDS: Mapping[str, Kind] = {
     "double_click": Kind(("x", "y")),
     "triple_click": Kind(("x", "y")),
     "right_click": Kind(("x", "y")),
+    "middle_click": Kind(("x", "y")),
     "move": Kind(("x", "y")),
     "long_press": Kind(("x", "y"), ("seconds",)),
     "drag": Kind(("x", "y", "x2", "y2")),

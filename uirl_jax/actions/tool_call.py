@@ -39,6 +39,7 @@ _COMPUTER = {
     "left_click": "click",
     "left_click_drag": "drag",
     "right_click": "right_click",
+    "middle_click": "middle_click",
     "double_click": "double_click",
     "triple_click": "triple_click",
     "scroll": "scroll",

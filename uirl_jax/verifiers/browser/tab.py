@@ -213,8 +213,8 @@ class Tab:
         kind = action.kind
         if kind in _CLICKS:
             await self._click("left", _CLICKS[kind])
-        elif kind == "right_click":
-            await self._click("right", 1)
+        elif kind in ("right_click", "middle_click"):
+            await self._click(kind.removesuffix("_click"), 1)
         elif kind == "move":
             await self._mouse("mouseMoved")
         elif kind == "long_press":
