@@ -226,7 +226,7 @@ def test_tool_every_action_of_its_prompt_is_read(name):
     for word in words:
         call = {"name": tool["name"], "arguments": {"action": word, **arguments}}
         text = tool_call(tool["name"], json.dumps(call["arguments"]))
-        actions.parse(text, SCREEN, actions.find_format(name))
+        actions.parse(text, SCREEN, actions.find_format(name), cursor=(5, 5))
 
 
 def test_computer_use_clicks_and_drags_from_where_the_cursor_is():
