@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from configs import miniwob_tasks, quickstart
 
-SHIPPED = "uirl_jax/assets/miniwob"
+SHIPPED = "asset:miniwob"
 
 
 def get_config(stage: str = "grpo") -> ConfigDict:

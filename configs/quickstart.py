@@ -21,7 +21,7 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.seed = 0
 
     cfg.model = ConfigDict()
-    cfg.model.path = "uirl_jax/assets/tiny-ui-base"
+    cfg.model.path = "asset:tiny-ui-base"
     cfg.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "targets": ("attention", "mlp")})
 
     cfg.chat = ConfigDict()

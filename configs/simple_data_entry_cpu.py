@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import quickstart
 
-SHIPPED = "uirl_jax/assets/simple-data-entry"
+SHIPPED = "asset:simple-data-entry"
 
 
 def get_config(stage: str = "grpo") -> ConfigDict:

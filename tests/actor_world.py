@@ -23,7 +23,8 @@ from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
 from uirl_jax.families import qwen2_vl
 from uirl_jax.families.border import Inputs
-from uirl_jax.families.chat import Chat, ChatConfig, Vocabulary
+from uirl_jax.families.chat import Chat, Vocabulary
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
 from uirl_jax.families.screens import decode_planned

@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.families import loading
-from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.qwen2_vl.config import ImageConfig
 from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
 from uirl_jax.families.screens import read_screen

@@ -130,7 +130,7 @@ ACCEPTED = [
     ('scroll("down", 100)', Action("scroll", direction="down", amount=100)),
     ("terminate('success')", Action("terminate", text="success")),
     ("type('hello')", Action("type", text="hello")),
-    (r"type('it\'s \\ \"a\" \u00e9')", Action("type", text="it's \\ \"a\" é")),
+    (r"type('it\'s \\ \"a\" \u00e9')", Action("type", text='it\'s \\ "a" é')),
     ("""type('say "click(1, 2)"')""", Action("type", text='say "click(1, 2)"')),
     ('I type("click(3, 4)")', Action("type", text="click(3, 4)")),
     ('type("```")', Action("type", text="```")),

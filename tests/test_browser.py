@@ -163,7 +163,8 @@ def test_every_mouse_action_reaches_the_page(world):
     pool, runner = world
     page = """<!DOCTYPE html><body style="margin:0;height:2000px"><script>
       const seen = [];
-      for (const kind of ["click", "dblclick", "contextmenu", "mousedown", "mouseup", "wheel", "auxclick"])
+      for (const kind of ["click", "dblclick", "auxclick", "contextmenu", "mousedown", "mouseup",
+                          "wheel"])
         addEventListener(kind, e => seen.push([kind, e.clientX, e.clientY, e.detail]));
       const take = () => seen.splice(0);</script>"""
 

@@ -15,7 +15,8 @@ from uirl_jax import actions
 from uirl_jax.actions import FORMATS, find_format
 from uirl_jax.errors import ConfigError, ContextError, ModelError
 from uirl_jax.families import qwen2_vl
-from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat, ChatConfig, without_repeats
+from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat, without_repeats
+from uirl_jax.families.chat_config import ChatConfig
 
 LAYOUT = qwen2_vl.FAMILY.chat
 PLAIN = ChatConfig(prompt_template="{instruction}")

@@ -12,7 +12,8 @@ from tests import tiny_model
 from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
-from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner import cold_start, recorded_demonstrations
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import weights

@@ -11,7 +11,8 @@ from uirl_jax import seeds
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, RestartError, ShardError
 from uirl_jax.families import loading
-from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec

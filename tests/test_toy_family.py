@@ -29,7 +29,8 @@ from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families import loading, table
 from uirl_jax.families.border import Capabilities, PlacedScreen, Screen, TokenRows
-from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.screens import vision_index
 from uirl_jax.models import scoring, weights
 from uirl_jax.models.lora import LoraConfig

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import uirl_jax
 from uirl_jax.errors import ConfigError, ImageError, ModelError
-from uirl_jax.families.chat import ChatConfig
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop
@@ -191,6 +191,64 @@ def test_files_are_read_again_here_and_by_transformers(tmp_path, reference, scre
     inputs = processor(["<image>Click OK."], screens[:1])
     expected_btv = run_reference(model.eval(), inputs).logits.numpy()
     np.testing.assert_allclose(merged.logits(**numpy_of(inputs)), expected_btv, atol=1e-4)
+
+
+def test_adapter_brings_its_rank_targets_and_prompts(tmp_path, screens):
+    lora = uirl_jax.LoraConfig(rank=3, alpha=5.0, targets=("mlp",))
+    chat = ChatConfig(action_format="json", system_prompt="", prompt_template="{instruction}")
+    vlm = uirl_jax.VLM.from_pretrained(MODEL, lora=lora, chat=chat)
+    rng = np.random.default_rng(0)
+    parameters = {
+        name: rng.normal(0, 0.1, array.shape).astype("f4")
+        for name, array in vlm.trainable_parameters().items()
+    }
+    vlm.set_parameters(parameters)
+    vlm.save_adapter(tmp_path)
+    again = uirl_jax.VLM.from_pretrained(MODEL, adapter=tmp_path)
+    assert again.trainable_parameters().keys() == parameters.keys()
+    for name, array in again.trainable_parameters().items():
+        np.testing.assert_array_equal(array, parameters[name])
+    assert again.predict_action(screens[0], "Click OK.", max_new_tokens=8) == vlm.predict_action(
+        screens[0], "Click OK.", max_new_tokens=8
+    )
+
+
+def test_float16_is_held_as_bfloat16_and_said(screens):
+    with pytest.warns(UserWarning, match="float16: bfloat16 is used"):
+        vlm = uirl_jax.VLM.from_pretrained(MODEL, dtype="float16")
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(vlm.model.frozen)} == {"bfloat16"}
+
+
+def test_arrays_and_images_give_the_same_answer(vlm, sessions, screens):
+    instruction = sessions[0].instruction
+    expected = vlm.predict_action(screens[0], instruction)
+    rgb = np.asarray(screens[0])
+    assert rgb.shape[2] == 3
+    assert vlm.predict_action(rgb, instruction) == expected
+    rgba = np.concatenate([rgb, np.full_like(rgb[..., :1], 255)], axis=2)
+    assert vlm.predict_action(rgba, instruction) == expected
+    grey = vlm.predict_action(rgb[..., 0], instruction)
+    assert grey == vlm.predict_action(screens[0].getchannel(0), instruction)
+    for wrong in (rgb / 255, rgb[None], rgb[..., :2], rgb.astype(np.int32)):
+        with pytest.raises(ImageError, match=r"expected uint8\[H,W\]"):
+            vlm.predict_action(wrong, instruction)
+
+
+def test_top_k_and_top_p_cut_what_is_sampled(vlm, sessions, screens):
+    instruction = sessions[0].instruction
+    greedy = vlm.predict_action(screens[0], instruction)
+
+    def sampled(**options):
+        return {
+            vlm.predict_action(screens[0], instruction, temperature=3.0, seed=seed, **options).text
+            for seed in range(3)
+        }
+
+    assert sampled(top_k=1) == sampled(top_p=1e-6) == {greedy.text}
+    assert len(sampled()) > 1
+    for options in ({"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"temperature": -1.0}):
+        with pytest.raises(ValueError, match="temperature="):
+            vlm.predict_action(screens[0], instruction, **options)
 
 
 def test_frozen_vision_tower_has_no_trainable_parameters():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from uirl_jax import assets
+from uirl_jax.errors import ModelError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("uirl_jax", "configs", "tools")
@@ -106,13 +107,13 @@ def test_command_trains_the_quickstart_in_an_empty_folder(installed, tmp_path):
     assert len(files) == 3 and all(Path(file).is_relative_to(installed) for file in files), files
 
 
-def test_find_takes_a_shipped_file_where_the_folder_has_none(tmp_path, monkeypatch):
+def test_find_takes_an_asset_by_its_name_and_other_paths_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shipped = "uirl_jax/assets/tiny-ui-base"
-    assert assets.find(shipped) == assets.DIRECTORY / "tiny-ui-base"
+    assert assets.find("asset:tiny-ui-base") == assets.DIRECTORY / "tiny-ui-base"
+    assert assets.find(Path("asset:miniwob/grpo")) == assets.DIRECTORY / "miniwob" / "grpo"
     assert assets.find("models/mine") == Path("models/mine")
-    Path(shipped).mkdir(parents=True)
-    assert assets.find(shipped) == Path(shipped)
+    with pytest.raises(ModelError, match=r"no such asset; there are asset:miniwob/grpo, .*tiny-ui"):
+        assets.find("asset:tiny")
 
 
 def test_find_config_takes_a_name_only_where_the_folder_has_no_such_file(tmp_path, monkeypatch):

@@ -4,9 +4,10 @@
     python -m tools.export merged --workdir=runs/quickstart --out=model      (Hugging Face's format)
 
 Takes the newest published policy of the run or, with --source=checkpoint, the newest checkpoint
-that is whole. `merged` adds the adapters to the original weights, in float32, whatever the run held
-its frozen weights in, writes them in the dtype that the original files have, and copies the
-tokenizer's and processor's files. The run may go on meanwhile; its workdir is only read.
+that is whole. Both kinds of export hold the run's prompts and action format (uirl_chat.json).
+`merged` adds the adapters to the original weights, in float32, whatever the run held its frozen
+weights in, writes them in the dtype that the original files have, and copies the tokenizer's and
+processor's files. The run may go on meanwhile; its workdir is only read.
 """
 
 import argparse
@@ -25,11 +26,12 @@ from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
-from uirl_jax.families import loading
+from uirl_jax.families import chat_config, loading
 from uirl_jax.families.table import family_of
 from uirl_jax.learner import state as learner_state
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.lora import LoRAParam
+from uirl_jax.run import with_chat_of_model
 from uirl_jax.store import open_store
 
 
@@ -107,6 +109,7 @@ def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
     else:
         what, arrays = checkpointed_adapters(workdir, cfg, abstract_adapters)
     adapters = weights.adapters_from_numpy(arrays, abstract_adapters)
+    chat = with_chat_of_model(cfg).chat
     if kind == "adapter":
         model = nnx.merge(graphdef, adapters, abstract_base)  # an adapter says nothing of the base
         peft_adapters.save_adapter(
@@ -116,8 +119,9 @@ def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
             base_model=base_dir.resolve(),
             base_hash=weights.base_hash(base_dir),
         )
+        chat_config.write(out, chat, family.chat)
     else:
-        loading.save_merged(base_dir, cfg.model.lora, adapters, out)
+        loading.save_merged(base_dir, cfg.model.lora, adapters, out, chat=chat)
     return f"{what} on {base_dir}"
 
 

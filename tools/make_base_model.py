@@ -33,9 +33,10 @@ from tokenizers import Tokenizer
 
 from tools import tokenizer_training
 from uirl_jax import actions, platform_flags
-from uirl_jax.families import loading
+from uirl_jax.families import chat_config, loading
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen
-from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat, ChatConfig
+from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.qwen2_vl import FAMILY
 from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
@@ -340,6 +341,7 @@ def write_model(model: Qwen2VL, tokenizer: Tokenizer, out: Path) -> None:
     """The whole directory: weights (bfloat16, to halve what ships), tokenizer, image processor."""
     loading.save_model(FAMILY, model, out, dtype="bfloat16")
     tokenizer_training.save(tokenizer, out, system_prompt=CHAT.system_prompt)
+    chat_config.write(out, CHAT, FAMILY.chat)
     processor = json.dumps(IMAGE.to_dict(), indent=2) + "\n"
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 

@@ -19,6 +19,8 @@ from tokenizers import (
     trainers,
 )
 
+from uirl_jax.families.qwen2_vl.chat import LAYOUT
+
 # Qwen2's split before BPE; \p{N} alone keeps every digit a token of its own.
 # Source: transformers, models/qwen2/tokenization_qwen2.py, PRETOKENIZE_REGEX.
 SPLIT_REGEX = (
@@ -44,24 +46,6 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # no merge at all
-
-# Qwen2-VL's template without videos and numbered pictures. The system block stands in for a chat
-# that brings no system message of its own.
-_SYSTEM_BLOCK = (
-    "{% if loop.first and message['role'] != 'system' %}"
-    "<|im_start|>system\n{{ @SYSTEM_PROMPT@ }}<|im_end|>\n{% endif %}"
-)
-_TEMPLATE = (
-    "{% for message in messages %}@SYSTEM_BLOCK@"
-    "<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -102,13 +86,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def chat_template(system_prompt: str) -> str:
-    """Qwen2-VL's Jinja template; an empty system_prompt means no system block by default."""
-    literal = json.dumps(system_prompt, ensure_ascii=False)  # Jinja's string literals read the same
-    block = _SYSTEM_BLOCK.replace("@SYSTEM_PROMPT@", literal) if system_prompt else ""
-    return _TEMPLATE.replace("@SYSTEM_BLOCK@", block)
-
-
 def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = "") -> None:
     """Writes the tokenizer's files of a Hugging Face model directory.
 
@@ -120,7 +97,7 @@ def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = ""
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    template = chat_template(system_prompt)
+    template = LAYOUT.template(system_prompt)
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     config = {
         "add_prefix_space": False,

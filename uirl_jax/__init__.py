@@ -6,15 +6,20 @@ In a notebook: `uirl_jax.VLM` (see `vlm`).
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from uirl_jax.models.lora import LoraConfig
     from uirl_jax.vlm import VLM
 
-__all__ = ["VLM"]
+__all__ = ["VLM", "LoraConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `VLM` at its first use, because verifiers import this package without JAX."""
+    """Imports these at their first use, because verifiers import this package without JAX."""
     if name == "VLM":
         from uirl_jax.vlm import VLM
 
         return VLM
+    if name == "LoraConfig":
+        from uirl_jax.models.lora import LoraConfig
+
+        return LoraConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

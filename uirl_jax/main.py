@@ -38,7 +38,7 @@ from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
 from uirl_jax.players import BackgroundLoop, Players, when_set
-from uirl_jax.run import Run, check_model, open_run
+from uirl_jax.run import Run, check_model, open_run, with_chat_of_model
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers.server import supervisor
@@ -355,7 +355,10 @@ def main(argv: list[str]) -> int:
                 make_mesh(cfg.mesh)
             if _ROLE.value != "verifier":
                 check_model(cfg)
-            run = Run(cfg, workdir, open_run(workdir, cfg, learns=learns))
+            run_id = open_run(workdir, cfg, learns=learns)
+            if _ROLE.value != "verifier":
+                cfg = with_chat_of_model(cfg)
+            run = Run(cfg, workdir, run_id)
             if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(signum, lambda *_: stop.set())

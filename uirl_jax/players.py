@@ -26,7 +26,8 @@ from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import RestartError
-from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.models.weights import adapters_from_numpy
 from uirl_jax.shards.layout import layout_of

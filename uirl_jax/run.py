@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from uirl_jax import evaluation, metrics
+from uirl_jax import assets, evaluation, metrics
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.config import reading
@@ -119,6 +119,16 @@ def check_family(cfg: RunConfig, family: Family) -> None:
     family.require(wanted)
 
 
+def with_chat_of_model(cfg: RunConfig) -> RunConfig:
+    """The config; what its `chat` leaves out is taken from the adapter or the model.
+
+    Raises: ModelError: their file is not valid.
+    """
+    adapter = assets.find(cfg.model.adapter) if cfg.model.adapter else ""
+    model = hub.model_directory(cfg.model.path, weights=False)
+    return dataclasses.replace(cfg, chat=cfg.chat.completed(adapter, model))
+
+
 def check_model(cfg: RunConfig) -> None:
     """Checks everything about the model and its adapters that costs no weights.
 
@@ -126,7 +136,7 @@ def check_model(cfg: RunConfig) -> None:
     """
     path = hub.model_directory(cfg.model.path, weights=False)
     family = family_of(path)
-    check_family(cfg, family)
+    check_family(with_chat_of_model(cfg), family)
     loading.check(family, path, lora=cfg.model.lora, adapter=cfg.model.adapter)
 
 
@@ -165,6 +175,7 @@ class Run:
             "model",
             path=path,
             family=family.model_type,
+            action_format=self.cfg.chat.format.name,
             coordinates=self.cfg.chat.format.coordinates,
             pretrained_coordinates=family.coordinates or "none",
         )

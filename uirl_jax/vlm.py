@@ -18,12 +18,14 @@ import numpy as np
 from flax import nnx
 from PIL import Image
 
+from uirl_jax import assets
 from uirl_jax.actions import parse
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.errors import ActionError, ImageError
 from uirl_jax.families import loading
 from uirl_jax.families.border import PlacedScreen, Screen, TokenRows
-from uirl_jax.families.chat import Chat, ChatConfig, run_starts
+from uirl_jax.families.chat import Chat, run_starts
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.screens import decode_image, vision_index
 from uirl_jax.models import scoring, weights
 from uirl_jax.models.lora import LoraConfig
@@ -31,7 +33,9 @@ from uirl_jax.models.quantization import Quantize
 from uirl_jax.players import BackgroundLoop
 from uirl_jax.types import Action
 
-Picture = Image.Image | bytes | str | Path  # bytes of a PNG, JPEG or WEBP file, or its path
+# An image; uint8[H,W], [H,W,3] or [H,W,4]; the bytes of a PNG, JPEG or WEBP file, or its path.
+Picture = Image.Image | np.ndarray | bytes | str | Path
+_CHANNELS = ((), (3,), (4,))
 Parameters = Mapping[str, jax.Array | np.ndarray]
 Arrays = dict[str, jax.Array | np.ndarray]
 
@@ -56,6 +60,7 @@ class VLM:
     ) -> None:
         self.model = model
         self._lora_cfg, self._lora, self._version = lora, model.lora, 0
+        self._known_chat = chat
         self._chat_cfg = chat or ChatConfig()
         self._freezes_vision = False
         self._chats: dict[str, Chat] = {}
@@ -68,7 +73,7 @@ class VLM:
         *,
         lora: LoraConfig | None = None,
         adapter: str | Path = "",
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         quantize: Quantize = "none",
         chat: ChatConfig | None = None,
         seed: int = 0,
@@ -78,20 +83,26 @@ class VLM:
         Args:
           path: a directory, hf://owner/name[@revision] or the owner/name of a cached model
             (see `models.hub`).
-          lora: of the adapters, which change nothing until they are trained; None: LoraConfig().
-          adapter: a directory in PEFT's format that they come from; it must be what `lora` says.
+          lora: of the adapters, which change nothing until they are trained; None: that of
+            `adapter`, or LoraConfig().
+          adapter: a directory in PEFT's format that they come from.
+          dtype: of the frozen weights and activations; float16 becomes bfloat16, with a warning.
           quantize: int8 holds the frozen projections in 8 bits.
-          chat: prompts; None: those of the action format.
+          chat: prompts and action format. What it leaves out, or all of it if None, comes from
+            uirl_chat.json of the adapter or the model, if there is one.
           seed: of fresh adapters.
 
         Raises:
           ModelError: no model there, or not one that this package knows.
         """
-        lora = lora or LoraConfig()
+        if lora is None:
+            lora = loading.adapter_lora(path, adapter) if adapter else LoraConfig()
         model = loading.load(
             path, lora=lora, seed=seed, param_dtype=dtype, quantize=quantize, adapter=adapter
         )
-        return cls(model, lora, chat)
+        adapter_dir = assets.find(adapter) if adapter else ""
+        known = (chat or ChatConfig()).completed(adapter_dir, model.path)
+        return cls(model, lora, known if chat or known != ChatConfig() else None)
 
     # ------------------------------------------------------------------------------ what it says
 
@@ -103,6 +114,8 @@ class VLM:
         *,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
         seed: int = 0,
     ) -> Prediction:
         """One turn: a screenshot and an instruction in, an action out.
@@ -110,11 +123,19 @@ class VLM:
         Args:
           action_format: one of actions.FORMATS; empty: that of `chat`.
           temperature: 0 is greedy; else `seed` decides.
+          top_p, top_k: samples from the likeliest tokens that together have this probability, and
+            from so many; 0: from all.
 
         Raises:
           ImageError: an image that cannot be read.
           ConfigError: an unknown action format.
+          ValueError: a temperature, top_p or top_k out of range.
         """
+        if not (0.0 <= temperature < 1e3 and 0.0 < top_p <= 1.0 and top_k >= 0):
+            raise ValueError(
+                f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected 0 or more, "
+                "more than 0 to 1, and 0 or more"
+            )
         screen = self.model.inputs.cut_screen(_open(image))
         chat = self._chat(action_format)
         context_ids = chat.context(instruction, [screen], []).ids
@@ -123,6 +144,8 @@ class VLM:
             screens=(screen,),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
             seed=seed,
         )
         engine = self._engine(chat, len(context_ids), screen, max_new_tokens)
@@ -242,12 +265,16 @@ class VLM:
 
         Its weights come from the directory that the model was read from, in the files' dtype.
         """
-        loading.save_merged(self.model.path, self._lora_cfg, self._lora, directory)
+        loading.save_merged(
+            self.model.path, self._lora_cfg, self._lora, directory, chat=self._known_chat
+        )
 
     def save_adapter(self, directory: str | Path) -> None:
         """Writes the adapters alone, in PEFT's format."""
         base_model = self.model.path.resolve()
-        loading.save_adapter(self.model, directory, lora=self._lora, base_model=base_model)
+        loading.save_adapter(
+            self.model, directory, lora=self._lora, base_model=base_model, chat=self._known_chat
+        )
 
     # ------------------------------------------------------------------------------------ inside
 
@@ -328,6 +355,13 @@ class VLM:
 
 def _open(image: Picture) -> Image.Image:
     """RGB. Raises: ImageError for what is not an image, or not there."""
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.shape[2:] not in _CHANNELS:
+            raise ImageError(
+                f"an array {image.dtype}{list(image.shape)}, expected uint8[H,W], uint8[H,W,3] or "
+                "uint8[H,W,4]"
+            )
+        image = Image.fromarray(image)
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     if not isinstance(image, bytes):

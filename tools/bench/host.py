@@ -41,7 +41,8 @@ from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.pixels import PixelReader
 from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.families.border import Inputs
-from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.qwen2_vl.config import ImageConfig
 from uirl_jax.families.screens import decode_image
 from uirl_jax.families.table import family_of

@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 from tools.planner.programs import Run, chip_bytes
+from uirl_jax.families.loading import held_dtype
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models.lora import LoraConfig
@@ -172,4 +173,4 @@ def estimate_memory(run: Run) -> Memory:
 
 
 def _activation_bytes(run: Run) -> int:
-    return 2 if run.cfg.model.param_dtype == "bfloat16" else 4
+    return held_dtype(run.cfg.model.param_dtype).itemsize

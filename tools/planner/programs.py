@@ -27,7 +27,7 @@ from uirl_jax.engine.weights import prepare
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Vocabulary
-from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.loading import PolicyModel, held_dtype
 from uirl_jax.families.qwen2_vl import FAMILY
 from uirl_jax.families.qwen2_vl import config as qwen2_vl_config
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
@@ -151,7 +151,7 @@ def _abstract_leaves(
             model_cfg,
             lora=cfg.lora,
             rngs=nnx.Rngs(0),
-            param_dtype=jnp.dtype(cfg.param_dtype),
+            param_dtype=held_dtype(cfg.param_dtype),
             remat=cfg.remat,
         )
     )

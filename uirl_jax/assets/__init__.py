@@ -6,16 +6,26 @@ Installed from a wheel, they lie in site-packages, and a run may be started in a
 import re
 from pathlib import Path
 
+from uirl_jax.errors import ModelError
+
 DIRECTORY = Path(__file__).parent
+PREFIX = "asset:"
 CONFIGS = DIRECTORY.parents[1] / "configs"
 
 
 def find(path: str | Path) -> Path:
-    """A path as a config has it; `uirl_jax/assets/...` is found from every folder."""
-    path = Path(path)
-    if path.parts[:2] == ("uirl_jax", "assets") and not path.exists():
-        return DIRECTORY.joinpath(*path.parts[2:])
-    return path
+    """A path as a config has it; `asset:tiny-ui-base` is what ships, from every folder.
+
+    Raises: ModelError: an asset that does not exist.
+    """
+    if not str(path).startswith(PREFIX):
+        return Path(path)
+    found = DIRECTORY / str(path).removeprefix(PREFIX)
+    if not found.is_dir():
+        known = sorted({file.parent for file in DIRECTORY.glob("**/*.safetensors")})
+        names = ", ".join(f"{PREFIX}{folder.relative_to(DIRECTORY)}" for folder in known)
+        raise ModelError(f"{path}: no such asset; there are {names}")
+    return found
 
 
 def find_config(name: str) -> Path:

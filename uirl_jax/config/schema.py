@@ -11,7 +11,7 @@ from typing import Literal
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
-from uirl_jax.families.chat import ChatConfig
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.learner.curriculum import MAX_ENTRIES, CurriculumConfig
@@ -36,7 +36,8 @@ class ModelConfig:
     # the KL term is the base without it.
     adapter: str = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    # float16 becomes bfloat16, with a warning.
+    param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # int8: the base's projections take half the memory of bfloat16, with rounding errors.
     quantize: Quantize = "none"
     remat: Remat = "none"

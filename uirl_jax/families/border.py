@@ -150,6 +150,8 @@ class ChatLayout:
       user: parts -> pieces of a user turn.
       reply: what opens the model's turn.
       after_reply: what follows the end token of the model's turn.
+      template: system prompt -> the Jinja template for transformers that writes the same chat;
+        the system prompt is that of a chat without one.
     """
 
     end_tokens: tuple[str, ...]
@@ -159,6 +161,7 @@ class ChatLayout:
     user: Callable[[Sequence[str | ScreenSlot]], Sequence[Piece]]
     reply: tuple[Piece, ...]
     after_reply: tuple[Piece, ...]
+    template: Callable[[str], str]
 
     @property
     def needed(self) -> tuple[str, ...]:

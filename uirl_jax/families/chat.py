@@ -18,57 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from uirl_jax.actions import ActionFormat, Prompt, find_format
-from uirl_jax.errors import ConfigError, ContextError, ModelError
+from uirl_jax.errors import ContextError, ModelError
 from uirl_jax.families.border import ChatLayout, Marker, Piece, Screen, ScreenSlot
+from uirl_jax.families.chat_config import ChatConfig
 
 OMITTED_SCREENSHOT = "[screenshot omitted]"  # stands where a dropped screenshot was
 _PLACEHOLDER = re.compile(r"\{(instruction|task_description|history|width|height)\}")
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatConfig:
-    """What the policy is told, how it answers, and how many screenshots it sees.
-
-    Of more than max_screenshots the oldest are dropped, drop_screenshots at once: a context that
-    loses one image a turn would begin anew every turn, and cost the learner a sequence each time.
-    """
-
-    action_format: str = "text"  # one of actions.FORMATS: brings prompt and coordinate space
-    coordinates: str = ""  # empty: the format's own; for a model that was taught another space
-    system_prompt: str | None = None  # None: the format's own; empty: no system block
-    prompt_template: str | None = None  # None: the format's own; placeholders as in actions.Prompt
-    max_screenshots: int = dataclasses.field(default=10, metadata={"min": 1, "max": 1000})
-    drop_screenshots: int = dataclasses.field(default=5, metadata={"min": 1, "max": 1000})
-
-    def __post_init__(self) -> None:
-        if not {"{instruction}", "{task_description}"} & set(
-            re.findall(r"\{\w+\}", self.prompt.template)
-        ):
-            raise ConfigError(
-                f"chat.prompt_template={self.prompt_template!r} lacks {{instruction}}"
-            )
-        if not 1 <= self.drop_screenshots <= self.max_screenshots:
-            raise ConfigError(
-                f"chat.drop_screenshots={self.drop_screenshots}, expected 1 to "
-                f"chat.max_screenshots={self.max_screenshots}: the newest screenshot always stays"
-            )
-
-    @property
-    def format(self) -> ActionFormat:
-        try:
-            return find_format(self.action_format, self.coordinates)
-        except ConfigError as error:
-            raise ConfigError(f"chat.{error}") from error
-
-    @property
-    def prompt(self) -> Prompt:
-        own = self.format.prompt(self.format.coordinates)
-        return dataclasses.replace(
-            own,
-            system=own.system if self.system_prompt is None else self.system_prompt,
-            template=own.template if self.prompt_template is None else self.prompt_template,
-        )
 
 
 class Message(NamedTuple):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import re
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from flax import nnx
 
 from uirl_jax import assets
 from uirl_jax.errors import ModelError
+from uirl_jax.families import chat_config
 from uirl_jax.families.border import Family, Inputs
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.blocks import Remat
@@ -89,7 +92,7 @@ def load(
             path,
             cfg,
             lora=lora,
-            param_dtype=jnp.dtype(param_dtype),
+            param_dtype=held_dtype(param_dtype),
             remat=remat,
             mesh=mesh,
             init_key=jax.random.key(seed),
@@ -109,6 +112,24 @@ def load(
         inputs=family.make_inputs(cfg),
         base_hash=base_hash.result(),
     )
+
+
+def held_dtype(name: str) -> jnp.dtype:
+    """The dtype that weights are held in: that of the name, but bfloat16 for float16.
+
+    float16 holds nothing above 65504, which activations of these models exceed.
+    """
+    if name == "float16":
+        warnings.warn("float16: bfloat16 is used, whose range these models need", stacklevel=3)
+        name = "bfloat16"
+    return jnp.dtype(name)
+
+
+def adapter_lora(model_dir: str | Path, adapter: str | Path) -> LoraConfig:
+    """Rank, alpha and targets of an adapter of this model. Raises: ModelError."""
+    path = hub.model_directory(model_dir, weights=False)
+    family = family_of(path)
+    return load_adapter(assets.find(adapter), family, family.read_config(path)).lora
 
 
 def check(
@@ -153,12 +174,19 @@ def read_model(
 
 
 def save_merged(
-    model_dir: str | Path, lora: LoraConfig, adapters: nnx.State, directory: str | Path
+    model_dir: str | Path,
+    lora: LoraConfig,
+    adapters: nnx.State,
+    directory: str | Path,
+    *,
+    chat: ChatConfig | None = None,
 ) -> None:
     """Writes a model directory of its own: model_dir's weights with adapters added to them.
 
     The weights are read again, in the dtype that the files have, whatever a run held them in.
 
+    Args:
+      chat: the prompts that the adapters were trained with (see `chat_config`); None: the base's.
     Raises: ModelError where adapters do not fit.
     """
     path = Path(model_dir)
@@ -174,6 +202,8 @@ def save_merged(
     nnx.update(model, adapters)
     save_model(family, model, directory)
     copy_tokenizer(path, Path(directory))
+    if chat is not None:
+        chat_config.write(directory, chat, family.chat)
 
 
 def save_model(
@@ -201,10 +231,12 @@ def save_adapter(
     *,
     lora: nnx.State | None = None,
     base_model: str | Path | None = None,
+    chat: ChatConfig | None = None,
 ) -> None:
     """Writes adapters in PEFT's format; those of the model where `lora` is None.
 
     Args:
+      chat: the prompts that they were trained with; None: not known.
       base_model: the directory or name that peft's AutoPeftModel loads the base from.
     Raises: ModelError where the model has no adapters.
     """
@@ -216,6 +248,8 @@ def save_adapter(
         base_model=base_model,
         base_hash=model.base_hash,
     )
+    if chat is not None:
+        chat_config.write(directory, chat, model.family.chat)
 
 
 def load_adapter(directory: str | Path, family: Family, cfg: Any) -> peft_adapters.Adapter:

@@ -17,6 +17,7 @@ from flax import nnx
 
 from uirl_jax import metrics
 from uirl_jax.demonstrations.scripted import Demonstrator
+from uirl_jax.families import chat_config
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.loading import PolicyModel, save_model
 from uirl_jax.learner import recorded_demonstrations, supervised
@@ -151,4 +152,5 @@ def run_cold_start(
     with new_directory(target) as directory:
         save_model(model.family, nnx.merge(graphdef, trained, frozen), directory, dtype=dtype)
         copy_tokenizer(model.path, directory)
+        chat_config.write(directory, chat.cfg, model.family.chat)
     return target

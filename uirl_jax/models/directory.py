@@ -7,7 +7,9 @@ from typing import Any
 
 from uirl_jax.errors import ModelError
 
+CHAT_FILE = "uirl_chat.json"  # see families.chat_config
 TOKENIZER_FILES = (  # and those of the processor
+    CHAT_FILE,
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),

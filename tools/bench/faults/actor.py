@@ -21,7 +21,8 @@ from uirl_jax.actor.host import run_tasks
 from uirl_jax.actor.player import Attempt, Player
 from uirl_jax.actor.rollout import RolloutConfig, derive_seed
 from uirl_jax.engine.requests import SampleRequest, SampleResult
-from uirl_jax.families.chat import Chat, ChatConfig
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.screens import decode_planned
 from uirl_jax.families.table import family_of
 from uirl_jax.shards.record import TokenLayout
