@@ -187,9 +187,15 @@ class Mesh:
     data: int = -1
 
 @dataclasses.dataclass(frozen=True)
+class Task:
+    name: str
+    max_turns: int = 1
+
+@dataclasses.dataclass(frozen=True)
 class Root:
     learner: Learner
     name: str
+    tasks: tuple[Task, ...] = ()
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
 
 CONFIG = reading.define_config_file(Root)
@@ -231,6 +237,7 @@ def test_command_line_good_overrides_arrive(run_main: Any) -> None:
         "learner": {"steps": 7, "lr": 1e-3, "warmup_steps": 0},
         "name": "y",
         "mesh": {"data": -1},
+        "tasks": [],
     }
 
 
@@ -239,6 +246,29 @@ def test_command_line_overrides_what_the_file_leaves_out(run_main: Any) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["learner"]["warmup_steps"], found["mesh"]) == (3, {"data": 2})
+
+
+def test_command_line_overrides_a_field_of_one_task(run_main: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "a:b"  # a path may have colons, before the file's own argument
+    folder.mkdir()
+    (folder / "tasks.py").write_text(
+        "from ml_collections import ConfigDict\n"
+        "def get_config(first='a'):\n"
+        "    tasks = (ConfigDict({'name': first}), ConfigDict({'name': 'b'}))\n"
+        "    return ConfigDict({'learner': {'steps': 5, 'lr': 1e-3}, 'name': 'x', 'tasks': tasks})"
+    )
+    done = run_main("--config=a:b/tasks.py:c", "--config.tasks[1].max_turns=5")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["tasks"]
+    assert found == [{"name": "c", "max_turns": 1}, {"name": "b", "max_turns": 5}]
+    for override, message in (
+        ("tasks[2].max_turns=5", "config.tasks[2].max_turns: tasks has 2 elements, counted from 0"),
+        ("tasks.max_turns=5", "unknown key; did you mean config.tasks[0].max_turns?"),
+        ("tasks[0].turns=5", "unknown key; did you mean config.tasks[0].max_turns?"),
+    ):
+        done = run_main("--config=a:b/tasks.py", f"--config.{override}")
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert message in done.stderr
 
 
 @pytest.mark.parametrize(

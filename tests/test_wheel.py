@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -114,6 +115,23 @@ def test_find_takes_an_asset_by_its_name_and_other_paths_as_they_are(tmp_path, m
     assert assets.find("models/mine") == Path("models/mine")
     with pytest.raises(ModelError, match=r"no such asset; there are asset:miniwob/grpo, .*tiny-ui"):
         assets.find("asset:tiny")
+
+
+@pytest.mark.parametrize("module", ["uirl_jax.main", "uirl_jax"])
+def test_interrupt_while_it_imports_ends_without_a_traceback(tmp_path, module):
+    flags = ("--config=quickstart", f"--workdir={tmp_path / 'run'}")
+    command = [sys.executable, "-X", "importtime", "-m", module, *flags]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        imported = []
+        for line in process.stderr:
+            imported.append(line)
+            if "jax._src.basearray" in line:  # of the first third of the imports
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == -signal.SIGINT, rest
+    assert "Traceback" not in "".join(imported) + rest
+    assert not (tmp_path / "run").exists()
 
 
 def test_find_config_takes_a_name_only_where_the_folder_has_no_such_file(tmp_path, monkeypatch):

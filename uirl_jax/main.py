@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import json
 import signal
 import sys
@@ -20,6 +21,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
+
+if __name__ == "__main__":  # imports take seconds: until `main` handles signals, Ctrl-C just ends
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
 from absl import app, flags, logging
@@ -371,7 +375,9 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         # A disk-full error often has no file name.
         where = "" if error.filename else f"{_WORKDIR.value}: "
-        print(f"error: {where}{error}; the same command continues the run", file=sys.stderr)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "; free disk space, then the same command continues the run" if full else ""
+        print(f"error: {where}{error}{advice}", file=sys.stderr)
         return 1
 
 

@@ -39,6 +39,7 @@ from uirl_jax.errors import ConfigError
 
 T = TypeVar("T")
 
+_INDEX = re.compile(r"\[(\d+)\]")  # tasks[0].max_turns is max_turns of an element of tasks
 _HELP_FLAGS = frozenset({"help", "h", "?", "helpfull", "helpshort", "helpxml"})
 
 
@@ -174,8 +175,14 @@ def check_overrides(
     faults = [
         f"{key}: unknown key; {_did_you_mean(key, known)}"
         for key in _overrides(argv, name)
-        if key not in known
+        if _INDEX.sub("[0]", key) not in known
     ]
+    for key in _overrides(argv, name):
+        for match in _INDEX.finditer(key):
+            part = key[len(name) + 1 : match.start()]
+            elements = config.get(part) if "." not in part else None
+            if isinstance(elements, list | tuple) and int(match[1]) >= len(elements):
+                faults.append(f"{key}: {part} has {len(elements)} elements, counted from 0")
     if faults:
         raise ConfigError("; ".join(faults))
 
@@ -337,14 +344,13 @@ def _config_of_argv(argv: Sequence[str], name: str) -> str | None:
 def _load_config_file(argument: str) -> config_dict.ConfigDict:
     """The result of get_config() in "file.py" or "file.py:string", where file.py may also be the
     name of a shipped config. Raises ConfigError."""
-    name, colon, config_string = argument.partition(":")
-    file = str(assets.find_config(name))
+    file, config_strings = _split_argument(argument)
     if not Path(file).is_file():
         shipped = ", ".join(sorted(path.stem for path in assets.CONFIGS.glob("*.py")))
         raise ConfigError(f"--config={argument}: no such file; shipped configs: {shipped}")
     try:
         get_config = runpy.run_path(file).get("get_config")
-        config = get_config(*([config_string] if colon else [])) if get_config else None
+        config = get_config(*config_strings) if get_config else None
     except Exception as error:  # a config file is Python and can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
@@ -353,6 +359,16 @@ def _load_config_file(argument: str) -> config_dict.ConfigDict:
     if not isinstance(config, config_dict.ConfigDict):
         raise ConfigError(f"{file}: has no get_config() that returns a ConfigDict")
     return config
+
+
+def _split_argument(argument: str) -> tuple[str, list[str]]:
+    """("file.py", ["string"]) of "file.py:string"; the file's own path may have colons."""
+    colons = [len(argument), *(match.start() for match in re.finditer(":", argument))]
+    for end in sorted(colons, reverse=True):
+        file = assets.find_config(argument[:end])
+        if file.is_file():
+            return str(file), [argument[end + 1 :]] if end < len(argument) else []
+    return argument, []
 
 
 def _overrides(argv: Sequence[str], name: str) -> list[str]:
@@ -402,9 +418,11 @@ def _paths_of_dataclass(cls: type) -> list[str]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         paths.append(field.name)
-        for option in (hints[field.name], *typing.get_args(hints[field.name])):
+        hint = hints[field.name]
+        section = f"{field.name}[0]" if typing.get_origin(hint) is tuple else field.name
+        for option in (hint, *typing.get_args(hint)):
             if isinstance(option, type) and dataclasses.is_dataclass(option):
-                paths += [f"{field.name}.{below}" for below in _paths_of_dataclass(option)]
+                paths += [f"{section}.{below}" for below in _paths_of_dataclass(option)]
     return paths
 
 

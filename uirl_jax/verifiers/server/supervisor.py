@@ -50,8 +50,13 @@ def bundled_server(
         nonlocal process
         while not ending.is_set():
             with log_file.open("ab") as log:
+                # A session of its own: Ctrl-C in the terminal is for this process, which ends it.
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             exit_codes.append(process.wait())
             port_file.unlink(missing_ok=True)
