@@ -17,7 +17,7 @@ from uirl_jax.store import open_store
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import dialects, doctor
 from uirl_jax.verifiers.client.client import VerifierClient
-from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
+from uirl_jax.verifiers.client.rules import DataEntryRule, data_entry_rule, find_rule
 from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.client.used_containers import InStore
@@ -362,16 +362,16 @@ def test_rule_pays_what_the_task_declares(submitted, wrong, turns, expected):
     rule = DataEntryRule((2, 5), wrong=0.25, duplicate=0.1, turn=0.01)
     progress = {"submitted_row_indices": submitted, "num_incorrect_submissions": wrong}
     verdict = rule.judge(progress, turns)
-    assert (verdict["done"], verdict["success"]) == (expected[0], expected[2])
-    assert verdict["reward"] == pytest.approx(expected[1])
+    assert (verdict.done, verdict.success) == (expected[0], expected[2])
+    assert verdict.reward == pytest.approx(expected[1])
 
 
 def test_rule_of_g2a_knows_counts_only():
     rule = DataEntryRule((2, 5), partial=True, duplicate=0.1)
     verdict = rule.judge({"num_correct_submissions": 1, "num_incorrect_submissions": 0}, 3)
-    assert verdict == {"done": False, "reward": 0.5, "success": False}
+    assert verdict == (False, 0.5, False)
     verdict = rule.judge({"num_correct_submissions": 3, "num_incorrect_submissions": 0}, 3)
-    assert verdict == {"done": True, "reward": 0.9, "success": False}
+    assert verdict == (True, 0.9, False)
 
 
 @pytest.mark.parametrize(
@@ -395,23 +395,23 @@ def test_find_rule_makes_wrong_submissions_and_repetitions_cost_by_default():
 
     def reward(submitted: list[int], wrong: int) -> float:
         counts = {"submitted_row_indices": submitted, "num_incorrect_submissions": wrong}
-        return rule.judge(counts, 10)["reward"]
+        return rule.judge(counts, 10).reward
 
     assert reward([5], 0) == 1.0
     assert reward([5], 3) == reward([5, 5, 5, 5], 0) == reward([5, 8, 9, 10], 0) == 0.25
 
 
-def test_find_rule_draws_rows_by_seed_and_refuses_other_words():
+def test_data_entry_rule_draws_rows_by_seed_and_refuses_other_words():
     def rows(seed):
-        return find_rule(TaskSpec("simple_data_entry", seed, "rows=2-101,count=3")).rows
+        return data_entry_rule(TaskSpec("simple_data_entry", seed, "rows=2-101,count=3")).rows
 
     assert rows(1) == rows(1) and len({rows(seed) for seed in range(20)}) > 10
     assert all(2 <= row <= 101 for seed in range(50) for row in rows(seed))
-    assert find_rule(TaskSpec("simple_data_entry", 3, "rows=7")).rows == (7,)
+    assert data_entry_rule(TaskSpec("simple_data_entry", 3, "rows=7")).rows == (7,)
     for variant in ("rows=1-5", "rows=5-4", "count=0", "count=200", "bonus=1", "wrong=-1", "turn"):
         with pytest.raises(VerifierError, match="variant"):
             find_rule(TaskSpec("simple_data_entry", 0, variant))
-    with pytest.raises(VerifierError, match="nobody says"):
+    with pytest.raises(VerifierError, match="neither what it asks for"):
         find_rule(TaskSpec("desktop/click_button", 0))
 
 

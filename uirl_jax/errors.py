@@ -86,6 +86,10 @@ class ContextError(UirlError):
     """A context that a sampling server would tokenize differently (`env_error`)."""
 
 
+class UserCodeError(UirlError):
+    """A function of the user's own raised, or returned what it must not (see `user_code`)."""
+
+
 class TrainingError(UirlError):
     """A step that cannot be trained on, such as NaN or infinity in a loss or a gradient norm."""
 

@@ -42,7 +42,7 @@ from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
 from uirl_jax.players import BackgroundLoop, Players, when_set
-from uirl_jax.run import Run, check_model, open_run, with_chat_of_model
+from uirl_jax.run import Run, check_model, check_user_code, open_run, with_chat_of_model
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers.server import supervisor
@@ -358,6 +358,7 @@ def main(argv: list[str]) -> int:
             if learns:
                 make_mesh(cfg.mesh)
             if _ROLE.value != "verifier":
+                check_user_code(cfg, learns=learns)
                 check_model(cfg)
             run_id = open_run(workdir, cfg, learns=learns)
             if _ROLE.value != "verifier":

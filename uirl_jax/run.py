@@ -27,14 +27,19 @@ from uirl_jax.families import loading
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import family_of
+from uirl_jax.learner.algorithm import find_estimator
 from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.learner.loop import find_callbacks
+from uirl_jax.learner.own_rewards import OwnRewards
 from uirl_jax.models import hub
 from uirl_jax.players import Players, make_chat
+from uirl_jax.rl.losses import find_policy_loss
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
 from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.rules import own_rules
 from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.used_containers import InStore
 from uirl_jax.verifiers.containers.containers import Client, ContainerClient
@@ -140,6 +145,19 @@ def check_model(cfg: RunConfig) -> None:
     loading.check(family, path, lora=cfg.model.lora, adapter=cfg.model.adapter)
 
 
+def check_user_code(cfg: RunConfig, *, learns: bool) -> None:
+    """Imports the functions that the config names; an actor needs the rules of tasks alone.
+
+    Raises: ConfigError: one is missing, or its module cannot be imported.
+    """
+    own_rules(cfg.rules)
+    if learns:
+        OwnRewards(cfg.algorithm.reward)
+        find_estimator(cfg.algorithm.advantage)
+        find_policy_loss(cfg.algorithm.loss)
+        find_callbacks(cfg.learner.callbacks)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The config, the workdir and the id of a run; used by every role."""
@@ -230,6 +248,7 @@ class Run:
             "dialect": verifier.dialect,
             "delay_s": verifier.action_delay_s,
             "limits": verifier.limits,
+            "find_own_rule": own_rules(self.cfg.rules),
         }
         if verifier.containers.runtime == "none":
             token = read_token(verifier.token_file) if verifier.urls else None

@@ -5,7 +5,8 @@ numpy only; no files, HTTP or tokenizer. The byte format is in `shards.record`.
 
 import dataclasses
 import enum
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,6 +115,26 @@ class Trajectory:
             return -1, -1
         versions = np.concatenate([turn.policy_versions for turn in self.turns])
         return int(versions.min()), int(versions.max())
+
+
+class Judgement(NamedTuple):
+    """What a task's rule says of the progress so far."""
+
+    done: bool  # the episode ends
+    reward: float  # of the episode so far
+    success: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Instruction and reward of one task instance, where the server does not decide them.
+
+    judge is called after every turn with the server's progress (untrusted JSON) and the number of
+    turns. It raises VerifierError for progress that it cannot judge: that is env_error.
+    """
+
+    instruction: str  # empty: the server's own
+    judge: Callable[[Mapping[str, Any], int], Judgement]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,8 +195,10 @@ class _Actor:
 
     @property
     def finished(self) -> bool:
-        steps = self._cfg.steps
-        return steps is not None and self._manifest is not None and self._manifest.step >= steps
+        steps, manifest = self._cfg.steps, self._manifest
+        if manifest is None or steps is None:
+            return False
+        return manifest.step >= steps or bool(manifest.extra.get("ended"))
 
     async def look(self) -> None:
         """Reads claims, shards and manifest; loads a new policy before updating the ledger."""

@@ -271,7 +271,7 @@ async def _play(
         turn = dataclasses.replace(turn, progress=progress)
         _append(episode, turn, reward=reward, error=taint)
         episode.success = done and reward >= cfg.success_reward
-        if not client.dialect.judges:  # success by the task's own rule, not by the reward
+        if session.judged_here:  # success by the task's own rule, not by the reward
             episode.success = progress["success"] is True
         if done:
             return StopReason.COMPLETED if episode.success else StopReason.FAILED

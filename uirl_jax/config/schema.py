@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from uirl_jax import user_code
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
@@ -50,6 +51,12 @@ class TaskConfig:
     name: str
     variant: str = ""
     max_turns: int = dataclasses.field(default=1, metadata={"min": 1, "max": 10_000})
+    # "module:function" of TaskSpec -> types.Rule: instruction and reward in place of the server's.
+    rule: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rule:
+            user_code.check(self.rule, f"tasks: rule of {self.name!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +140,12 @@ class RunConfig:
                 f"verifier.dialect={dialect.name!r}: the bundled server speaks g1+; set "
                 "verifier.urls to servers that speak this dialect"
             )
+        faults += [
+            f"tasks: {task.name!r} has two rules, {self.rules[task.name]!r} and {task.rule!r}; a "
+            "task has one, which may look at the variant"
+            for task in self.tasks
+            if task.rule != self.rules.get(task.name, "")
+        ]
         names = {own_tasks.PREFIX + Path(folder).name for folder in self.verifier.task_dirs}
         for task in self.tasks:
             if (
@@ -220,6 +233,11 @@ class RunConfig:
     @property
     def play(self) -> PlayConfig:
         return PlayConfig(self.engine, self.actor.rollout, self.actor.concurrency, self.seed)
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Task name -> the import path of its own rule."""
+        return {task.name: task.rule for task in self.tasks if task.rule}
 
     @property
     def max_context_tokens(self) -> int:

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from uirl_jax.errors import ConfigError
+from uirl_jax import user_code
+from uirl_jax.errors import ConfigError, UserCodeError
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.state import CriticConfig, TrainState
 from uirl_jax.rl import advantages, rewards
@@ -293,11 +294,10 @@ def _fill_in_advantages(
         fields = {"values_bt": before, "returns_bt": [returns_s for _, returns_s in estimated]}
     else:
         token_advantages, first = [], 0
+        estimate = find_estimator(cfg.advantage)
         for group in groups:
             members = slice(first, first + len(group))
-            token_advantages += advantages.group_advantages(
-                token_rewards[members], lengths[members], cfg.advantage
-            )
+            token_advantages += estimate(group, token_rewards[members], lengths[members])
             first += len(group)
     if cfg.advantage.normalise == "batch":
         token_advantages = advantages.batch_normalised(
@@ -316,6 +316,33 @@ def _fill_in_advantages(
             **{name: values[members] for name, values in fields.items()},
         )
         first += len(minibatch.trajectories)
+
+
+def find_estimator(cfg: AdvantageConfig) -> Callable[..., list[np.ndarray]]:
+    """(group, token rewards, turn lengths) -> advantages: the config's, or the user's own.
+
+    Raises: ConfigError: there is no such function.
+    """
+    if not cfg.function:
+        return lambda group, token_rewards, turn_lengths: advantages.group_advantages(
+            token_rewards, turn_lengths, cfg
+        )
+    own = user_code.load(cfg.function, "algorithm.advantage.function")
+
+    def checked(
+        group: Group, token_rewards: list[np.ndarray], turn_lengths: list[Sequence[int]]
+    ) -> list[np.ndarray]:
+        with user_code.blamed(cfg.function):
+            found = [np.asarray(a, np.float32) for a in own(group, token_rewards, turn_lengths)]
+        wanted = [rewards_s.shape for rewards_s in token_rewards]
+        if [a.shape for a in found] != wanted or not all(np.isfinite(a).all() for a in found):
+            raise UserCodeError(
+                f"{cfg.function}: returned arrays of {[a.shape for a in found]}, expected finite "
+                f"advantages of {wanted}: one for each sampled token of each episode"
+            )
+        return found
+
+    return checked
 
 
 def _known(score_bt: Any) -> np.ndarray:

@@ -46,6 +46,7 @@ _EMPTY_META: Mapping[str, Any] = {
     "train_seconds": 0.0,
     "tallies": {},
     "replay": {},
+    "ended": None,
 }
 
 
@@ -86,6 +87,7 @@ class Bookkeeping:
         self._trained = GroupRanges(meta["groups"])
         self._extra = int(meta["extra"])  # groups beyond groups_per_step, over all steps
         self._tallies = curriculum.tallies(meta["tallies"])
+        self._ended: dict[str, Any] | None = meta["ended"]
         self._replay = Replay(self._store, model.base_hash, self._layout, meta["replay"])
         self._earlier_s, self._started_s = float(meta["train_seconds"]), time.monotonic()
         self._saved: collections.deque[dict[str, Any]] = collections.deque(maxlen=keep_checkpoints)
@@ -143,6 +145,16 @@ class Bookkeeping:
             return f"no shard, or not all of them ({error})"
         return self._store.location(prefix)
 
+    def end(self, steps: int, reason: str) -> None:
+        """A run of so many steps ends with the next `save`, for this reason."""
+        self._ended = {"steps": steps, "reason": reason}
+
+    def ended(self, steps: int) -> str:
+        """Why the run has ended before its last step; empty if it goes on, or was extended."""
+        if self._ended is not None and self._ended["steps"] != steps:
+            self._ended = None
+        return str(self._ended["reason"]) if self._ended else ""
+
     # --------------------------------------------------------------- after a step, in this order
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -160,6 +172,7 @@ class Bookkeeping:
             "train_seconds": self.train_seconds,
             "tallies": self._tallies.to_json(),
             "replay": dict(self._replay.files),
+            "ended": self._ended,
         }
         self._checkpointer.save(step, state, meta)
         self._saved.append(meta)
@@ -177,6 +190,7 @@ class Bookkeeping:
                 "groups_trained": self._trained.pairs,
                 "groups_extra": self._extra,
                 "tallies": self._tallies.to_json(),
+                "ended": self._ended is not None,
             },
         )
 

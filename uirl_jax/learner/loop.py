@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from uirl_jax import user_code
 from uirl_jax.errors import TrainingError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
@@ -23,6 +25,7 @@ from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig, Group
 from uirl_jax.learner.bookkeeping import Bookkeeping, RunDirectory
 from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.learner.own_rewards import OwnRewards
 from uirl_jax.learner.replay import is_replayed
 from uirl_jax.learner.state import TrainState
 from uirl_jax.learner.supervised import check_finite
@@ -44,12 +47,28 @@ class LearnerConfig:
         default_factory=learner_state.OptimizerConfig
     )
     keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1, "max": 10_000})
+    # Each is called after every step: "module:function" of a StepReport; a text that it returns
+    # ends the run with this reason.
+    callbacks: tuple[str, ...] = ()
     # Time between two listings of the shards.
     poll_s: float = dataclasses.field(default=0.02, metadata={"above": 0.0, "max": 60.0})
 
 
 # A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
 MAX_REFILLS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What a callback is told about a step, before its checkpoint is saved."""
+
+    step: int  # from 1
+    metrics: Mapping[str, float]  # by name, as in metrics.jsonl
+    groups: Sequence[Group]  # all that the step took, without their screenshots
+
+
+# Returns a reason to end the run after this step, or nothing.
+OnStep = Callable[[StepReport], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +89,7 @@ class LearnerResult:
     """How a run of the learner ended."""
 
     step: int
-    finished: bool  # False if it was stopped before the last step
+    finished: bool  # False if it was stopped before the last step, and not by a callback
     accounting: dict[str, int]  # published = trained + stale + quarantined + duplicate + pending
     train_seconds: float  # over this and all earlier processes of the run
 
@@ -83,11 +102,13 @@ def run_learner(
     *,
     mesh: jax.sharding.Mesh,
     on_ready: Callable[[], None] = lambda: None,
+    on_step: OnStep = lambda report: None,
     replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
     """Trains until cfg.learner.steps are done or `stop` is set; continues from the last checkpoint.
 
     Args:
+      on_step: called after every step, before the callbacks of the config.
       on_ready: called once the policy that the run continues from is published. An actor that
         reads the manifest earlier may see the last policy of a run that has since been extended.
       replace_advantages: for tests; with zeros the policy must not change.
@@ -96,6 +117,11 @@ def run_learner(
       TrainingError: a loss, gradient norm or reward is not finite (the step's records are moved to
         quarantine/), or there is no episode to imitate. The last checkpoint is kept.
     """
+    own_rewards = OwnRewards(cfg.algorithm.reward)
+    cfg = dataclasses.replace(
+        cfg, algorithm=dataclasses.replace(cfg.algorithm, reward=own_rewards.then)
+    )
+    callbacks = (on_step, *find_callbacks(cfg.learner.callbacks))
     steps, state = _compile(cfg, model, mesh)
     learn = functools.partial(
         algorithm.learn,
@@ -114,6 +140,7 @@ def run_learner(
         run, model, cfg.curriculum, state, keep_checkpoints=keep_checkpoints
     ) as (books, state):
         step = int(state.step)
+        ended = books.ended(cfg.learner.steps)
         if books.is_fresh:
             books.save(step, state)
         books.publish(step, state)
@@ -121,10 +148,10 @@ def run_learner(
 
         progress = Progress("training", cfg.learner.steps, first_step=step)
         saved_s = 0.0
-        while step < cfg.learner.steps and not stop.is_set():
+        while step < cfg.learner.steps and not stop.is_set() and not ended:
             # ---------------------------------------------------------------- take
             step_started_s = time.monotonic()
-            groups, taken = _take(cfg, books, step, state, stop)
+            groups, taken = _take(cfg, books, own_rewards, step, state, stop)
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
@@ -142,7 +169,7 @@ def run_learner(
 
             # ---------------------------------------------------------------- save, publish
             whole_s = saved_s + waited_s + learnt_s
-            metrics |= _describe(taken, cfg.algorithm, step - 1)
+            metrics |= _describe(taken, cfg.algorithm, step - 1) | own_rewards.metrics()
             metrics |= {
                 "time/save_and_publish_s": saved_s,  # of the step before
                 "time/wait_for_records_s": waited_s,
@@ -151,6 +178,10 @@ def run_learner(
                 "learner/tokens_per_s": tokens / whole_s,
                 "compile/count": steps.compile_count(),
             }
+            report = StepReport(step, metrics, taken)
+            ended = next((why for call in callbacks if (why := call(report))), "")
+            if ended:
+                books.end(cfg.learner.steps, ended)
             # This order makes a SIGKILL at any point harmless, see `bookkeeping`.
             books.write_metrics(step, metrics)
             saving_s = time.monotonic()
@@ -165,8 +196,28 @@ def run_learner(
                 tokens_per_s=metrics["learner/tokens_per_s"],
             )
         progress.close()
+        if ended:
+            print(key_values("ended_early", step=step, reason=ended), flush=True)
         accounting = books.final_accounting()
-        return LearnerResult(step, step >= cfg.learner.steps, accounting, books.train_seconds)
+        finished = step >= cfg.learner.steps or bool(ended)
+        return LearnerResult(step, finished, accounting, books.train_seconds)
+
+
+def find_callbacks(references: Sequence[str]) -> list[OnStep]:
+    """The user's own callbacks, with their answers checked. Raises: ConfigError."""
+
+    def checked(reference: str, function: Callable[[StepReport], Any]) -> OnStep:
+        def call(report: StepReport) -> str | None:
+            with user_code.blamed(reference):
+                answer = function(report)
+                if answer is not None and not isinstance(answer, str):
+                    raise TypeError(f"returned {type(answer).__name__}, expected None or a text")
+            return f"{reference}: {answer}" if answer else None
+
+        return call
+
+    functions = [user_code.load(reference, "learner.callbacks") for reference in references]
+    return [checked(*pair) for pair in zip(references, functions, strict=True)]
 
 
 def _compile(
@@ -203,7 +254,12 @@ def _compile(
 
 
 def _take(
-    cfg: TrainingConfig, books: Bookkeeping, step: int, state: TrainState, stop: threading.Event
+    cfg: TrainingConfig,
+    books: Bookkeeping,
+    own_rewards: OwnRewards,
+    step: int,
+    state: TrainState,
+    stop: threading.Event,
 ) -> tuple[list[Group], list[Group]]:
     """Waits for the groups of step + 1; returns early if `stop` is set.
 
@@ -223,6 +279,7 @@ def _take(
         more = _wait_for_groups(books, cfg.learner, missing, step, stop)
         if more is None:
             break
+        more = [own_rewards.add(group) for group in more]
         if cfg.algorithm.replay:
             more = books.replay(more, step + 1)
         for group in more:

@@ -388,8 +388,8 @@ def _dropout_keys(seed: int, at: At) -> tuple[jax.Array, jax.Array]:
 def _policy_loss(
     new: _NewPolicy, batch: Arrays, scored: Scored, cfg: StepConfig
 ) -> tuple[jax.Array, Sums]:
-    """The clipped policy loss and, with a critic, the value loss."""
-    loss, sums = losses.clipped_policy_loss(
+    """The policy loss and, with a critic, the value loss."""
+    loss, sums = losses.find_policy_loss(cfg.loss)(
         new.logprobs_bt,
         old_bt=new.logprobs_bt if scored.old_bt is None else scored.old_bt,
         behaviour_bt=batch["behaviour_logprobs_bt"],

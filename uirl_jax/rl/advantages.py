@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, TrainingError
 
 # The baseline that is subtracted from a group's returns, and the divisor if any:
@@ -40,10 +41,16 @@ class AdvantageConfig:
     # Gamma between turns; within a turn it is 1.
     turn_discount: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     gae_lambda: float = dataclasses.field(default=0.95, metadata={"min": 0.0, "max": 1.0})
+    # "module:function" in place of the group's estimator; docs/own_code.md has its arguments.
+    function: str = ""
     # Added to a standard deviation.
     epsilon: float = dataclasses.field(default=1e-6, metadata={"above": 0.0, "max": 1.0})
 
     def __post_init__(self) -> None:
+        if self.function:
+            user_code.check(self.function, "advantage.function")
+            if self.estimator == "gae":
+                raise ConfigError("advantage.function: replaces estimator='group', not 'gae'")
         within_groups = self.normalise not in ("batch", "none")
         if within_groups and (self.estimator == "gae" or self.credit == "token"):
             raise ConfigError(

@@ -11,12 +11,14 @@ its batches' losses, independent of rows, packing and padding.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from uirl_jax.errors import ConfigError
+from uirl_jax import user_code
+from uirl_jax.errors import ConfigError, UserCodeError
 
 # Guards against overflow of exp in float32; a ratio of exp(20) is never meaningful.
 MAX_LOG_RATIO = 20.0
@@ -49,8 +51,12 @@ class PolicyLossConfig:
     # Lower bound of the weights, with truncate. At 0 a stored success (algorithm.replay) that the
     # policy has since made unlikely has almost no weight; at 1 it counts as on-policy, as in ARPO.
     importance_floor: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 1e6})
+    # "module:function" in place of clipped_policy_loss, with the same arguments and returns.
+    function: str = ""
 
     def __post_init__(self) -> None:
+        if self.function:
+            user_code.check(self.function, "loss.function")
         if not 0 <= self.importance_floor <= self.importance_cap:
             raise ConfigError(
                 f"loss.importance_floor={self.importance_floor}: expected between 0 and "
@@ -134,6 +140,28 @@ def clipped_policy_loss(
         "offpolicy/weight_squared": total(jnp.square(correction_bt)),
     }
     return loss, metrics
+
+
+PolicyLoss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def find_policy_loss(cfg: PolicyLossConfig) -> PolicyLoss:
+    """The policy loss that the config names. Raises: ConfigError: there is no such function."""
+    if not cfg.function:
+        return clipped_policy_loss
+    own = user_code.load(cfg.function, "algorithm.loss.function")
+
+    def checked(logprobs_bt: jax.Array, **arrays: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        with user_code.blamed(cfg.function):
+            loss, metrics = own(logprobs_bt, **arrays)
+            if jnp.shape(loss) or any(jnp.shape(value) for value in metrics.values()):
+                raise UserCodeError(
+                    f"{cfg.function}: the loss and its metrics must be sums over the batch, of "
+                    f"shape (); the loss is {jnp.shape(loss)}"
+                )
+        return loss, {**metrics, "tokens": (arrays["weights_bt"] > 0).astype(jnp.float32).sum()}
+
+    return checked
 
 
 def importance_weights(old_to_behaviour_bt: jax.Array, cfg: PolicyLossConfig) -> jax.Array:

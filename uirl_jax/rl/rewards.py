@@ -9,8 +9,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnReward:
+    """A reward function of the user's own over a whole trajectory: Trajectory -> float."""
+
+    function: str  # "module:function"
+    weight: float = dataclasses.field(default=1.0, metadata={"min": -1e6, "max": 1e6})
+
+    def __post_init__(self) -> None:
+        user_code.check(self.function, "reward.functions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +39,8 @@ class RewardConfig:
     overlong_buffer_tokens: int = dataclasses.field(
         default=0, metadata={"min": 0, "max": 10_000_000}
     )
+    # Added to the episode's weighted reward, each with its weight (learner.own_rewards).
+    functions: tuple[OwnReward, ...] = ()
 
     def __post_init__(self) -> None:
         if self.overlong_max_tokens and not 0 < self.overlong_buffer_tokens <= (

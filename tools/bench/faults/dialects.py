@@ -69,7 +69,7 @@ def paid_wrongly(trajectory: Trajectory, counts: dict[str, Any] | None) -> bool:
     reward, success = 0.0, False
     if trajectory.stop_reason is not StopReason.ENV_ERROR and counts is not None:
         judged = find_rule(TASK).judge(counts, len(trajectory.turns))
-        reward, success = judged["reward"], judged["success"]
+        reward, success = judged.reward, judged.success
     return (trajectory.reward, trajectory.success) != (reward, success)
 
 

@@ -19,13 +19,19 @@ import re
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
-from uirl_jax.errors import ActUncertainError, ImageError, RequestRefusedError, VerifierError
-from uirl_jax.types import Action, TaskSpec
+from uirl_jax.errors import (
+    ActUncertainError,
+    ImageError,
+    RequestRefusedError,
+    UserCodeError,
+    VerifierError,
+)
+from uirl_jax.types import Action, Rule, TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.untrusted import text as untrusted_text
 from uirl_jax.verifiers import dialects, wire
 from uirl_jax.verifiers.client.image_header import image_size
-from uirl_jax.verifiers.client.rules import DataEntryRule, find_rule
+from uirl_jax.verifiers.client.rules import FindOwnRule, find_rule, no_own_rule
 from uirl_jax.verifiers.client.transport import JSON_TYPE, ClientLimits, Transport
 from uirl_jax.verifiers.client.used_containers import InMemory, UsedContainers
 
@@ -43,6 +49,7 @@ class Session:
     instruction: str
     width_px: int
     height_px: int
+    judged_here: bool = False  # success is decided by a rule, not by the server's reward
 
 
 @dataclasses.dataclass
@@ -50,7 +57,7 @@ class _Open:
     """What is known of an open session beside what its episode is told."""
 
     session: Session
-    rule: DataEntryRule | None  # None: the server judges
+    rule: Rule | None  # None: the server judges
     turns: int = 0
     # The last counts; within a session they never fall.
     counts: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,6 +75,7 @@ class VerifierClient:
       image_format: png, jpeg or webp; g1+ alone has a choice.
       token: sent as a bearer token.
       used: marks of used containers; None: those of this client alone.
+      find_own_rule: the user's own rule of a task, if there is one; it comes before the server's.
 
     Raises:
       VerifierError: base_url, dialect, delay_s or image_format is not valid. All methods raise
@@ -84,7 +92,9 @@ class VerifierClient:
         image_format: str = "png",
         token: str | None = None,
         used: UsedContainers | None = None,
+        find_own_rule: FindOwnRule = no_own_rule,
     ) -> None:
+        self._find_own_rule = find_own_rule
         self.dialect = dialects.find_dialect(dialect)
         if delay_s > self.dialect.max_delay_s:
             raise VerifierError(
@@ -126,12 +136,21 @@ class VerifierClient:
         Where the server is the one session there is, it waits until that is ready, and refuses one
         that was used before.
         """
+        own = self._find_own_rule(task)
         if self.dialect.judges:
             query = {"type": task.name, "n": "1", "seed": str(task.seed), "variant": task.variant}
             session = self._read_session(await self._post_session(query))
-            self._open[session.id] = _Open(session, None)
+            if own is not None:
+                instruction = own.instruction or session.instruction
+                session = dataclasses.replace(session, instruction=instruction, judged_here=True)
+            self._open[session.id] = _Open(session, own)
             return session
-        rule, start_time = find_rule(task), ""
+        rule, start_time = own or find_rule(task), ""
+        if not rule.instruction:
+            raise UserCodeError(
+                f"the rule of task {task.name!r} has no instruction, and a server of "
+                f"{self.dialect.name} has none either"
+            )
         if self.dialect.has_sessions:
             answer = await self._post_session({"type": task.name, "n": "1"})
             session_id = self._read_session_id(answer)
@@ -148,7 +167,7 @@ class VerifierClient:
                 with contextlib.suppress(OSError):
                     self._used.unmark(str(self._base), start_time)
             raise
-        session = Session(session_id, rule.instruction, *size)
+        session = Session(session_id, rule.instruction, *size, judged_here=True)
         self._open[session_id] = _Open(session, rule, start_time=start_time)
         return session
 
@@ -213,17 +232,18 @@ class VerifierClient:
 
     async def progress(self, session_id: str) -> dict[str, Any]:
         """What the task counts, as it came, with `done`: bool and `reward`: a finite float or None.
-        Where the server does not judge, its counts are judged here by the task's rule."""
+        Where the server does not judge, or the user's own rule does, it is judged here."""
         _check_id(session_id)
         path = ("session", session_id, "progress") if self.dialect.has_sessions else ("progress",)
         progress = await self.transport.json("GET", path, again_if="failed")
         where = f"progress of session {session_id} at {self._base}"
+        entry = self._find(session_id)
         if not self.dialect.judges:
-            entry = self._find(session_id)
-            self._check_counts(progress, where)
+            if self._find_own_rule is no_own_rule:
+                self._check_counts(progress, where)
             await self._check_not_restarted(entry, progress, where)
-            assert entry.rule is not None  # opened by a dialect that does not judge
-            return {**progress, **entry.rule.judge(progress, entry.turns)}
+        if entry.rule is not None:
+            return {**progress, **entry.rule.judge(progress, entry.turns)._asdict()}
         if not isinstance(progress.get("done", False), bool):
             raise VerifierError(f"{where}: done is not a boolean")
         reward = progress.get("reward")

@@ -1,6 +1,7 @@
 """Instruction and reward of tasks whose server has neither: simple_data_entry in g1, g2 and g3.
 
-The server counts submissions; this module turns the counts into a reward. The rule is part of the
+A user's own function may decide them for any task of any server (`own_rule`). The built-in rule:
+the server counts submissions; this module turns the counts into a reward. The rule is part of the
 task's variant, and so of every record, beside the raw counts: a run can be scored again under
 another rule. What the policy says about itself has no effect.
 
@@ -15,15 +16,19 @@ another rule. What the policy says about itself has no effect.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from uirl_jax import user_code
 from uirl_jax.errors import VerifierError
-from uirl_jax.types import TaskSpec
+from uirl_jax.types import Judgement, Rule, TaskSpec
 from uirl_jax.verifiers.dialects import CORRECT, ROWS, WRONG
+
+FindOwnRule = Callable[[TaskSpec], Rule | None]
 
 DATA_ENTRY = "simple_data_entry"
 FIRST_ROW = 2  # of the sheet, below its head; the server counts it as 0
@@ -62,15 +67,12 @@ class DataEntryRule:
     def instruction(self) -> str:
         return _INSTRUCTION.replace("{rows}", ", ".join(map(str, self.rows)))
 
-    def judge(self, progress: Mapping[str, Any], turns: int) -> dict[str, Any]:
+    def judge(self, progress: Mapping[str, Any], turns: int) -> Judgement:
         """What the counts of a server are worth after some turns.
 
         Success is that exactly the rows asked for were submitted, each once, and nothing wrong. A
         server of g2a says how many were right and not which: there a duplicate, or a right row
         that was not asked for, counts as one of those asked for.
-
-        Returns:
-          done: all rows asked for were submitted; success; and the reward so far.
 
         Raises:
           VerifierError: the progress is not what such a server counts.
@@ -90,24 +92,78 @@ class DataEntryRule:
         done = right == len(self.rows)
         worth = right / len(self.rows) if self.partial or done else 0.0
         cost = self.wrong * wrong + self.duplicate * duplicates + self.turn * turns
-        return {
-            "done": done,
-            "reward": worth - cost,
-            "success": done and not wrong and not duplicates,
-        }
+        return Judgement(done, worth - cost, done and not wrong and not duplicates)
 
 
-def find_rule(task: TaskSpec) -> DataEntryRule:
-    """The rule of a task instance.
+def find_rule(task: TaskSpec) -> Rule:
+    """The built-in rule of a task instance.
 
     Raises:
       VerifierError: there is none for such a task, or its variant is not as above.
     """
     if task.name != DATA_ENTRY:
         raise VerifierError(
-            f"task {task.name!r}: in this dialect nobody says what it asks for and what it pays; "
-            f"there is a rule for {DATA_ENTRY}, and a g1+ server has its own"
+            f"task {task.name!r}: a server of this dialect says neither what it asks for nor what "
+            f"it pays; name a function that does in the task's `rule` (docs/own_code.md). Only "
+            f"{DATA_ENTRY} has a built-in rule"
         )
+    rule = data_entry_rule(task)
+    return Rule(rule.instruction, rule.judge)
+
+
+def no_own_rule(task: TaskSpec) -> None:
+    """Of a run without rules of its own."""
+
+
+def own_rules(references: Mapping[str, str]) -> FindOwnRule:
+    """The user's own rules by task name: "module:function" of TaskSpec -> Rule.
+
+    Raises: ConfigError: there is no such function.
+    """
+    if not references:
+        return no_own_rule
+    functions = {
+        name: user_code.load(reference, f"the rule of task {name!r}")
+        for name, reference in references.items()
+    }
+
+    def find(task: TaskSpec) -> Rule | None:
+        if task.name not in functions:
+            return None
+        return own_rule(task, references[task.name], functions[task.name])
+
+    return find
+
+
+def own_rule(task: TaskSpec, reference: str, find: Callable[[TaskSpec], Rule]) -> Rule:
+    """The rule that the user's own function gives for a task instance, with its answers checked.
+
+    Raises: UserCodeError: the function raised, or returned something else than a Rule.
+    """
+    with user_code.blamed(reference):
+        rule = find(task)
+        if not isinstance(rule, Rule):
+            raise TypeError(f"returned {type(rule).__name__}, expected uirl_jax.types.Rule")
+
+    def judge(progress: Mapping[str, Any], turns: int) -> Judgement:
+        with user_code.blamed(reference):
+            try:
+                done, reward, success = rule.judge(progress, turns)
+            except VerifierError as error:
+                return_error = error
+            else:
+                if not isinstance(done, bool) or not isinstance(success, bool):
+                    raise TypeError(f"done={done!r}, success={success!r}: expected bool")
+                if not math.isfinite(reward):
+                    raise ValueError(f"reward={reward!r} is not finite")
+                return Judgement(done, float(reward), success)
+        raise return_error
+
+    return Rule(rule.instruction, judge)
+
+
+def data_entry_rule(task: TaskSpec) -> DataEntryRule:
+    """The rule of simple_data_entry for one instance. Raises: VerifierError: its variant."""
     given = {"rows": f"{FIRST_ROW}-{LAST_ROW}", "count": "1", "partial": "0"}
     # Not free unless somebody says so: three wrong submissions and a right one must not pay like
     # the right one alone.

@@ -30,6 +30,7 @@ from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import dialects
 from uirl_jax.verifiers.client.client import Session, VerifierClient
+from uirl_jax.verifiers.client.rules import FindOwnRule, no_own_rule
 from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.containers.runtime import (
     CLIENT,
@@ -78,7 +79,7 @@ class ContainerClient:
     Args:
       owner: who starts again after a crash and removes what was left: letters, digits, "-" and "_",
         at most 63. No two processes at a time may have the same.
-      dialect, limits, delay_s: of each container's `VerifierClient`.
+      dialect, limits, delay_s, find_own_rule: of each container's `VerifierClient`.
       make_runtime: called in a thread when the context is entered.
 
     Raises:
@@ -94,12 +95,14 @@ class ContainerClient:
         dialect: str = "g2b",
         limits: ClientLimits | None = None,
         delay_s: float = 0.0,
+        find_own_rule: FindOwnRule = no_own_rule,
         make_runtime: Callable[[ContainerConfig], Runtime] = open_runtime,
     ) -> None:
         # A container takes one session, and there is a container for each.
         self.dialect = dataclasses.replace(dialects.find_dialect(dialect), has_sessions=True)
         self._cfg, self._owner, self._make_runtime = cfg, owner, make_runtime
         self._limits, self._delay_s = limits or ClientLimits(), delay_s
+        self._find_own_rule = find_own_rule
         self._id = uuid.uuid4().hex  # tells this client's containers from an earlier process's
         self._open: dict[str, _Container] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
@@ -210,6 +213,7 @@ class ContainerClient:
                                     dialect=self.dialect.name,
                                     limits=self._limits,
                                     delay_s=self._delay_s,
+                                    find_own_rule=self._find_own_rule,
                                 )
                             )
                         if client is not None:

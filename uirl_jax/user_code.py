@@ -1,0 +1,88 @@
+"""Functions of the user's own, named in a config by import path: "my_rewards:shorter_is_better".
+
+The module is looked for in the folder where the command was started and on PYTHONPATH. Nothing is
+evaluated: the name is imported and looked up. An error inside such a function ends the run with one
+line that names its file.
+"""
+
+import contextlib
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from uirl_jax.errors import ConfigError, UserCodeError
+
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def load(reference: str, key: str) -> Callable[..., Any]:
+    """The function that a config names.
+
+    Args:
+      reference: "package.module:function".
+      key: of the config, for messages.
+
+    Raises: ConfigError: no such module or function, or the module cannot be imported.
+    """
+    check(reference, key)
+    module_name, _, name = reference.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # the command `uirl-jax` does not look there, `python -m` does
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise ConfigError(f"{key}={reference!r}: {_where(error)}: {error}") from error
+        raise ConfigError(
+            f"{key}={reference!r}: no module {module_name!r} in {folder} or on PYTHONPATH"
+        ) from error
+    except Exception as error:
+        shown = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key}={reference!r}: {_where(error)}: {shown}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "is not a function" if function is not None else "has no such name"
+        raise ConfigError(f"{key}={reference!r}: {module.__file__} {found}")
+    return function
+
+
+def check(reference: str, key: str) -> None:
+    """Raises ConfigError for a reference that is not "module:function"; imports nothing."""
+    if not _REFERENCE.fullmatch(reference):
+        raise ConfigError(f"{key}={reference!r}: expected 'module:function'")
+
+
+def name_of(reference: str) -> str:
+    """The function's name, for metrics."""
+    return reference.partition(":")[2]
+
+
+@contextlib.contextmanager
+def blamed(reference: str) -> Iterator[None]:
+    """Around a call of the user's function: an exception of it becomes a UserCodeError."""
+    try:
+        yield
+    except UserCodeError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            f"{reference}: {_where(error)}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _where(error: Exception) -> str:
+    """The last line of the user's own file in a traceback: neither this package nor a library."""
+    package = Path(__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_file()
+        and package not in Path(frame.filename).parents
+        and "site-packages" not in frame.filename
+    ]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "in a library"
