@@ -112,6 +112,35 @@ def test_save_keeps_the_last_three_and_refuses_to_go_back(three_steps: Path) -> 
         assert steps_on_disk(three_steps) == [3, 4, 7]
 
 
+def test_save_keeps_every_so_many_for_good_and_continues_from_the_last(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2, keep_every=3) as checkpointer:
+        for step in range(8):
+            checkpointer.save(step, make_state(step), {**META, "step": step})
+        assert steps_on_disk(tmp_path) == [0, 3, 6, 7]
+        for step in (3, None):
+            restored = checkpointer.restore(ABSTRACT, step)
+            assert restored.step == restored.meta["step"] == (7 if step is None else step)
+            assert_same(restored.arrays, make_state(restored.step))
+        part = checkpointer.read_part("lora/", 3)
+        assert part.step == 3 and set(part.arrays) == {
+            *("blocks/lora_a", "blocks/lora_b", "head/0", "head/1"),
+        }
+        expected = make_state(3)["lora"]["blocks"]["lora_b"]
+        assert part.arrays["blocks/lora_b"].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(part.arrays["blocks/lora_b"], expected)
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 4; there are 0, 3, 6, 7"):
+            checkpointer.restore(ABSTRACT, 4)
+    for step in (6, 7):  # a run goes on from the last two alone: the records of others are deleted
+        (tmp_path / str(step) / "meta" / "metadata").write_text("{")
+    with Checkpointer(tmp_path, keep=2, keep_every=3) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"are damaged .* with --resume_from"):
+            checkpointer.restore_latest(ABSTRACT)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/6: is damaged"):
+            checkpointer.restore(ABSTRACT, 6)
+        newest = checkpointer.read_part("lora/", None)
+    assert newest.step == 3 and len(newest.skipped) == 2
+
+
 def test_save_without_waiting_is_committed_by_wait_and_survives_donation(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf - leaf, tree), donate_argnums=0)

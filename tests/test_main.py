@@ -15,13 +15,16 @@ import urllib.request
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pytest
 
 from tests import tiny_config, tiny_model
+from tools import export
 from uirl_jax import checkpoints, evaluation, main
 from uirl_jax.actor import processes
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError, UirlError
+from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
@@ -504,6 +507,57 @@ def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
     with pytest.raises(ConfigError, match=message):
         open_run(tmp_path, more)
     assert open_run(tmp_path, cfg) == run_id
+
+
+def test_main_run_is_rolled_back_to_a_chosen_step_in_another_workdir(tmp_path, model_dir):
+    first, second = tmp_path / "first", tmp_path / "second"
+    kept = ("--config.learner.keep_every=2", "--config.learner.keep_records_mib=1")
+    kept += ("--config.learner.keep_checkpoints=1",)
+    # A random model has no success; these rewards differ, so that there is something to learn.
+    learns = {"config": ROOT / "tests" / "own_code_config.py"}
+    kept += ("--config.learner.callbacks=()",)
+    assert_whole(first, run(first, model_dir, *kept, **learns))
+    assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["0", "2", "4"]
+    # Of the used records some are kept; those of the last checkpoint are in shards/.
+    records = list((first / "kept").rglob("*.tfrecord"))
+    assert len(records) + len(list((first / "shards").rglob("*.tfrecord"))) == STEPS * GROUPS
+    assert len(reader.read_shard(records[0])[1]) == MEMBERS
+
+    resume = (f"--resume_from={first}", "--checkpoint=2", "--config.learner.optimizer.lr=0.002")
+    resume += ("--config.learner.callbacks=()",)
+    process = run(second, model_dir, *resume, **learns)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert f"event=resumed workdir={first} step=2" in process.stdout
+    assert metric_by_step(second, "step") == [3, 4]
+    summary = json.loads((second / "summary.json").read_text())
+    assert summary["episodes"]["trained"] == summary["episodes"]["published"] == 16
+    _, start, _ = read_adapters(second, None)
+    assert read_adapters(first, 2)[0] == 2
+    # It began with the chosen step's adapters: a step of the same size is made from there.
+    before, after = read_adapters(first, 2)[1], read_adapters(second, 4)[1]
+    base = read_adapters(first, 0)[1]
+    assert before.keys() == after.keys() == start.keys()
+    drift = max(np.abs(after[name] - before[name]).max() for name in before)
+    assert 0 < drift < 4 * 0.002  # two steps of Adam
+    assert max(np.abs(before[name] - base[name]).max() for name in before) > 0
+    # The same command continues the new run, and takes nothing from the old one any more.
+    again = run(second, model_dir, *resume, **learns)
+    assert again.returncode == 0 and "event=resumed" not in again.stdout
+
+    # A chosen step is evaluated and exported.
+    process = run(first, model_dir, *kept, "--role=eval", "--checkpoint=2", **learns)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "version_2" in evaluation.read_results(first)
+    flags = [f"--workdir={first}", f"--out={tmp_path / 'adapter'}", "--checkpoint=2"]
+    assert export.main(["adapter", *flags]) == 0
+    for arguments, said in (
+        (["--checkpoint=3"], "--checkpoint is for --role=eval, or goes with --resume_from"),
+        (["--role=eval", "--checkpoint=3"], "no checkpoint of step 3; there are 0, 2, 4"),
+        (["--role=actor", f"--resume_from={first}"], "--resume_from is for --role=all"),
+        ([f"--resume_from={tmp_path}"], "has no checkpoints/; give a run's workdir"),
+    ):
+        process = run(first, model_dir, *kept, *arguments, **learns)
+        assert process.returncode == 1 and said in process.stderr, process.stderr[-2000:]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])

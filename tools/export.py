@@ -3,11 +3,12 @@
     python -m tools.export adapter --workdir=runs/quickstart --out=adapter   (PEFT's format)
     python -m tools.export merged --workdir=runs/quickstart --out=model      (Hugging Face's format)
 
-Takes the newest published policy of the run or, with --source=checkpoint, the newest checkpoint
-that is whole. Both kinds of export hold the run's prompts and action format (uirl_chat.json).
-`merged` adds the adapters to the original weights, in float32, whatever the run held its frozen
-weights in, writes them in the dtype that the original files have, and copies the tokenizer's and
-processor's files. The run may go on meanwhile; its workdir is only read.
+Takes the newest published policy of the run; with --source=checkpoint the newest checkpoint that
+is whole, with --checkpoint=120 that of step 120. Both kinds of export hold the run's prompts and
+action format (uirl_chat.json). `merged` adds the adapters to the original weights, in float32,
+whatever the run held its frozen weights in, writes them in the dtype that the original files have,
+and copies the tokenizer's and processor's files. The run may go on meanwhile; its workdir is only
+read.
 """
 
 import argparse
@@ -16,19 +17,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from uirl_jax import policy_sync
-from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.errors import CheckpointError, ConfigError, PolicyError, UirlError
+from uirl_jax.errors import ConfigError, PolicyError, UirlError
 from uirl_jax.families import chat_config, loading
 from uirl_jax.families.table import family_of
-from uirl_jax.learner import state as learner_state
+from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.lora import LoRAParam
 from uirl_jax.run import with_chat_of_model
@@ -68,28 +67,24 @@ def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np
     return f"policy version {manifest.version}", adapters
 
 
-def checkpointed_adapters(
-    workdir: Path, cfg: RunConfig, abstract: nnx.State
-) -> tuple[str, dict[str, np.ndarray]]:
-    """The same of the newest checkpoint that is whole. Raises: CheckpointError."""
-    optimizer = learner_state.make_optimizer(cfg.learner.optimizer, cfg.learner.steps)
-    state = jax.eval_shape(lambda lora: learner_state.init_state(lora, optimizer), abstract)
-    directory = workdir / "checkpoints"
-    restored = None
-    if directory.is_dir():
-        with Checkpointer(directory, read_only=True) as checkpointer:
-            restored = checkpointer.restore_latest(state)
-    if restored is None:
-        raise CheckpointError(f"{directory}: no checkpoint yet; the learner saves one at its start")
-    for line in restored.skipped:
+def checkpointed_adapters(workdir: Path, step: int | None) -> tuple[str, dict[str, np.ndarray]]:
+    """The same of the checkpoint of a step; None: the newest that is whole.
+
+    Raises: CheckpointError.
+    """
+    found, adapters, skipped = read_adapters(workdir, step)
+    for line in skipped:
         print(f"skipped {line}")
-    trained = weights.adapters_to_numpy(restored.arrays.trainable)
-    return f"the checkpoint of step {restored.step}", trained
+    return f"the checkpoint of step {found}", adapters
 
 
-def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
+def export(
+    kind: str, workdir: Path, out: Path, source: str = "policy", step: int | None = None
+) -> str:
     """Writes `out`; returns what was exported, in words.
 
+    Args:
+      step: of the checkpoint; None: the newest.
     Raises: UirlError for everything that a user can get wrong.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -107,7 +102,7 @@ def export(kind: str, workdir: Path, out: Path, source: str = "policy") -> str:
     if source == "policy":
         what, arrays = published_adapters(workdir, base_dir)
     else:
-        what, arrays = checkpointed_adapters(workdir, cfg, abstract_adapters)
+        what, arrays = checkpointed_adapters(workdir, step)
     adapters = weights.adapters_from_numpy(arrays, abstract_adapters)
     chat = with_chat_of_model(cfg).chat
     if kind == "adapter":
@@ -131,9 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", type=Path, required=True, help="of the run")
     parser.add_argument("--out", type=Path, required=True, help="a directory that is made")
     parser.add_argument("--source", choices=("policy", "checkpoint"), default="policy")
+    parser.add_argument("--checkpoint", type=int, help="its step; means --source=checkpoint")
     args = parser.parse_args(argv)
+    source = "checkpoint" if args.checkpoint is not None else args.source
     try:
-        what = export(args.kind, args.workdir, args.out, args.source)
+        what = export(args.kind, args.workdir, args.out, source, args.checkpoint)
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_managers import LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from uirl_jax.errors import CheckpointError
 
@@ -43,7 +43,7 @@ DAMAGED_DIR = "damaged"
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The result of `restore_latest`."""
+    """A checkpoint that was read."""
 
     step: int
     arrays: Any  # the requested tree, with the requested shardings
@@ -62,7 +62,9 @@ class Checkpointer:
 
     Args:
         directory: a local path or gs://; created if missing, unless read_only.
-        keep: number of committed checkpoints to keep; older ones are deleted after a commit.
+        keep: number of committed checkpoints to keep; older ones are deleted after a commit. The
+            run continues from one of these.
+        keep_every: checkpoints of these steps are never deleted; 0: of none.
         read_only: never write, delete or move anything (an evaluation during training).
 
     Raises:
@@ -70,9 +72,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], keep: int = 3, *, read_only: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 3,
+        *,
+        keep_every: int = 0,
+        read_only: bool = False,
     ) -> None:
-        self._read_only = read_only
+        self._read_only, self._keep = read_only, keep
         self._is_bucket = str(directory).startswith("gs://")
         self._directory = epath.Path(directory if self._is_bucket else os.path.abspath(directory))
         self._in_flight: int | None = None
@@ -81,7 +88,9 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             create=not read_only,
             cleanup_tmp_directories=not read_only,
-            preservation_policy=LatestN(keep),
+            preservation_policy=AnyPreservationPolicy(
+                [LatestN(keep), *([EveryNSteps(keep_every)] if keep_every else [])]
+            ),
             # Otherwise damaged metadata of one step makes listing all steps fail.
             lightweight_initialize=True,
         )
@@ -163,10 +172,11 @@ class Checkpointer:
             raise self._failed(step, error) from error
 
     def restore_latest(self, abstract: Any) -> Restored | None:
-        """Restore the newest undamaged checkpoint.
+        """Restore the newest undamaged one of the last `keep` checkpoints.
 
-        Newer, damaged ones are moved to `damaged/` (unless read-only), so that the run can save
-        their steps again and they do not count among the last `keep`.
+        Older ones are for `restore` into another run: their records are deleted. Newer, damaged
+        ones are moved to `damaged/` (unless read-only), so that the run can save their steps again
+        and they do not count among the last `keep`.
 
         Args:
             abstract: the requested tree of jax.ShapeDtypeStruct leaves; a leaf's sharding may be
@@ -182,7 +192,7 @@ class Checkpointer:
         self.wait()
         wanted = _named_leaves(abstract)
         skipped: list[tuple[int, str]] = []
-        for step in reversed(self.steps()):
+        for step in reversed(self.steps() if self._read_only else self.steps()[-self._keep :]):
             try:
                 body = self._read_body(step)
                 self._check_fits(step, body["arrays"], wanted)
@@ -205,8 +215,77 @@ class Checkpointer:
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in skipped)
         raise CheckpointError(
             f"{self._directory}: all checkpoints are damaged ({reasons}); restore one from a "
-            "backup, or move the directory away to start over"
+            "backup, continue from a kept one in another --workdir with --resume_from, or move the "
+            "directory away to start over"
         )
+
+    def restore(self, abstract: Any, step: int | None) -> Restored:
+        """Restore the checkpoint of a step; None: the newest undamaged one.
+
+        Raises:
+            CheckpointError: it does not exist, is damaged, or has another model or optimizer.
+        """
+        if step is None:
+            restored = self.restore_latest(abstract)
+            if restored is None:
+                raise CheckpointError(f"{self._directory}: no checkpoint yet")
+            return restored
+        wanted = _named_leaves(abstract)
+        body = self._read_undamaged(step)
+        self._check_fits(step, body["arrays"], wanted)
+        leaves = self._read_arrays(step, body["arrays"], wanted)
+        arrays = jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
+        return Restored(step=step, arrays=arrays, meta=body["meta"], skipped=[])
+
+    def read_part(self, prefix: str, step: int | None) -> Restored:
+        """The arrays below a prefix, as numpy by the rest of their path; of any model.
+
+        Args:
+            prefix: of the paths, such as "trainable/".
+            step: None: the newest undamaged one.
+        Raises: as `restore`.
+        """
+        skipped: list[str] = []
+        for candidate in [step] if step is not None else reversed(self.steps()):
+            try:
+                body = self._read_undamaged(candidate)
+                found = {
+                    name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
+                    for name, entry in body["arrays"].items()
+                }
+                arrays = self._read_arrays(candidate, body["arrays"], found)
+            except (CheckpointError, ValueError) as error:
+                if step is not None:
+                    raise CheckpointError(
+                        f"{self._directory / str(step)}: {_one_line(error)}"
+                    ) from error
+                skipped.append(f"{self._directory / str(candidate)}: {_one_line(error)}")
+                continue
+            part = {
+                name.removeprefix(prefix): np.asarray(array)
+                for name, array in arrays.items()
+                if name.startswith(prefix)
+            }
+            return Restored(step=candidate, arrays=part, meta=body["meta"], skipped=skipped)
+        raise CheckpointError(
+            f"{self._directory}: no checkpoint yet" + "".join(f"; {line}" for line in skipped)
+        )
+
+    def _read_undamaged(self, step: int) -> dict[str, Any]:
+        """`_read_body`, with one error for everything. Raises: CheckpointError."""
+        if step not in self.steps():
+            known = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(
+                f"{self._directory}: no checkpoint of step {step}; there are {known}"
+            )
+        try:
+            return self._read_body(step)
+        except CheckpointError:
+            raise
+        except Exception as error:  # Orbax and tensorstore raise many types on damaged files
+            raise CheckpointError(
+                f"{self._directory / str(step)}: is damaged: {_one_line(error)}"
+            ) from error
 
     def close(self) -> None:
         """Commit the save in progress and stop Orbax's threads.

@@ -37,7 +37,7 @@ from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import Advantages
-from uirl_jax.learner.bookkeeping import RunDirectory
+from uirl_jax.learner.bookkeeping import CHECKPOINTS, RunDirectory, read_adapters
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
@@ -74,7 +74,7 @@ def learn(
                 seed=run.cfg.seed,
             ),
             model,
-            RunDirectory(run.workdir, run.run_id),
+            RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step),
             stop,
             mesh=mesh,
             on_ready=on_ready,
@@ -268,15 +268,24 @@ def start_actors(
     return processes.actor_processes(command, numbers, run.workdir / "logs")
 
 
-def run_eval_role(run: Run, stop: threading.Event, stage: str) -> None:
+def run_eval_role(
+    run: Run, stop: threading.Event, stage: str, checkpoint: int | None = None
+) -> None:
     """Evaluates the newest published policy, or the base model if none is published.
+
+    Args:
+      checkpoint: evaluates the checkpoint of this step instead.
 
     It starts its own bundled verifier: the run's may be busy or stopped.
     """
 
     async def measure(run: Run) -> evaluation.EvalResult:
         async with run.make_players(run.load_base(None), "eval") as players:
-            version = max(players.take_policy(), 0)
+            if checkpoint is None:
+                version = max(players.take_policy(), 0)
+            else:
+                version, adapters, _ = read_adapters(run.workdir, checkpoint)
+                players.engine.set_policy(players.to_lora(adapters), version)
             name = evaluation.stage_name(stage, version, run.cfg.learner.steps)
             return await run.measure(players, name, stop)
 
@@ -319,6 +328,12 @@ _ACTORS = flags.DEFINE_integer(
 _EXIT_WITH_PARENT = flags.DEFINE_integer(
     "exit_with_parent", 0, "set by --actors: end when the process with this id ends"
 )
+_RESUME_FROM = flags.DEFINE_string(
+    "resume_from", "", "workdir of another run, whose checkpoint a new workdir starts from"
+)
+_CHECKPOINT = flags.DEFINE_integer(
+    "checkpoint", None, "step of the checkpoint for --role=eval or --resume_from", lower_bound=0
+)
 _STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval/<stage>.json")
 
 
@@ -328,13 +343,24 @@ def run_role(role: Role, run: Run, stop: threading.Event) -> int:
         "all": lambda: run_all(run, stop, actors=_ACTORS.value),
         "learner": lambda: run_learner_role(run, stop),
         "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
-        "eval": lambda: run_eval_role(run, stop, _STAGE.value),
+        "eval": lambda: run_eval_role(run, stop, _STAGE.value, _CHECKPOINT.value),
     }
     if role == "verifier":
         return run_verifier_role(run)
     platform_flags.keep_freed_memory()
     actions[role]()
     return 0
+
+
+def _check_checkpoint_flags(learns: bool) -> None:
+    """Raises: ConfigError: flags that this role does not use, or a workdir without checkpoints."""
+    source = _RESUME_FROM.value
+    if source and not learns:
+        raise ConfigError("--resume_from is for --role=all and --role=learner")
+    if _CHECKPOINT.value is not None and not source and _ROLE.value != "eval":
+        raise ConfigError("--checkpoint is for --role=eval, or goes with --resume_from")
+    if source and not (Path(source) / CHECKPOINTS).is_dir():
+        raise ConfigError(f"--resume_from={source}: has no {CHECKPOINTS}/; give a run's workdir")
 
 
 def main(argv: list[str]) -> int:
@@ -352,6 +378,7 @@ def main(argv: list[str]) -> int:
         cfg = reading.from_config(RunConfig, _CONFIG.value)
         workdir = reading.workdir_of(_WORKDIR.value)
         learns = _ROLE.value in ("all", "learner")
+        _check_checkpoint_flags(learns)
         lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
         with lease:
             # Before config.json is written: the corrected command can then use the workdir.
@@ -363,7 +390,8 @@ def main(argv: list[str]) -> int:
             run_id = open_run(workdir, cfg, learns=learns)
             if _ROLE.value != "verifier":
                 cfg = with_chat_of_model(cfg)
-            run = Run(cfg, workdir, run_id)
+            resume_from = Path(_RESUME_FROM.value) if _RESUME_FROM.value else None
+            run = Run(cfg, workdir, run_id, None, resume_from, _CHECKPOINT.value)
             if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(signum, lambda *_: stop.set())

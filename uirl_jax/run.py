@@ -166,6 +166,8 @@ class Run:
     workdir: Path
     run_id: str
     own_port_file: Path | None = None  # of a bundled server that only this role uses
+    resume_from: Path | None = None  # see bookkeeping.RunDirectory
+    resume_step: int | None = None
 
     @property
     def port_file(self) -> Path:

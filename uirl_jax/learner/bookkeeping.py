@@ -22,9 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.errors import UirlError
+from uirl_jax.errors import CheckpointError, UirlError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner.algorithm import Group
@@ -38,6 +40,7 @@ from uirl_jax.shards.queue import QUARANTINE, ShardQueue
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import open_store
 
+CHECKPOINTS = "checkpoints"  # below the workdir
 # The data cursor: the JSON part of a checkpoint.
 _EMPTY_META: Mapping[str, Any] = {
     "shards": None,
@@ -56,6 +59,18 @@ class RunDirectory:
 
     workdir: Path
     run_id: str
+    # Where a run without checkpoints of its own starts: the workdir of another run.
+    resume_from: Path | None = None
+    resume_step: int | None = None  # None: its newest checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """What is not deleted; see the learner's config."""
+
+    checkpoints: int = 3
+    every: int = 0
+    records_mib: int = 0
 
 
 class Bookkeeping:
@@ -73,24 +88,31 @@ class Bookkeeping:
         checkpointer: Checkpointer,
         metrics_writer: MetricsWriter,
         meta: Mapping[str, Any] | None,
+        keep: Keep,
         *,
-        keep_checkpoints: int,
+        is_fresh: bool,
     ) -> None:
         """Args: meta: JSON of the restored checkpoint; None if there is none."""
-        self.is_fresh = meta is None
+        self.is_fresh = is_fresh
         meta = {**_EMPTY_META, **(meta or {})}
         self._run, self._model, self._curriculum = run, model, curriculum
         self._checkpointer, self._metrics_writer = checkpointer, metrics_writer
         self._layout = layout_of(model.cfg)
         self._store = open_store(run.workdir)
-        self._queue = ShardQueue(self._store, run.run_id, model.base_hash, meta["shards"])
+        self._queue = ShardQueue(
+            self._store,
+            run.run_id,
+            model.base_hash,
+            meta["shards"],
+            keep_bytes=keep.records_mib << 20,
+        )
         self._trained = GroupRanges(meta["groups"])
         self._extra = int(meta["extra"])  # groups beyond groups_per_step, over all steps
         self._tallies = curriculum.tallies(meta["tallies"])
         self._ended: dict[str, Any] | None = meta["ended"]
         self._replay = Replay(self._store, model.base_hash, self._layout, meta["replay"])
         self._earlier_s, self._started_s = float(meta["train_seconds"]), time.monotonic()
-        self._saved: collections.deque[dict[str, Any]] = collections.deque(maxlen=keep_checkpoints)
+        self._saved: collections.deque[dict[str, Any]] = collections.deque(maxlen=keep.checkpoints)
 
     # ------------------------------------------------------------------------------ records in
 
@@ -173,6 +195,7 @@ class Bookkeeping:
             "tallies": self._tallies.to_json(),
             "replay": dict(self._replay.files),
             "ended": self._ended,
+            "base_hash": self._model.base_hash,
         }
         self._checkpointer.save(step, state, meta)
         self._saved.append(meta)
@@ -219,17 +242,19 @@ def restore(
     model: PolicyModel,
     curriculum: Curriculum,
     state: TrainState,
-    *,
-    keep_checkpoints: int,
+    keep: Keep,
 ) -> Iterator[tuple[Bookkeeping, TrainState]]:
     """Opens a run; yields its bookkeeping and the state of the newest undamaged checkpoint.
 
     Args:
       state: a fresh state; yielded if there is no checkpoint.
     Raises:
-      CheckpointError: there are checkpoints and all are damaged.
+      CheckpointError: there are checkpoints and all are damaged; or the one to resume from cannot
+        be read, or belongs to another base model.
     """
-    checkpointer = Checkpointer(run.workdir / "checkpoints", keep=keep_checkpoints)
+    checkpointer = Checkpointer(
+        run.workdir / CHECKPOINTS, keep=keep.checkpoints, keep_every=keep.every
+    )
     metrics_writer = MetricsWriter(run.workdir)
     with checkpointer, metrics_writer:
         restored = checkpointer.restore_latest(learner_state.abstract(state))
@@ -238,6 +263,8 @@ def restore(
             state, meta = restored.arrays, restored.meta
             for line in restored.skipped:
                 print(key_values("checkpoint_skipped", reason=line), flush=True)
+        elif run.resume_from is not None:
+            state, meta = _resume(run.resume_from, run.resume_step, model, state)
         metrics_writer.truncate_from(int(state.step) + 1)
         books = Bookkeeping(
             run,
@@ -246,9 +273,41 @@ def restore(
             checkpointer,
             metrics_writer,
             meta,
-            keep_checkpoints=keep_checkpoints,
+            keep,
+            is_fresh=restored is None,
         )
         yield books, state
+
+
+def read_adapters(workdir: Path, step: int | None) -> tuple[int, dict[str, np.ndarray], list[str]]:
+    """(step, adapters by leaf, skipped checkpoints) of a run's checkpoint; None: the newest.
+
+    Raises: CheckpointError: there is none, or it is damaged.
+    """
+    directory = workdir / CHECKPOINTS
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no checkpoint yet; the learner saves one at its start")
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        found = checkpointer.read_part("trainable/", step)
+    adapters = {name.removesuffix("/value"): array for name, array in found.arrays.items()}
+    return found.step, adapters, found.skipped
+
+
+def _resume(
+    workdir: Path, step: int | None, model: PolicyModel, state: TrainState
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state and the data cursor of another run's checkpoint, without that run's files."""
+    with Checkpointer(workdir / CHECKPOINTS, read_only=True) as checkpointer:
+        restored = checkpointer.restore(learner_state.abstract(state), step)
+    base_hash = restored.meta.get("base_hash", model.base_hash)
+    if base_hash != model.base_hash:
+        raise CheckpointError(
+            f"{workdir / CHECKPOINTS}/{restored.step}: its adapters belong to the base model "
+            f"{base_hash[:8]}, this run's is {model.base_hash[:8]} ({model.path}); set model.path "
+            "to that run's base (its cold_start/model, if it has one)"
+        )
+    print(key_values("resumed", workdir=workdir, step=restored.step), flush=True)
+    return restored.arrays, {**restored.meta, "shards": None, "replay": {}, "ended": None}
 
 
 class GroupRanges:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from uirl_jax import user_code
-from uirl_jax.errors import TrainingError
+from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
 from uirl_jax.learner import state as learner_state
@@ -47,6 +47,10 @@ class LearnerConfig:
         default_factory=learner_state.OptimizerConfig
     )
     keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1, "max": 10_000})
+    # Checkpoints of every so many steps are never deleted; 0: of none.
+    keep_every: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
+    # Used shards are moved to kept/ instead of deleted, the oldest ones deleted above this size.
+    keep_records_mib: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
     # Each is called after every step: "module:function" of a StepReport; a text that it returns
     # ends the run with this reason.
     callbacks: tuple[str, ...] = ()
@@ -135,11 +139,16 @@ def run_learner(
         seed=cfg.seed,
         replace_advantages=replace_advantages,
     )
-    keep_checkpoints = cfg.learner.keep_checkpoints
-    with bookkeeping.restore(
-        run, model, cfg.curriculum, state, keep_checkpoints=keep_checkpoints
-    ) as (books, state):
+    keep = bookkeeping.Keep(
+        cfg.learner.keep_checkpoints, cfg.learner.keep_every, cfg.learner.keep_records_mib
+    )
+    with bookkeeping.restore(run, model, cfg.curriculum, state, keep) as (books, state):
         step = int(state.step)
+        if books.is_fresh and step >= cfg.learner.steps > 0:
+            raise ConfigError(
+                f"learner.steps={cfg.learner.steps}: the checkpoint to resume from is of step "
+                f"{step}, and steps are counted from there; set a larger number"
+            )
         ended = books.ended(cfg.learner.steps)
         if books.is_fresh:
             books.save(step, state)

@@ -9,7 +9,7 @@ import base64
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from uirl_jax.errors import RecordError, ShardError
@@ -20,6 +20,7 @@ from uirl_jax.store import Store
 from uirl_jax.types import Trajectory
 
 QUARANTINE = "quarantine"
+KEPT = "kept"
 _NAME = re.compile(
     r"(?P<actor>.+)-(?P<boot>[0-9a-f]{32})-(?P<seq>\d{8,12})-v(?P<version>\d{1,18})\.tfrecord"
 )
@@ -66,6 +67,7 @@ class ShardQueue:
 
     Args:
         state: the result of `state()` in the restored checkpoint; None without a checkpoint.
+        keep_bytes: used shards are moved to kept/, up to this size; 0: they are deleted.
 
     Raises: ShardError: a state of another run, or one that is ahead of the journal.
     """
@@ -76,8 +78,12 @@ class ShardQueue:
         run_id: str,
         base_hash: str,
         state: dict[str, Any] | None = None,
+        *,
+        keep_bytes: int = 0,
     ) -> None:
         self._store = store
+        self._keep_bytes = keep_bytes
+        self._kept = {name: self._size(name) for name in store.names(KEPT)} if keep_bytes else {}
         self._run_id, self._base_hash = run_id, base_hash
         self._journal = Journal(store)
         state = state or self._empty_state()
@@ -189,13 +195,33 @@ class ShardQueue:
             and len(shard.done) == shard.records
         ]
         try:
-            self._store.delete(*map(_stored, done))
+            if self._keep_bytes:
+                self._keep(done)
+            else:
+                self._store.delete(*map(_stored, done))
         except OSError as error:
             raise ShardError(
                 f"{self._store.location(SHARDS)}: {error.strerror}: cannot delete used shards"
             ) from None
         for name in done:
             del self._shards[name]
+
+    def _keep(self, names: Sequence[str]) -> None:
+        """Moves used shards to kept/, and deletes the oldest ones there above the limit."""
+        for name in names:
+            kept = f"{KEPT}/{name.rpartition('/')[2]}"
+            self._kept[kept] = self._size(_stored(name))
+            self._store.move(_stored(name), kept)
+        surplus_bytes = sum(self._kept.values()) - self._keep_bytes
+        for kept in sorted(self._kept, key=_arrival):
+            if surplus_bytes <= 0:
+                return
+            self._store.delete(kept)
+            surplus_bytes -= self._kept.pop(kept)
+
+    def _size(self, name: str) -> int:
+        with self._store.open(name) as file:
+            return file.seek(0, 2)
 
     def accounting(self) -> dict[str, int]:
         """Records by outcome. Each is counted independently, so the identity is a real check."""
