@@ -137,7 +137,10 @@ def test_main_without_a_step_to_learn_measures_its_model_once(
 
 def metric_by_step(workdir: Path, name: str) -> list[float]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)[name] for line in lines]
+    rows = [json.loads(line) for line in lines]
+    # The line of step 0 is the evaluation of the base.
+    assert [row["step"] for row in rows if "reward/mean" not in row] in ([], [0])
+    return [row[name] for row in rows if "reward/mean" in row]
 
 
 def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path, model_dir):

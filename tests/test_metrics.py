@@ -227,9 +227,9 @@ def test_progress_on_a_terminal_is_redrawn_in_place(monkeypatch: pytest.MonkeyPa
     text = stream.getvalue()
     drawn = text.split("\r\x1b[K")[1:]
     assert (
-        drawn[0]
-        == "grpo ██░░░░░░░░░░░░░░ 1/8  reward 0.50  success 25%  1,234 tokens/s  3m30s left"
-    )
+        drawn[0] == "grpo ██░░░░░░░░░░░░░░ 1/8  reward 0.50  success 25%  1,234 tokens/s"
+    )  # what comes before the first step says nothing about the speed
+    assert drawn[1].endswith("2/8  reward 0.50  success 25%  1,234 tokens/s  3m00s left")
     assert drawn[3] == f"something\n{drawn[2]}\n"  # printed above, and the line again below
     assert text.count("\n") == 2
 
@@ -246,7 +246,10 @@ def test_progress_after_restart_measures_only_its_own_steps() -> None:
     progress = Progress("grpo", 100, first_step=90, stream=stream, clock=clock)
     clock.now_s = 20.0
     progress.update(92)
-    assert "left=1m20s" in stream.getvalue()  # eight steps of ten seconds, not of 0.2
+    assert "left" not in stream.getvalue()
+    clock.now_s = 40.0
+    progress.update(94)
+    assert "left=1m00s" in stream.getvalue()  # six steps of ten seconds, not of 0.2
 
 
 @pytest.mark.parametrize(
@@ -277,3 +280,39 @@ def test_peak_rss_equals_the_kernels_high_water_mark() -> None:
         pytest.skip("no /proc on this system")
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
     assert metrics.peak_rss_gib() == pytest.approx(int(peak_kib) / 2**20, rel=0.02)
+
+
+def test_output_is_kept_line_by_line_with_its_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "logs" / "learner.log"
+    for text in ("one", "two"):  # a second process appends
+        with metrics.output_kept(log):
+            print(f"event={text}")
+            print("left over", file=sys.stderr, end="\n\n")
+            sys.stdout.write("\r\x1b[Kstep 1\r\x1b[Kstep 2")
+            sys.stdout.write("\n")
+    lines = log.read_text().splitlines()
+    assert all(re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line) for line in lines)
+    texts = [line.partition(" ")[2] for line in lines]
+    assert texts == ["event=one", "left over", "step 2", "event=two", "left over", "step 2"]
+    captured = capsys.readouterr()
+    assert captured.out.count("event=") == 2 and captured.err == "left over\n\n" * 2
+    (tmp_path / "file").write_text("")
+    with metrics.output_kept(tmp_path / "file" / "learner.log"):
+        print("printed all the same")
+    assert "printed all the same" in capsys.readouterr().out
+
+
+def test_amend_adds_to_the_last_step_or_writes_a_later_one(tmp_path: Path) -> None:
+    with metrics.MetricsWriter(tmp_path) as writer:
+        writer.amend(0, {"eval/success": 0.25})
+        writer.write(1, {"reward/mean": 0.5})
+        writer.amend(1, {"eval/success": 0.75})
+        with pytest.raises(ValueError, match="step 0 after step 1"):
+            writer.amend(0, {"eval/success": 0.5})
+    rows = [{k: v for k, v in row.items() if k != "time_unix_s"} for row in read_metrics(tmp_path)]
+    assert rows == [
+        {"step": 0, "eval/success": 0.25},
+        {"step": 1, "reward/mean": 0.5, "eval/success": 0.75},
+    ]

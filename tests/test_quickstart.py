@@ -50,4 +50,4 @@ def test_quickstart_without_advantages_and_kl_changes_nothing(tmp_path):
     control = train(tmp_path, no_advantages, steps=10, kl_coefficient=0.0)
     assert control["after"].successes == control["before"].successes
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["learner/grad_norm"] for line in lines] == [0.0] * 10
+    assert [json.loads(line).get("learner/grad_norm") for line in lines] == [None, *[0.0] * 10]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -15,7 +16,7 @@ from tests import actor_world as world
 from uirl_jax import actions
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, derive_seed, run_episode
 from uirl_jax.engine.engine import Engine, SampleRequest
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.shards import record
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers.tasks import desktop
@@ -82,6 +83,15 @@ def test_episode_right_click_completes_with_the_verifiers_reward():
     assert still_open == 0
     assert waits_s.keys() == {"environment", "engine"}
     assert (trajectory.run_id, trajectory.actor_id, trajectory.group_id) == ("run", "a0", "g")
+
+
+def test_stop_strings_of_the_config_reach_the_engine_and_no_empty_one_is_taken():
+    engine = world.ScriptedEngine(demonstrator(BUTTON))
+    rollout = dataclasses.replace(world.ROLLOUT, stop_strings=("\n", "</tool_call>"))
+    play(BUTTON, engine, cfg=rollout)
+    assert engine.requests[0].stop_strings == ("\n", "</tool_call>")
+    with pytest.raises(ConfigError, match="empty text"):
+        dataclasses.replace(rollout, stop_strings=("",))
 
 
 def test_episode_wrong_click_is_failed():

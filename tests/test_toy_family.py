@@ -174,7 +174,8 @@ def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
 
     assert list(evaluation.read_results(run.workdir)) == ["before", "after"]
     lines = [json.loads(line) for line in (run.workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert ["eval/success" in line for line in lines] == [True, False, True]
     # Engine and learner agree on the policy's logprobs: 1e-6-class in float32.
     drifts = [v for line in lines for k, v in line.items() if k == "offpolicy/drift"]
     assert drifts and max(map(abs, drifts)) < 1e-3

@@ -80,9 +80,10 @@ def read_points(workdir: Path, metric: str, x: str) -> tuple[tuple[float, float]
 
 def _places(path: Path, rows: Sequence[Mapping[str, Any]], x: str) -> list[float]:
     name = {"steps": "step", "episodes": "records/trained", "minutes": "time/step_s"}[x]
-    if not all(name in row for row in rows):
+    # The line of step 0 has the evaluation of the base, and no step's values.
+    if not all(name in row for row in rows if row.get("step")):
         raise ConfigError(f"{path}: --x={x} needs {name!r} in every line")
-    values = [float(row[name]) for row in rows]
+    values = [float(row.get(name, 0.0)) for row in rows]
     if x == "minutes":  # of training alone: a run may have rested between two processes
         return [s / 60 for s in itertools.accumulate(values)]
     return values

@@ -63,7 +63,8 @@ def learn(
     replace_advantages: Advantages | None = None,
 ) -> LearnerResult:
     """Runs the learner on this thread."""
-    with jax.set_mesh(mesh):
+    watcher = report.Watcher(run.workdir, run.cfg.learner.steps)
+    with jax.set_mesh(mesh), metrics.output_kept(run.workdir / "logs" / "learner.log"):
         return run_learner(
             TrainingConfig(
                 run.cfg.learner,
@@ -78,6 +79,8 @@ def learn(
             stop,
             mesh=mesh,
             on_ready=on_ready,
+            on_step=watcher,
+            on_wait=watcher.waiting,
             replace_advantages=replace_advantages,
         )
 
@@ -114,6 +117,7 @@ def run_all(
             chance = RandomEngine(players.chat)
             background.run(run.measure(players, evaluation.CHANCE, stop, chance))
         measured = background.run(run.measure(players, "before", stop))
+        note_result(run, 0, measured)
         if cfg.cold_start.steps:
             model = make_cold_start(run, model, mesh, stop)
             players = enter_players(model)
@@ -143,6 +147,7 @@ def run_all(
         players.take_policy()
         if cfg.learner.steps:  # without steps the model is the one evaluated last
             measured = background.run(run.measure(players, "after", stop))
+            note_result(run, result.step, measured)
         peak_rss_gib = metrics.peak_rss_gib()  # while the verifier is still running
     _conclude(run, result, peak_rss_gib)
     return measured
@@ -157,6 +162,22 @@ def bundled_server(run: Run, log: str, port: int) -> contextlib.AbstractContextM
 
 async def _set(event: asyncio.Event) -> None:
     event.set()
+
+
+def note_result(run: Run, step: int, result: evaluation.EvalResult) -> None:
+    """Writes an evaluation into metrics.jsonl and TensorBoard, once."""
+    scalars = {
+        "eval/success": result.rate,
+        "eval/reward": result.mean_reward,
+        "eval/turns": result.mean_turns,
+        "eval/env_errors": result.env_errors,
+    }
+    known = any(
+        row["step"] == step and "eval/success" in row for row in metrics.read_metrics(run.workdir)
+    )
+    with metrics.MetricsWriter(run.workdir) as writer:
+        if not known and step >= (writer.last_step or 0):
+            writer.amend(step, scalars)
 
 
 def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:

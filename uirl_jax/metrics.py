@@ -7,6 +7,7 @@ names are `group/name`, such as `actor/policy_loss`, `actor/kl_loss`, `reward/me
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsFloat, TextIO
@@ -51,6 +52,25 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return []
     rows = [row for line in path.read_bytes().splitlines() if (row := _parse_line(line))]
     return sorted(rows, key=lambda row: row["step"])
+
+
+def last_object(path: Path) -> dict[str, Any]:
+    """The last whole line of a JSONL file as an object; {} if there is none."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(max(0, size_bytes - 65_536))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 class MetricsWriter:
@@ -151,6 +171,19 @@ class MetricsWriter:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step, walltime=now_unix_s)
 
+    def amend(self, step: int, scalars: Mapping[str, SupportsFloat]) -> None:
+        """Adds scalars to the line of the last step, or writes a later step.
+
+        For an evaluation, which ends after the step that it belongs to. Raises: as `write`.
+        """
+        if step != self.last_step:
+            self.write(step, scalars)
+            return
+        row = read_metrics(self._path.parent)[-1]
+        self.truncate_from(step)
+        kept = {name: value for name, value in row.items() if "/" in name}
+        self.write(step, {**kept, **scalars})
+
     def _append(self, line: bytes) -> None:
         size_bytes = os.fstat(self._fd).st_size
         try:
@@ -182,6 +215,56 @@ class MetricsWriter:
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def output_kept(path: Path) -> Iterator[None]:
+    """Appends what this process prints in the block to a file too, each line with its time (UTC).
+
+    A progress line that is redrawn on a terminal is kept as it was when it ended. Without a place
+    to write the output is only printed.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        print(key_values("no_log", path=path, reason=error.strerror), flush=True)
+        yield
+        return
+    with (
+        file,
+        contextlib.redirect_stdout(_Kept(sys.stdout, file)),
+        contextlib.redirect_stderr(_Kept(sys.stderr, file)),
+    ):
+        yield
+
+
+class _Kept(io.TextIOBase):
+    """A stream that also writes whole lines to a file."""
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream, self._file, self._line = stream, file, ""
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            shown = line.rpartition("\r")[2].removeprefix("\x1b[K")
+            if shown:
+                with contextlib.suppress(OSError):  # a full disk: it is printed all the same
+                    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                    self._file.write(f"{now} {shown}\n")
+        self._line = self._line.rpartition("\r")[2]
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 def key_values(event: str, **fields: object) -> str:
@@ -240,7 +323,7 @@ class Progress:
         self._terminal = self._stream.isatty()
         self._interval_s = self.REDRAW_S if self._terminal else interval_s
         self._clock = clock
-        self._started_s = clock()
+        self._first_seen: tuple[int, float] | None = None  # step and time of the first update
         self._printed_s: float | None = None
         self._drawn = ""
 
@@ -254,13 +337,20 @@ class Progress:
     ) -> None:
         """Args: step: number of steps done; success: in [0, 1]; None values are left out."""
         now_s = self._clock()
+        if self._first_seen is None:
+            self._first_seen = step, now_s
         done = step >= self._total
         recent = self._printed_s is not None and now_s - self._printed_s < self._interval_s
         if recent and not done:
             return
         self._printed_s = now_s
-        taken = step - self._first
-        left_s = (now_s - self._started_s) / taken * (self._total - step) if taken > 0 else None
+        # From the first update on: what comes before it (compiling, the first episodes of many in
+        # parallel) says nothing about the speed. And not from one step in a thousand.
+        first, first_s = self._first_seen
+        taken = step - first
+        known = done or taken >= max(1, (self._total - self._first) // 20)
+        left_s = (now_s - first_s) / taken * (self._total - step) if known and taken else None
+        left_s = 0.0 if done else left_s
         if self._terminal:
             self._draw(self._pretty(step, reward, success, tokens_per_s, left_s))
         else:

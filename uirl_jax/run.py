@@ -283,9 +283,13 @@ class Run:
         log = self.workdir / "logs" / f"actor-{actor_id}.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)
 
+        player = players.player(actor_id, temperature=cfg.actor.rollout.temperature)
+
         def on_report(scalars: dict[str, float]) -> None:
+            reasons = dict(player.statistics.env_error_reasons.most_common(5))
+            line = {"unix_s": time.time(), **scalars, "env_error_reasons": reasons}
             with log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"unix_s": time.time(), **scalars}) + "\n")
+                file.write(json.dumps(line) + "\n")
 
         loop = asyncio.get_running_loop()
 
@@ -294,7 +298,7 @@ class Run:
 
         with only_actor(self.store, actor_id, on_lost):
             return await run_actor(
-                players.player(actor_id, temperature=cfg.actor.rollout.temperature),
+                player,
                 ActorConfig(
                     group_size=cfg.actor.group_size,
                     groups_per_step=cfg.learner.groups_per_step,

@@ -197,7 +197,7 @@ def _row(workdir: Path) -> dict[str, Any]:
     steps = [json.loads(line) for line in lines]
 
     def mean(name: str) -> float:
-        return statistics.fmean(step[name] for step in steps)
+        return statistics.fmean(step[name] for step in steps if name in step)
 
     return {
         "before": summary["before"],

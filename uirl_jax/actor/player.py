@@ -6,6 +6,7 @@ plays one episode. It does not retry, and keeps only statistics.
 
 import asyncio
 import collections
+import re
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from uirl_jax.errors import VerifierFullError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
+from uirl_jax.untrusted import json as untrusted_json
+
+MAX_REASONS = 50  # distinct ones that are counted: a verifier's messages may be endless
 
 
 class Attempt(NamedTuple):
@@ -78,6 +82,7 @@ class Player:
                         actor_id=self.actor_id,
                         waits_s=waits_s,
                         on_mismatch=mismatches.append,
+                        on_env_error=self.statistics.add_env_error,
                     )
                     break
                 except VerifierFullError as error:
@@ -106,6 +111,13 @@ class Statistics:
     def __init__(self) -> None:
         self._sums: dict[str, float] = collections.defaultdict(float)
         self._since_s = time.monotonic()
+        self.env_error_reasons: collections.Counter[str] = collections.Counter()  # since the start
+
+    def add_env_error(self, reason: str) -> None:
+        """Counts the reason; numbers in it (ports, sessions, pixels) make no reason of its own."""
+        shown = re.sub(r"\d+", "N", untrusted_json.printable(reason, 160))
+        known = shown in self.env_error_reasons or len(self.env_error_reasons) < MAX_REASONS
+        self.env_error_reasons[shown if known else "other reasons"] += 1
 
     def add(self, trajectory: Trajectory, waits_s: dict[str, float]) -> None:
         if trajectory.stop_reason is StopReason.ENV_ERROR:

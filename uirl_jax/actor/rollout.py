@@ -56,6 +56,8 @@ class RolloutConfig:
     # importance weights correct for the difference (loss.importance).
     top_p: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 1.0})  # 1: off
     top_k: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})  # 0: off
+    # A turn ends after the token whose text completes one of these, which stays in the text.
+    stop_strings: tuple[str, ...] = ()
     # Per turn.
     max_new_tokens: int = dataclasses.field(default=32, metadata={"min": 1, "max": 65_536})
     # Including screenshots, excluding sampled tokens of the turn.
@@ -69,6 +71,10 @@ class RolloutConfig:
     delete_timeout_s: float = dataclasses.field(default=5.0, metadata={"above": 0.0, "max": 3600.0})
     # An episode that is done with at least this reward is a success.
     success_reward: float = dataclasses.field(default=1.0, metadata={"min": -1e6, "max": 1e6})
+
+    def __post_init__(self) -> None:
+        if "" in self.stop_strings:
+            raise ConfigError("rollout.stop_strings: has an empty text, which would end every turn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +112,7 @@ async def run_episode(
     actor_id: str = "",
     waits_s: MutableMapping[str, float] | None = None,
     on_mismatch: Callable[[str], None] = lambda reason: None,
+    on_env_error: Callable[[str], None] = lambda reason: None,
 ) -> Trajectory:
     """Plays one episode of `task` and returns its record, also if the verifier fails.
 
@@ -114,6 +121,7 @@ async def run_episode(
         waits_s: if given, the seconds spent waiting for "environment" and "engine" are added.
         on_mismatch: called with the reason if this verifier and this config can never play the
             task together: the verifier refuses the task, or its screen does not fit the engine.
+        on_env_error: called with the reason if the episode ends as env_error.
 
     Returns:
         The trajectory. A verifier fault, or text that the engine's server would tokenize
@@ -144,6 +152,7 @@ async def run_episode(
     except (VerifierError, ImageError, ContextError, ConfigError) as error:
         stop_reason = StopReason.ENV_ERROR
         _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
+        on_env_error(str(error))
         # A session that was refused; after that a 4xx is a session that is gone. ConfigError: the
         # engine refused the request, for the size of the screen.
         refused = isinstance(error, InvalidRequestError) and not episode.instruction
@@ -162,6 +171,7 @@ async def run_episode(
             )
             on_mismatch(reason)
         _warn("episode_env_error", group=group_id, turns=0, reason=reason)
+        on_env_error(reason)
         stop_reason = StopReason.ENV_ERROR
     env_error = stop_reason is StopReason.ENV_ERROR
     return Trajectory(
@@ -218,6 +228,7 @@ async def _play(
             temperature=cfg.temperature,
             top_p=cfg.top_p,
             top_k=cfg.top_k,
+            stop_strings=cfg.stop_strings,
             seed=derive_seed(seed, turn_index),
             episode=episode.episode_id,
             messages=context.messages,

@@ -229,6 +229,8 @@ def learn(
     metrics["learner/tokens"] = sum(update["learner/tokens"] for update in updates)
     metrics["time/batches_s"] = batched_s - started_s
     metrics["time/advantages_s"] = filled_s - batched_s - scored_s
+    metrics["time/score_s"] = scored_s
+    metrics["time/update_s"] = time.monotonic() - filled_s
     return state, metrics, sum(learner_step.tokens_in(part.batches) for part in minibatches)
 
 

@@ -17,6 +17,7 @@ records are unread. This module computes nothing and does not depend on the algo
 import collections
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from uirl_jax.learner.algorithm import Group
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.state import TrainState
-from uirl_jax.metrics import MetricsWriter, key_values
+from uirl_jax.metrics import MetricsWriter, key_values, last_object
 from uirl_jax.models import weights
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.queue import QUARANTINE, ShardQueue
@@ -179,11 +180,15 @@ class Bookkeeping:
 
     # --------------------------------------------------------------- after a step, in this order
 
-    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the step's metrics line, with the metrics of the queue and the curriculum."""
+    def describe(self) -> dict[str, float]:
+        """Metrics of the queue, the curriculum and the actors' last reports."""
         accounts = {f"records/{name}": n for name, n in self._queue.accounting().items()}
         curriculum = self._curriculum.describe(self._tallies)
-        self._metrics_writer.write(step, {**metrics, **curriculum, **accounts})
+        return {**actor_metrics(self._run.workdir), **curriculum, **accounts}
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the step's metrics line."""
+        self._metrics_writer.write(step, metrics)
 
     def save(self, step: int, state: TrainState) -> None:
         """Commits a checkpoint: the train state and the data cursor."""
@@ -277,6 +282,24 @@ def restore(
             is_fresh=restored is None,
         )
         yield books, state
+
+
+# Counters of single actors; of everything else the actors' mean is taken.
+_ADDED = frozenset({"started", "published", "env_error", "lost", "running"})
+
+
+def actor_metrics(workdir: Path) -> dict[str, float]:
+    """engine/..., agent_loop/... and actor/... of the actors' last reports, about 10 s old."""
+    reports = [last_object(path) for path in (workdir / "logs").glob("actor-*.jsonl")]
+    values: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in report.items():
+            if "/" in name and isinstance(value, int | float) and math.isfinite(value):
+                values.setdefault(name, []).append(value)
+    return {
+        name: sum(given) if name.partition("/")[2] in _ADDED else sum(given) / len(given)
+        for name, given in values.items()
+    }
 
 
 def read_adapters(workdir: Path, step: int | None) -> tuple[int, dict[str, np.ndarray], list[str]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, TrainingError
@@ -60,6 +61,7 @@ class LearnerConfig:
 
 # A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
 MAX_REFILLS = 10
+FIRST_WAIT_S = 60.0  # for records, before it is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +109,14 @@ def run_learner(
     mesh: jax.sharding.Mesh,
     on_ready: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda report: None,
+    on_wait: Callable[[float], None] = lambda seconds: None,
     replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
     """Trains until cfg.learner.steps are done or `stop` is set; continues from the last checkpoint.
 
     Args:
       on_step: called after every step, before the callbacks of the config.
+      on_wait: called with the seconds when a step has waited one minute for records, two, four, ...
       on_ready: called once the policy that the run continues from is published. An actor that
         reads the manifest earlier may see the last policy of a run that has since been extended.
       replace_advantages: for tests; with zeros the policy must not change.
@@ -126,7 +130,7 @@ def run_learner(
         cfg, algorithm=dataclasses.replace(cfg.algorithm, reward=own_rewards.then)
     )
     callbacks = (on_step, *find_callbacks(cfg.learner.callbacks))
-    steps, state = _compile(cfg, model, mesh)
+    steps, schedule, state = _compile(cfg, model, mesh)
     learn = functools.partial(
         algorithm.learn,
         cfg=cfg.algorithm,
@@ -160,7 +164,7 @@ def run_learner(
         while step < cfg.learner.steps and not stop.is_set() and not ended:
             # ---------------------------------------------------------------- take
             step_started_s = time.monotonic()
-            groups, taken = _take(cfg, books, own_rewards, step, state, stop)
+            groups, taken = _take(cfg, books, own_rewards, step, state, stop, on_wait)
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
@@ -179,6 +183,8 @@ def run_learner(
             # ---------------------------------------------------------------- save, publish
             whole_s = saved_s + waited_s + learnt_s
             metrics |= _describe(taken, cfg.algorithm, step - 1) | own_rewards.metrics()
+            metrics |= books.describe()
+            metrics["learner/lr"] = learner_state.learning_rate(schedule, state)
             metrics |= {
                 "time/save_and_publish_s": saved_s,  # of the step before
                 "time/wait_for_records_s": waited_s,
@@ -231,13 +237,15 @@ def find_callbacks(references: Sequence[str]) -> list[OnStep]:
 
 def _compile(
     cfg: TrainingConfig, model: PolicyModel, mesh: jax.sharding.Mesh
-) -> tuple[learner_step.Steps, TrainState]:
-    """The run's jitted functions (XLA compiles each at its first call), and a fresh train state."""
+) -> tuple[learner_step.Steps, optax.Schedule, TrainState]:
+    """The run's jitted functions (XLA compiles each at its first call), the learning rate by
+    update, and a fresh train state."""
     algorithm_cfg = cfg.algorithm
     optimizer_cfg = cfg.learner.optimizer.resolved("adapters")
     print(optimizer_cfg.describe(model.lora, "adapters"), flush=True)
     updates = cfg.learner.steps * algorithm_cfg.updates_a_step
     optimizer = learner_state.make_optimizer(optimizer_cfg, updates)
+    schedule = learner_state.make_schedule(optimizer_cfg, updates)
     critic, critic_cfg = None, None
     if algorithm_cfg.has_critic:
         critic_cfg = algorithm_cfg.critic
@@ -256,7 +264,8 @@ def _compile(
         dropout_seed=cfg.seed,
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return learner_step.make_steps(model.graphdef, optimizer, step_cfg, shardings), state
+    steps = learner_step.make_steps(model.graphdef, optimizer, step_cfg, shardings)
+    return steps, schedule, state
 
 
 # ------------------------------------------------------------------------- the groups of a step
@@ -269,6 +278,7 @@ def _take(
     step: int,
     state: TrainState,
     stop: threading.Event,
+    on_wait: Callable[[float], None],
 ) -> tuple[list[Group], list[Group]]:
     """Waits for the groups of step + 1; returns early if `stop` is set.
 
@@ -285,7 +295,7 @@ def _take(
             break
         if books.allow_extra(missing, (step + 1) * per_step):
             books.publish(step, state)  # actors read the new limit from the manifest
-        more = _wait_for_groups(books, cfg.learner, missing, step, stop)
+        more = _wait_for_groups(books, cfg.learner, missing, step, stop, on_wait)
         if more is None:
             break
         more = [own_rewards.add(group) for group in more]
@@ -298,12 +308,21 @@ def _take(
 
 
 def _wait_for_groups(
-    books: Bookkeeping, cfg: LearnerConfig, count: int, version: int, stop: threading.Event
+    books: Bookkeeping,
+    cfg: LearnerConfig,
+    count: int,
+    version: int,
+    stop: threading.Event,
+    on_wait: Callable[[float], None],
 ) -> list[Group] | None:
+    started_s, say_at_s = time.monotonic(), FIRST_WAIT_S
     while not stop.is_set():
         groups = books.take(count, version, cfg.max_staleness)
         if groups is not None:
             return groups
+        if time.monotonic() - started_s >= say_at_s:
+            on_wait(say_at_s)
+            say_at_s *= 2
         stop.wait(cfg.poll_s)
     return None
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from flax import nnx
@@ -98,6 +99,13 @@ def make_schedule(cfg: OptimizerConfig, total_updates: int) -> optax.Schedule:
     if not cfg.warmup_steps:
         return optax.constant_schedule(cfg.lr)
     return optax.linear_schedule(cfg.lr / cfg.warmup_steps, cfg.lr, cfg.warmup_steps)
+
+
+def learning_rate(schedule: optax.Schedule, state: TrainState) -> float:
+    """Of the last update."""
+    counts = optax.tree.get_all_with_path(state.opt_state, "count")
+    updates = max(int(np.asarray(count)) for _, count in counts)
+    return float(np.asarray(schedule(max(0, updates - 1))))
 
 
 def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:

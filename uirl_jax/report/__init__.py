@@ -1,6 +1,10 @@
-"""The report of a run: `gather` reads its workdir, `draw` and `charts` write report.html."""
+"""What a person reads about a run: `diagnosis` says why it learns nothing, the others draw a page.
 
+`gather` reads the workdir, `draw` and `charts` write report.html.
+"""
+
+from uirl_jax.report.diagnosis import Watcher
 from uirl_jax.report.draw import REPORT_FILE, write_report
 from uirl_jax.report.gather import machine_facts
 
-__all__ = ["REPORT_FILE", "machine_facts", "write_report"]
+__all__ = ["REPORT_FILE", "Watcher", "machine_facts", "write_report"]

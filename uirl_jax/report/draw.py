@@ -24,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 from uirl_jax import evaluation
 from uirl_jax.metrics import format_duration
 from uirl_jax.report import charts, gather
+from uirl_jax.report.diagnosis import read_findings
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
@@ -170,6 +171,10 @@ def write_report(workdir: str | os.PathLike[str]) -> Path:
         facts={key: visible(value) for key, value in gather.run_facts(run).items()},
         config=json.dumps(run.config, indent=2) if run.config else "",
         notes=[visible(note) for note in run.notes],
+        findings=[
+            {"since": found.get("since_step", "?"), "text": visible(str(found.get("text", "")))}
+            for found in read_findings(run.root).values()
+        ],
     )
     path = run.root / REPORT_FILE
     write_atomically(path, page.encode())
