@@ -41,6 +41,7 @@ CAUSES = [
     ("environment", {"actor/env_error": lambda step: 20.0 * step, "actor/published": 100.0}),
     ("stale", {"records/stale": lambda step: 5.0 * step}),
     ("format_errors", {"stop_reason/format_error": 0.95, "groups/with_signal": 0.0}),
+    ("too_long", {"stop_reason/max_tokens": 0.22}),
     ("no_signal", {"groups/with_signal": 0.0}),
     ("saturated", {"success/mean": 1.0, "groups/with_signal": 0.0}),
     ("drift", {"offpolicy/drift": 0.5}),

@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from PIL import Image
 
 from tests.actor_world import chat, inputs
 from tests.chromium import needs_chromium
+from uirl_jax import evaluation
 from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
@@ -272,3 +275,17 @@ class TestPage:
                     await client.create(TaskSpec("own/mine", 0))
 
         asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["thermostat", pytest.param("groceries", marks=needs_chromium)])
+def test_page_of_own_tasks_is_walked_to_a_trained_agent(tmp_path, task):
+    """The command of docs/own_task.md; about five minutes each."""
+    command = [sys.executable, "-m", "uirl_jax.main", f"--workdir={tmp_path}"]
+    config = f"--config=configs/own_task.py:{task}"
+    root = Path(__file__).parents[1]
+    process = subprocess.run([*command, config], cwd=root, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    results = evaluation.read_results(tmp_path)
+    assert results["before"].rate <= 0.1 and results["after"].rate >= 0.9
+    assert "event=derived key=engine.context_lengths" in process.stdout

@@ -30,7 +30,7 @@ from uirl_jax.families.table import family_of
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.lora import LoRAParam
-from uirl_jax.run import with_chat_of_model
+from uirl_jax.run import completed
 from uirl_jax.store import open_store
 
 
@@ -104,7 +104,7 @@ def export(
     else:
         what, arrays = checkpointed_adapters(workdir, step)
     adapters = weights.adapters_from_numpy(arrays, abstract_adapters)
-    chat = with_chat_of_model(cfg).chat
+    chat = completed(cfg).chat
     if kind == "adapter":
         model = nnx.merge(graphdef, adapters, abstract_base)  # an adapter says nothing of the base
         peft_adapters.save_adapter(

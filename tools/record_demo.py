@@ -34,7 +34,7 @@ from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import family_of
 from uirl_jax.models import hub
-from uirl_jax.run import with_chat_of_model
+from uirl_jax.run import completed
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
@@ -108,7 +108,8 @@ def read_plan() -> Plan:
     model_dir = hub.model_directory(cfg.model.path, weights=False)
     family = family_of(model_dir)
     model_cfg = family.read_config(model_dir)
-    chat = Chat(model_dir, with_chat_of_model(cfg).chat, family.chat)
+    cfg = completed(cfg)
+    chat = Chat(model_dir, cfg.chat, family.chat)
     out = Path(_OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import signal
 import sys
@@ -42,7 +43,7 @@ from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
 from uirl_jax.players import BackgroundLoop, Players, when_set
-from uirl_jax.run import Run, check_model, check_user_code, open_run, with_chat_of_model
+from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers.server import supervisor
@@ -405,14 +406,14 @@ def main(argv: list[str]) -> int:
             # Before config.json is written: the corrected command can then use the workdir.
             if learns:
                 make_mesh(cfg.mesh)
+            whole = cfg
             if _ROLE.value != "verifier":
                 check_user_code(cfg, learns=learns)
-                check_model(cfg)
+                whole = completed(cfg, functools.partial(print, flush=True))
+                check_model(whole)
             run_id = open_run(workdir, cfg, learns=learns)
-            if _ROLE.value != "verifier":
-                cfg = with_chat_of_model(cfg)
             resume_from = Path(_RESUME_FROM.value) if _RESUME_FROM.value else None
-            run = Run(cfg, workdir, run_id, None, resume_from, _CHECKPOINT.value)
+            run = Run(whole, workdir, run_id, None, resume_from, _CHECKPOINT.value)
             if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(signum, lambda *_: stop.set())

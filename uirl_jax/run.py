@@ -9,7 +9,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 from uirl_jax import assets, evaluation, metrics
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
-from uirl_jax.config import reading
+from uirl_jax.config import reading, sizes
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine import requests as engine_requests
 from uirl_jax.engine.interface import SamplingEngine
@@ -124,24 +124,33 @@ def check_family(cfg: RunConfig, family: Family) -> None:
     family.require(wanted)
 
 
-def with_chat_of_model(cfg: RunConfig) -> RunConfig:
-    """The config; what its `chat` leaves out is taken from the adapter or the model.
+def completed(cfg: RunConfig, say: Callable[[str], None] = lambda line: None) -> RunConfig:
+    """The config with what it leaves out: prompts of the adapter or the model, derived sizes.
 
-    Raises: ModelError: their file is not valid.
+    Args:
+      say: called with a line for every size that was derived.
+    Raises: ModelError, ConfigError: a file of the model is not valid; sizes that cannot be.
     """
     adapter = assets.find(cfg.model.adapter) if cfg.model.adapter else ""
-    model = hub.model_directory(cfg.model.path, weights=False)
-    return dataclasses.replace(cfg, chat=cfg.chat.completed(adapter, model))
+    path = hub.model_directory(cfg.model.path, weights=False)
+    cfg = dataclasses.replace(cfg, chat=cfg.chat.completed(adapter, path))
+    if not cfg.screen_px:
+        return cfg
+    family = family_of(path)
+    chat = Chat(path, cfg.chat, family.chat)
+    return sizes.derived(cfg, chat, family.make_inputs(family.read_config(path)), say)
 
 
 def check_model(cfg: RunConfig) -> None:
     """Checks everything about the model and its adapters that costs no weights.
 
+    Args:
+      cfg: `completed`.
     Raises: ConfigError, ModelError.
     """
     path = hub.model_directory(cfg.model.path, weights=False)
     family = family_of(path)
-    check_family(with_chat_of_model(cfg), family)
+    check_family(cfg, family)
     loading.check(family, path, lora=cfg.model.lora, adapter=cfg.model.adapter)
 
 

@@ -121,6 +121,11 @@ class RunConfig:
     learner: LearnerConfig
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     seed: int = dataclasses.field(default=0, metadata={"min": 0, "max": 2**31 - 1})
+    # (width, height) of the largest screen. If given, the sizes of engine and learner.batch that
+    # the config leaves at their defaults are derived from it (config.sizes).
+    screen_px: tuple[int, ...] = dataclasses.field(default=(), metadata={"min": 1, "max": 100_000})
+    # Of the longest instruction; with screen_px. 256 are about 190 English words.
+    instruction_tokens: int = dataclasses.field(default=256, metadata={"min": 1, "max": 100_000})
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)
     actor: ActorSection = dataclasses.field(default_factory=ActorSection)
@@ -178,13 +183,16 @@ class RunConfig:
                 f"{dialect.max_delay_s:g} in the dialect {dialect.name}"
             )
         new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
-        if new_tokens > most_new:
+        if self.screen_px and len(self.screen_px) != 2:
+            faults.append(f"screen_px={self.screen_px}: expected (width, height) in pixels")
+        if new_tokens > most_new and not self.screen_px:
             faults.append(
                 f"actor.rollout.max_new_tokens={new_tokens}: at most engine.max_new_tokens="
                 f"{most_new}"
             )
         batch = self.learner.batch
-        if self.max_context_tokens + new_tokens > batch.row_lengths[-1]:
+        longest = self.max_context_tokens + new_tokens
+        if longest > batch.row_lengths[-1] and not self.screen_px:
             faults.append(
                 f"learner.batch.row_lengths={batch.row_lengths}: an episode may have "
                 f"{self.max_context_tokens} tokens of context and {new_tokens} new ones"

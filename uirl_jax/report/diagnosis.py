@@ -101,6 +101,18 @@ def saturated(evidence: Evidence) -> str:
     )
 
 
+def too_long(evidence: Evidence) -> str:
+    share = evidence.mean("stop_reason/max_tokens")
+    if share < 0.2:
+        return ""
+    return (
+        f"{share:.0%} of the episodes end as max_tokens: their context is full. Raise the smaller "
+        "of engine.context_lengths[-1] and actor.rollout.max_context_tokens, with "
+        "learner.batch.row_lengths[-1] (docs/own_task.md), set screen_px, so that they are "
+        "derived, or lower chat.max_screenshots"
+    )
+
+
 def no_signal(evidence: Evidence) -> str:
     if evidence.most("groups/with_signal", 1.0) > 0 or saturated(evidence):
         return ""
@@ -147,6 +159,7 @@ RULES: Sequence[Callable[[Evidence], str]] = (
     environment,
     stale,
     format_errors,
+    too_long,
     no_signal,
     saturated,
     drift,
