@@ -14,6 +14,7 @@ import re
 import jax
 
 from uirl_jax.errors import ConfigError
+from uirl_jax.learner.utilisation import PEAK_FLOPS_PER_S as _PEAK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,18 @@ _GIB, _GB = 2**30, 1e9
 # HBM of the TPUs: what libtpu leaves to a program of 16, 95 and 32 GiB. Interconnect: half of the
 # bidirectional rate that is published.
 CHIPS = {
-    "v5e": Chip("TPU v5e", 197e12, 15.75 * _GIB, 819e9, 200e9, f"{_CLOUD}/v5e"),
-    "v5p": Chip("TPU v5p", 459e12, 95 * _GIB, 2765e9, 600e9, f"{_CLOUD}/v5p"),
-    "v6e": Chip("TPU v6e", 918e12, 31.25 * _GIB, 1638e9, 400e9, f"{_CLOUD}/v6e"),
-    "A100": Chip("A100 80GB SXM", 312e12, 80 * _GB, 2039e9, 300e9, "nvidia.com, A100 datasheet"),
-    "H100": Chip("H100 80GB SXM", 989e12, 80 * _GB, 3350e9, 450e9, "nvidia.com, H100 datasheet"),
-    "H200": Chip("H200 SXM", 989e12, 141 * _GB, 4800e9, 450e9, "nvidia.com, H200 datasheet"),
+    "v5e": Chip("TPU v5e", _PEAK["TPU v5 lite"], 15.75 * _GIB, 819e9, 200e9, f"{_CLOUD}/v5e"),
+    "v5p": Chip("TPU v5p", _PEAK["TPU v5"], 95 * _GIB, 2765e9, 600e9, f"{_CLOUD}/v5p"),
+    "v6e": Chip("TPU v6e", _PEAK["TPU v6 lite"], 31.25 * _GIB, 1638e9, 400e9, f"{_CLOUD}/v6e"),
+    "A100": Chip(
+        "A100 80GB SXM", _PEAK["NVIDIA A100"], 80 * _GB, 2039e9, 300e9, "nvidia.com, A100 datasheet"
+    ),
+    "H100": Chip(
+        "H100 80GB SXM", _PEAK["NVIDIA H100"], 80 * _GB, 3350e9, 450e9, "nvidia.com, H100 datasheet"
+    ),
+    "H200": Chip(
+        "H200 SXM", _PEAK["NVIDIA H200"], 141 * _GB, 4800e9, 450e9, "nvidia.com, H200 datasheet"
+    ),
 }
 TPUS = ("v5e", "v5p", "v6e")
 GPUS = ("A100", "H100", "H200")

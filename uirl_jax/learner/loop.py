@@ -30,6 +30,7 @@ from uirl_jax.learner.own_rewards import OwnRewards
 from uirl_jax.learner.replay import is_replayed
 from uirl_jax.learner.state import TrainState
 from uirl_jax.learner.supervised import check_finite
+from uirl_jax.learner.utilisation import step_flops, utilisation, weights_in_products
 from uirl_jax.metrics import Progress, key_values
 from uirl_jax.shards import batching
 from uirl_jax.types import Trajectory
@@ -131,6 +132,7 @@ def run_learner(
     )
     callbacks = (on_step, *find_callbacks(cfg.learner.callbacks))
     steps, schedule, state = _compile(cfg, model, mesh)
+    num_weights = weights_in_products(model)
     learn = functools.partial(
         algorithm.learn,
         cfg=cfg.algorithm,
@@ -184,6 +186,8 @@ def run_learner(
             whole_s = saved_s + waited_s + learnt_s
             metrics |= _describe(taken, cfg.algorithm, step - 1) | own_rewards.metrics()
             metrics |= books.describe()
+            flops = step_flops(num_weights, tokens, cfg.algorithm)
+            metrics |= utilisation(flops, learnt_s, mesh.devices.flatten().tolist())
             metrics["learner/lr"] = learner_state.learning_rate(schedule, state)
             metrics |= {
                 "time/save_and_publish_s": saved_s,  # of the step before
