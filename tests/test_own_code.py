@@ -3,11 +3,13 @@
 import asyncio
 import dataclasses
 import json
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aiohttp import web
 
 from examples.own_code import learning, rewards
 from tests import actor_world as world
@@ -224,6 +226,35 @@ def test_rule_of_the_example_judges_a_server_that_does_not():
     assert session.instruction == rule.instruction and session.judged_here
     assert (progress["done"], progress["reward"], progress["success"]) == (False, 0.0, False)
     assert progress["submitted_row_indices"] == []
+
+
+def test_rule_judges_a_progress_that_no_dialect_has():
+    """A server of another task behind the same calls: what it counts is the rule's business."""
+
+    class Shop(Container):
+        async def progress(self, request):
+            return web.json_response({"basket": ["milk"], "total": 1.5 - len(self.asked)})
+
+        asked: ClassVar[list[int]] = []
+
+    def find(task):
+        def judge(progress, turns):
+            bought = progress["basket"] == ["milk"] and progress["total"] <= 1.5
+            return Judgement(bought, float(bought), bought)
+
+        return rules.own_rule(task, "tests:shop", lambda _: Rule("Buy milk.", judge))
+
+    async def run():
+        async with serving(Shop("g2b")) as url, client_of(url, "g2b", find_own_rule=find) as client:
+            session = await client.create(TaskSpec("shop", 0))
+            first = await client.progress(session.id)
+            Shop.asked.append(1)
+            return session, first, await client.progress(session.id)
+
+    session, first, second = asyncio.run(run())
+    assert session.instruction == "Buy milk."
+    assert first["success"] and first["basket"] == ["milk"]
+    assert second["total"] < first["total"] and second["success"]  # a number may fall
 
 
 def test_rule_comes_before_the_bundled_servers_own():

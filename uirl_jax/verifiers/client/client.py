@@ -58,6 +58,7 @@ class _Open:
 
     session: Session
     rule: Rule | None  # None: the server judges
+    has_own_rule: bool = False  # the user's: the progress may hold anything
     turns: int = 0
     # The last counts; within a session they never fall.
     counts: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -143,7 +144,7 @@ class VerifierClient:
             if own is not None:
                 instruction = own.instruction or session.instruction
                 session = dataclasses.replace(session, instruction=instruction, judged_here=True)
-            self._open[session.id] = _Open(session, own)
+            self._open[session.id] = _Open(session, own, has_own_rule=own is not None)
             return session
         rule, start_time = own or find_rule(task), ""
         if not rule.instruction:
@@ -155,7 +156,8 @@ class VerifierClient:
             answer = await self._post_session({"type": task.name, "n": "1"})
             session_id = self._read_session_id(answer)
         else:
-            session_id, start_time = "container", await self._take_container()
+            start_time = await self._take_container(counts=own is None)
+            session_id = "container"
         try:
             data = await self._fetch_screen(session_id)
             size = self._image_size(data, f"the first screenshot at {self._base}")
@@ -168,7 +170,7 @@ class VerifierClient:
                     self._used.unmark(str(self._base), start_time)
             raise
         session = Session(session_id, rule.instruction, *size, judged_here=True)
-        self._open[session_id] = _Open(session, rule, start_time=start_time)
+        self._open[session_id] = _Open(session, rule, own is not None, start_time=start_time)
         return session
 
     async def look(self) -> tuple[int, int]:
@@ -239,9 +241,10 @@ class VerifierClient:
         where = f"progress of session {session_id} at {self._base}"
         entry = self._find(session_id)
         if not self.dialect.judges:
-            if self._find_own_rule is no_own_rule:
+            if not entry.has_own_rule:
                 self._check_counts(progress, where)
-            await self._check_not_restarted(entry, progress, where)
+                self._check_not_reset(entry, progress, where)
+            await self._check_not_restarted(entry, where)
         if entry.rule is not None:
             return {**progress, **entry.rule.judge(progress, entry.turns)._asdict()}
         if not isinstance(progress.get("done", False), bool):
@@ -286,16 +289,22 @@ class VerifierClient:
             extra_s=self._limits.create_timeout_s - self._limits.attempt_timeout_s,
         )
 
-    async def _take_container(self) -> str:
-        """Takes the one session there is; its start time. Raises for one that was used."""
-        start_time = await self._check_container()
+    async def _take_container(self, *, counts: bool) -> str:
+        """Takes the one session there is; its start time. Raises for one that was used.
+
+        Args:
+          counts: whether its progress must be that of the dialect, and show no use.
+        """
+        start_time = await self._check_container(counts=counts)
         if self._open or not self._mark(start_time):
             raise self._was_used()
         return start_time
 
-    async def _check_container(self) -> str:
+    async def _check_container(self, *, counts: bool = True) -> str:
         """Waits until the container answers; its start time.
 
+        Args:
+          counts: whether its progress must be that of the dialect.
         Raises: VerifierError: also for counts that show that it was used.
         """
         last: VerifierError | str = "it does not answer"
@@ -312,10 +321,11 @@ class VerifierClient:
             raise VerifierError(
                 f"{self._base}: no session after {self._limits.create_timeout_s:g} s; {last}"
             ) from None
-        progress = await self.transport.json("GET", ("progress",), again_if="failed")
-        self._check_counts(progress, f"progress at {self._base}")
-        if any(progress.values()):
-            raise self._was_used()
+        if counts:
+            progress = await self.transport.json("GET", ("progress",), again_if="failed")
+            self._check_counts(progress, f"progress at {self._base}")
+            if any(progress.values()):
+                raise self._was_used()
         return _start_time(text)
 
     def _was_used(self) -> VerifierError:
@@ -333,12 +343,10 @@ class VerifierClient:
                 f"{self._base}: cannot be marked as used: {error}; free the disk of the workdir"
             ) from error
 
-    async def _check_not_restarted(
-        self, entry: _Open, progress: dict[str, Any], where: str
-    ) -> None:
+    def _check_not_reset(self, entry: _Open, progress: dict[str, Any], where: str) -> None:
         """A restarted session has forgotten its wrong submissions: its reward would be too high.
 
-        Raises: VerifierError: a count fell, or the container has another start time.
+        Raises: VerifierError: a count fell.
         """
         for key, before in entry.counts.items():
             if _size(progress.get(key)) < _size(before):
@@ -347,6 +355,9 @@ class VerifierClient:
                     "session was reset or replaced during the episode"
                 )
         entry.counts = progress
+
+    async def _check_not_restarted(self, entry: _Open, where: str) -> None:
+        """Raises: VerifierError: the container has another start time."""
         if self.dialect.has_sessions or not entry.start_time:
             return
         if (now := _start_time(await self.root())) != entry.start_time:
