@@ -49,7 +49,22 @@ def test_every_number_of_the_config_has_a_lower_and_an_upper_bound():
     assert lacking == []
 
 
-@pytest.mark.parametrize("path", [path for path in NUMBERS if ".tasks." not in path])
+IN_TUPLES = {"config.tasks.max_turns", "config.algorithm.reward.functions.weight"}
+
+
+def test_numbers_of_elements_are_refused_as_well():
+    assert set(NUMBERS) >= IN_TUPLES
+    cfg = quickstart.get_config()
+    cfg.tasks[0].max_turns = 0
+    cfg.algorithm.reward = ConfigDict()
+    cfg.algorithm.reward.functions = (ConfigDict({"function": "a:b", "weight": 1e7}),)
+    with pytest.raises(ConfigError) as caught:
+        reading.from_config(RunConfig, cfg)
+    assert "config.tasks[0].max_turns: got 0, expected 1 to 10,000" in str(caught.value)
+    assert "reward.functions[0].weight: got 10000000.0, expected -1e+06" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", [path for path in NUMBERS if path not in IN_TUPLES])
 @pytest.mark.parametrize("side", ["low", "high"])
 def test_number_outside_its_range_is_refused_with_the_range(path, side):
     metadata = NUMBERS[path].metadata

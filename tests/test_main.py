@@ -24,8 +24,11 @@ from uirl_jax import checkpoints, evaluation, main
 from uirl_jax.actor import processes
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError, UirlError
+from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.models import weights
+from uirl_jax.models.lora import LoraConfig
 from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
 from uirl_jax.store import open_store
@@ -551,6 +554,19 @@ def test_main_run_is_rolled_back_to_a_chosen_step_in_another_workdir(tmp_path, m
     process = run(first, model_dir, *kept, "--role=eval", "--checkpoint=2", **learns)
     assert process.returncode == 0, process.stderr[-2000:]
     assert "version_2" in evaluation.read_results(first)
+    # The best evaluation keeps its adapters; equal ones change nothing.
+    best = json.loads((first / "best" / "best.json").read_text())
+    assert (best["version"], best["stage"]) == (4, "after")
+    assert [path.name for path in (first / "best").glob("version_*")] == ["version_4"]
+    (first / "best" / "best.json").write_text(json.dumps({**best, "rate": -0.5}))
+    process = run(first, model_dir, *kept, "--role=eval", "--checkpoint=0", **learns)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert [path.name for path in (first / "best").glob("version_*")] == ["version_0"]
+    lora = LoraConfig(rank=16, alpha=32.0, targets=("attention", "mlp"))
+    again = loading.load(model_dir, lora=lora, seed=3, adapter=first / "best" / "version_0")
+    kept_there = weights.adapters_to_numpy(again.lora)
+    for name, array in read_adapters(first, 0)[1].items():
+        np.testing.assert_array_equal(kept_there[name], array)
     flags = [f"--workdir={first}", f"--out={tmp_path / 'adapter'}", "--checkpoint=2"]
     assert export.main(["adapter", *flags]) == 0
     for arguments, said in (

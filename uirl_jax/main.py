@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import functools
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -42,13 +43,15 @@ from uirl_jax.learner.bookkeeping import CHECKPOINTS, RunDirectory, read_adapter
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
 from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
-from uirl_jax.players import BackgroundLoop, Players, when_set
+from uirl_jax.players import Adapters, BackgroundLoop, Players, when_set
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
 from uirl_jax.store import open_store
+from uirl_jax.store.files import new_directory
 from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers.server import supervisor
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
+BEST_FILE = "best/best.json"
 ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
 
 
@@ -145,10 +148,11 @@ def run_all(
                 f"stopped after step {result.step} of {cfg.learner.steps}; "
                 "run the same command again to continue"
             )
-        players.take_policy()
+        version, adapters = players.take_policy()
         if cfg.learner.steps:  # without steps the model is the one evaluated last
             measured = background.run(run.measure(players, "after", stop))
             note_result(run, result.step, measured)
+            keep_best(run, players, version, adapters, measured)
         peak_rss_gib = metrics.peak_rss_gib()  # while the verifier is still running
     _conclude(run, result, peak_rss_gib)
     return measured
@@ -179,6 +183,37 @@ def note_result(run: Run, step: int, result: evaluation.EvalResult) -> None:
     with metrics.MetricsWriter(run.workdir) as writer:
         if not known and step >= (writer.last_step or 0):
             writer.amend(step, scalars)
+
+
+def keep_best(
+    run: Run, players: Players, version: int, adapters: Adapters, result: evaluation.EvalResult
+) -> None:
+    """Exports the adapters of the policy with the best evaluation so far to best/version_<n>/.
+
+    The first of several equal ones stays. best/best.json names it, with its result.
+    """
+    store = open_store(run.workdir)
+    try:
+        best = json.loads(store.read(BEST_FILE))["rate"]
+    except (OSError, ValueError, KeyError, TypeError):
+        best = -1.0
+    if not adapters or result.attempts == 0 or result.rate <= best:
+        return
+    target = run.workdir / "best" / f"version_{version}"
+    shutil.rmtree(target, ignore_errors=True)  # of a process that was killed here
+    with new_directory(target) as directory:
+        loading.save_adapter(
+            players.model,
+            directory,
+            lora=players.to_lora(adapters),
+            base_model=players.model.path.resolve(),
+            chat=run.cfg.chat,
+        )
+    content = {"version": version, "adapter": str(target), **dataclasses.asdict(result)}
+    store.put(BEST_FILE, (json.dumps(content, indent=2) + "\n").encode())
+    for earlier in target.parent.glob("version_*"):
+        if earlier != target:
+            shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
@@ -304,12 +339,14 @@ def run_eval_role(
     async def measure(run: Run) -> evaluation.EvalResult:
         async with run.make_players(run.load_base(None), "eval") as players:
             if checkpoint is None:
-                version = max(players.take_policy(), 0)
+                version, adapters = players.take_policy()
             else:
                 version, adapters, _ = read_adapters(run.workdir, checkpoint)
                 players.engine.set_policy(players.to_lora(adapters), version)
             name = evaluation.stage_name(stage, version, run.cfg.learner.steps)
-            return await run.measure(players, name, stop)
+            result = await run.measure(players, name, stop)
+            keep_best(run, players, version, adapters, result)
+            return result
 
     with contextlib.ExitStack() as stack:
         if run.cfg.verifier.is_bundled:

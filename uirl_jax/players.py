@@ -35,6 +35,7 @@ from uirl_jax.store import open_store
 from uirl_jax.types import TaskSpec, Trajectory
 
 T = TypeVar("T")
+Adapters = dict[str, np.ndarray]  # of a policy, by leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,18 +159,18 @@ class Players:
         print(line, flush=True)
         return result
 
-    def take_policy(self) -> int:
+    def take_policy(self) -> tuple[int, Adapters]:
         """Loads the newest published policy into the engine.
 
-        Returns: its version, or -1 if none is published.
+        Returns: its version and adapters; (0, {}) if none is published: the base.
         """
         store = open_store(self.workdir)
         manifest = policy_sync.read_manifest(store)
         if manifest is None:
-            return -1
+            return 0, {}
         adapters = policy_sync.load(store, manifest, self.model.base_hash, run_id=self.run_id)
         self.engine.set_policy(self.to_lora(adapters), manifest.version)
-        return manifest.version
+        return manifest.version, adapters
 
 
 def make_chat(cfg: ChatConfig, model: PolicyModel) -> Chat:

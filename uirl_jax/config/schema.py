@@ -197,6 +197,13 @@ class RunConfig:
                 f"learner.batch.row_lengths={batch.row_lengths}: an episode may have "
                 f"{self.max_context_tokens} tokens of context and {new_tokens} new ones"
             )
+        most = batch.patch_lengths[-1]
+        samples_here = self.engine.kind == "jax" and not self.screen_px
+        if samples_here and self.engine.image_row_patches > most:
+            faults.append(
+                f"learner.batch.patch_lengths={batch.patch_lengths}: the engine takes screenshots "
+                f"of up to engine.image_row_patches={self.engine.image_row_patches} patches"
+            )
         if self.model.quantize != "none" and self.cold_start.steps:
             faults.append(
                 f"model.quantize={self.model.quantize!r}: a cold start cannot merge adapters into "

@@ -46,7 +46,7 @@ class BatchConfig:
     )
     # P of a row; `Inputs.row_tokens` refuses some.
     patch_lengths: tuple[int, ...] = dataclasses.field(
-        default=(192,), metadata={"min": 1, "max": 1_000_000}
+        default=(256,), metadata={"min": 1, "max": 1_000_000}
     )
     pack: bool = True  # several sequences in a row; else one each
     share_prompts: bool = False
