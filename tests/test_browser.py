@@ -464,3 +464,34 @@ def _descendants(pid):
             found.append(child)
             todo.append(child)
     return found
+
+
+def test_fonts_of_the_machine_do_not_change_what_is_drawn(tmp_path, monkeypatch):
+    """A user's font settings draw Arial with serifs; the pool's browsers do not look there."""
+    settings = tmp_path / "fontconfig" / "fonts.conf"
+    settings.parent.mkdir()
+    settings.write_text(
+        "<fontconfig><match><edit name='family' mode='prepend_first' binding='strong'>"
+        "<string>DejaVu Serif</string></edit></match></fontconfig>"
+    )
+
+    from uirl_jax.verifiers.browser import rendering  # needs playwright, as the browser does
+
+    def drawn(environment=None) -> str:
+        if environment is not None:
+            monkeypatch.setattr(rendering, "environment", environment)
+        with pool_and_runner(warm=1) as (pool, runner):
+
+            async def run():
+                tab = await pool.acquire()
+                try:
+                    return await rendering.fingerprint(tab)
+                finally:
+                    await pool.release(tab)
+
+            return runner.run(run())
+
+    before = drawn()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert drawn() == before
+    assert drawn(lambda: dict(os.environ)) != before

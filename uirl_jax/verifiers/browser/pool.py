@@ -16,7 +16,7 @@ from pathlib import Path
 
 from playwright.async_api import Playwright, async_playwright
 
-from uirl_jax.verifiers.browser import BrowserError, PoolFullError
+from uirl_jax.verifiers.browser import BrowserError, PoolFullError, rendering
 from uirl_jax.verifiers.browser.tab import Tab
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class BrowserPool:
         """
         self._warm = min(warm, max_browsers)
         self._max_browsers = max_browsers
+        self._environment: dict[str, str | float | bool] = {**rendering.environment()}
         self._driver: Playwright | None = None
         self._driver_lock = asyncio.Lock()
         self._tabs: set[Tab] = set()  # all of them
@@ -222,6 +223,7 @@ class BrowserPool:
                     browser = await driver.chromium.launch(
                         executable_path=executable,
                         args=_ARGUMENTS,
+                        env=self._environment,
                         ignore_default_args=["--hide-scrollbars"],
                         handle_sigint=False,  # ours to handle; the pipe's end is what ends it
                         handle_sigterm=False,

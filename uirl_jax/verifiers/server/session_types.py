@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from uirl_jax.errors import VerifierError
+from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import browser, own_tasks, wire
 from uirl_jax.verifiers.tasks import desktop, variants
@@ -133,6 +134,7 @@ class SessionTypes:
         self._max_browsers = max_browsers
         self._exit_stack = contextlib.AsyncExitStack()
         self._pool: Any = None
+        self.renderer = ""  # fingerprint of how pages are drawn, once a browser runs
         self._pool_lock = asyncio.Lock()
 
     async def open(self, task: TaskSpec) -> RunningTask:
@@ -158,7 +160,7 @@ class SessionTypes:
             near = variants.nearest(task.name, known)
             raise VerifierError(f"unknown task {task.name!r}{near}{hint}")
         try:
-            from uirl_jax.verifiers.browser import data_entry, miniwob, own_page, pool
+            from uirl_jax.verifiers.browser import data_entry, miniwob, own_page, pool, rendering
         except ModuleNotFoundError as error:
             raise browser.BrowserError(
                 f"{task.name} runs in a browser, and {error.name} is not installed: "
@@ -174,6 +176,13 @@ class SessionTypes:
                 self._pool = await self._exit_stack.enter_async_context(
                     pool.BrowserPool(warm=self._warm_browsers, max_browsers=self._max_browsers)
                 )
+                tab = await self._pool.acquire()
+                self.renderer = await rendering.fingerprint(tab)
+                await self._pool.release(tab)
+                line = key_values(
+                    "renderer", fingerprint=self.renderer, chromium=tab.browser.version
+                )
+                print(line, flush=True)
         if own is not None and isinstance(instance, own_tasks.PageTask):
             return await own_page.OwnPage.open(self._pool, own, instance)
         if task.name == SIMPLE_DATA_ENTRY:
