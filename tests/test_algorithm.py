@@ -15,6 +15,7 @@ from tests import packed_records, step_world
 from tests.eight_devices import on_eight_devices
 from tests.sample_trajectories import make_trajectory
 from tools.bench import algorithms
+from uirl_jax import assets
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.families import loading
@@ -350,7 +351,7 @@ def test_stage_starts_from_what_the_one_before_it_wrote(name, runs, stages):
     *careful, start = (cfg.cold_start.quality for cfg in made.values())
     assert set(careful) == {1.0} and start < 0.5
     grpo = reading.from_config(schema.RunConfig, get_config())
-    assert Path(grpo.model.path).is_dir()  # the start ships
+    assert assets.find(grpo.model.path).is_dir()  # the start ships
     assert grpo.learner.steps > 0 and grpo.cold_start.steps == 0
     with pytest.raises(ValueError, match=r"expected base, .*start"):
         get_config("both")
