@@ -183,18 +183,14 @@ def run_learner(
             learnt_s = time.monotonic() - step_started_s - waited_s
 
             # ---------------------------------------------------------------- save, publish
-            whole_s = saved_s + waited_s + learnt_s
-            metrics |= _describe(taken, cfg.algorithm, step - 1) | own_rewards.metrics()
-            metrics |= books.describe()
             flops = step_flops(num_weights, tokens, cfg.algorithm)
-            metrics |= utilisation(flops, learnt_s, mesh.devices.flatten().tolist())
-            metrics["learner/lr"] = learner_state.learning_rate(schedule, state)
             metrics |= {
-                "time/save_and_publish_s": saved_s,  # of the step before
-                "time/wait_for_records_s": waited_s,
-                "time/learn_s": learnt_s,
-                "time/step_s": whole_s,
-                "learner/tokens_per_s": tokens / whole_s,
+                **_describe(taken, cfg.algorithm, step - 1),
+                **own_rewards.metrics(),
+                **books.describe(),
+                **_speed(saved_s, waited_s, learnt_s, tokens),
+                **utilisation(flops, learnt_s, mesh.devices.flatten().tolist()),
+                "learner/lr": learner_state.learning_rate(schedule, state),
                 "compile/count": steps.compile_count(),
             }
             report = StepReport(step, metrics, taken)
@@ -220,6 +216,18 @@ def run_learner(
         accounting = books.final_accounting()
         finished = step >= cfg.learner.steps or bool(ended)
         return LearnerResult(step, finished, accounting, books.train_seconds)
+
+
+def _speed(saved_s: float, waited_s: float, learnt_s: float, tokens: int) -> dict[str, float]:
+    """Args: saved_s: saving and publishing after the step before; tokens: without padding."""
+    whole_s = saved_s + waited_s + learnt_s
+    return {
+        "time/save_and_publish_s": saved_s,
+        "time/wait_for_records_s": waited_s,
+        "time/learn_s": learnt_s,
+        "time/step_s": whole_s,
+        "learner/tokens_per_s": tokens / whole_s,
+    }
 
 
 def find_callbacks(references: Sequence[str]) -> list[OnStep]:
