@@ -26,6 +26,7 @@ from tools.planner import machines, plans, programs, report
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError
+from uirl_jax.run import completed
 
 # ------------------------------------------------------------------------------------ the command
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> int:
                 "--topology=v5e:2x4"
             )
         cfg = reading.from_config(RunConfig, _CONFIG.value)
+        if cfg.screen_px:  # sizes that follow from the model's tokenizer, which must be here
+            cfg = completed(cfg, say)
         model_cfg = programs.read_model_config(cfg.model.path)
         machine = machines.find_machine(_TOPOLOGY.value)
         names = programs.TRAINING + (programs.SAMPLING if _SAMPLING.value else ())
