@@ -263,7 +263,7 @@ def test_rule_comes_before_the_bundled_servers_own():
     def second_turn(task):
         def judge(progress, turns):
             assert progress["reward"] is None or progress["done"]
-            return Judgement(turns == 2, float(turns == 2), turns == 2)
+            return Judgement(turns == 2, 0.5 * (turns == 2), turns == 2)
 
         return Rule("", judge)
 
@@ -289,7 +289,7 @@ def test_rule_comes_before_the_bundled_servers_own():
             )
 
     episode = asyncio.run(run())
-    assert len(episode.turns) == 2 and episode.success and episode.reward == 1.0
+    assert len(episode.turns) == 2 and episode.success and episode.reward == 0.5
     assert episode.instruction.startswith("Click the ")
 
 
