@@ -219,6 +219,16 @@ def test_float16_is_held_as_bfloat16_and_said(screens):
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(vlm.model.frozen)} == {"bfloat16"}
 
 
+def test_every_image_is_looked_at(sessions):
+    """One facade, several images of one size: each answer is that of a facade of its own."""
+    several = uirl_jax.VLM.from_pretrained(MODEL)
+    answers = [several.predict_action(s.screenshot(), "Click the red button.") for s in sessions]
+    for session, answer in zip(sessions, answers, strict=True):
+        alone = uirl_jax.VLM.from_pretrained(MODEL)
+        assert alone.predict_action(session.screenshot(), "Click the red button.") == answer
+    assert len({answer.text for answer in answers}) > 1
+
+
 def test_arrays_and_images_give_the_same_answer(vlm, sessions, screens):
     instruction = sessions[0].instruction
     expected = vlm.predict_action(screens[0], instruction)

@@ -8,6 +8,7 @@ Every method compiles for the shapes that it is called with, and keeps what it c
 looking and trying: training that lasts is `uirl_jax.main`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from uirl_jax.families import loading
 from uirl_jax.families.border import PlacedScreen, Screen, TokenRows
 from uirl_jax.families.chat import Chat, run_starts
 from uirl_jax.families.chat_config import ChatConfig
-from uirl_jax.families.screens import decode_image, vision_index
+from uirl_jax.families.screens import decode_image, image_key, vision_index
 from uirl_jax.models import scoring, weights
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
@@ -136,7 +137,10 @@ class VLM:
                 f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected 0 or more, "
                 "more than 0 to 1, and 0 or more"
             )
-        screen = self.model.inputs.cut_screen(_open(image))
+        picture = _open(image)
+        # The engine keeps the visual tokens of a screen by its key.
+        key = image_key(picture.tobytes() + repr(picture.size).encode())
+        screen = dataclasses.replace(self.model.inputs.cut_screen(picture), key=key)
         chat = self._chat(action_format)
         context_ids = chat.context(instruction, [screen], []).ids
         request = SampleRequest(
