@@ -14,7 +14,7 @@ import re
 import jax
 
 from uirl_jax.errors import ConfigError
-from uirl_jax.learner.utilisation import PEAK_FLOPS_PER_S as _PEAK
+from uirl_jax.learner.mfu import PEAK_FLOPS_PER_S as _PEAK
 
 
 @dataclasses.dataclass(frozen=True)

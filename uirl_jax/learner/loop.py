@@ -26,11 +26,11 @@ from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig, Group
 from uirl_jax.learner.bookkeeping import Bookkeeping, RunDirectory
 from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.learner.mfu import step_flops, utilisation, weights_in_products
 from uirl_jax.learner.own_rewards import OwnRewards
 from uirl_jax.learner.replay import is_replayed
 from uirl_jax.learner.state import TrainState
 from uirl_jax.learner.supervised import check_finite
-from uirl_jax.learner.utilisation import step_flops, utilisation, weights_in_products
 from uirl_jax.metrics import Progress, key_values
 from uirl_jax.shards import batching
 from uirl_jax.types import Trajectory

@@ -6,7 +6,7 @@ import pytest
 
 from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import AlgorithmConfig
-from uirl_jax.learner.utilisation import step_flops, utilisation, weights_in_products
+from uirl_jax.learner.mfu import step_flops, utilisation, weights_in_products
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.rl.losses import PolicyLossConfig
 
