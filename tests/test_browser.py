@@ -16,8 +16,9 @@ import pytest
 from PIL import Image
 
 from tests.chromium import needs_chromium, open_page, pool_and_runner
-from uirl_jax.types import Action
+from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
+from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.server.server import serve
 from uirl_jax.verifiers.server.sessions import ServerLimits
 
@@ -392,6 +393,20 @@ def test_server_ends_a_session_whose_browser_is_lost_and_tells_why():
                 assert response.status == 404
             async with http.post("/session", params=query) as response:
                 assert response.status == 200
+
+    asyncio.run(run())
+
+
+def test_session_in_a_browser_names_its_renderer_and_a_drawn_one_does_not(capfd):
+    async def run():
+        async with (
+            serve(limits=ServerLimits(warm_browsers=1, max_browsers=1)) as port,
+            VerifierClient(f"http://127.0.0.1:{port}") as client,
+        ):
+            drawn = await client.create(TaskSpec("desktop/click_button", 1))
+            page = await client.create(TaskSpec("simple_data_entry", 1))
+            assert drawn.renderer == "" and len(page.renderer) == 16
+            assert f"event=renderer fingerprint={page.renderer} " in capfd.readouterr().out
 
     asyncio.run(run())
 

@@ -405,6 +405,18 @@ def test_create_takes_instructions_of_every_language_without_what_acts(told, rea
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("told", "read"), [({"renderer": "5c5d4f"}, "5c5d4f"), ({"renderer": ""}, ""), ({}, "")]
+)
+def test_create_takes_the_renderer_where_the_server_names_one(told, read):
+    async def run():
+        server = Hostile(_answer(PNG), create=_json_answer(_created(**told)))
+        async with server, _client(server) as client:
+            assert (await client.create(TASK)).renderer == read
+
+    asyncio.run(run())
+
+
 def _created(**changes):
     return {"sessions": [{**SESSION, **changes}]}
 
@@ -427,6 +439,8 @@ def _created(**changes):
         (_created(screen_width=True), "not positive integers"),
         (_created(screen_height="168"), "not positive integers"),
         (_created(screen_height=10**9), "at most 16000000 pixels"),
+        (_created(renderer=5), "renderer is not a string"),
+        (_created(renderer="\x1b[2J"), "a session's renderer is"),
     ],
 )
 def test_create_with_a_wrong_answer_is_refused(body, word):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.sample_trajectories import make_trajectory
+from uirl_jax import evaluation
 from uirl_jax.learner.bookkeeping import actor_metrics
 from uirl_jax.learner.loop import StepReport
 from uirl_jax.report import diagnosis, write_report
@@ -39,6 +40,7 @@ def rows(**changes):
 
 CAUSES = [
     ("environment", {"actor/env_error": lambda step: 20.0 * step, "actor/published": 100.0}),
+    ("renderers", {}),
     ("stale", {"records/stale": lambda step: 5.0 * step}),
     ("format_errors", {"stop_reason/format_error": 0.95, "groups/with_signal": 0.0}),
     ("too_long", {"stop_reason/max_tokens": 0.22}),
@@ -53,7 +55,8 @@ CAUSES = [
 @pytest.mark.parametrize(("cause", "changes"), CAUSES, ids=[cause for cause, _ in CAUSES])
 def test_each_cause_is_named_and_no_other(cause, changes):
     assert diagnose(Evidence(rows())) == {}
-    assert list(diagnose(Evidence(rows(**changes)))) == [cause]
+    drawn = {"stage before": ["5c5d"], "training": ["5c5d", "77aa"] if not changes else ["5c5d"]}
+    assert list(diagnose(Evidence(rows(**changes), renderers=drawn))) == [cause]
     # One good step among five, and the rule is silent.
     mixed = rows(**changes)
     if not any(callable(value) for value in changes.values()):
@@ -96,7 +99,7 @@ def test_watcher_says_it_once_with_examples_and_when_it_is_over(tmp_path, capsys
     found = json.loads((tmp_path / "findings.json").read_text())
     assert list(found) == ["format_errors"] and found["format_errors"]["since_step"] == 5
     page = write_report(tmp_path).read_text()
-    assert "Why this run does not learn" in page and "Since step 5: 100% of the episodes" in page
+    assert "<h3>Diagnosis</h3>" in page and "Since step 5: 100% of the episodes" in page
     # A restart says nothing twice; a run that has recovered says so.
     again = Watcher(tmp_path, steps=100)
     for step in range(8, 14):
@@ -106,7 +109,22 @@ def test_watcher_says_it_once_with_examples_and_when_it_is_over(tmp_path, capsys
         again(report(step))
     assert "event=diagnosis_over step=14 cause=format_errors" in capsys.readouterr().out
     assert json.loads((tmp_path / "findings.json").read_text()) == {}
-    assert "Why this run" not in write_report(tmp_path).read_text()
+    assert "<h3>Diagnosis</h3>" not in write_report(tmp_path).read_text()
+
+
+def test_watcher_compares_what_is_trained_on_with_the_evaluations(tmp_path, capsys):
+    before = evaluation.count("before", [], [])
+    (tmp_path / "eval").mkdir()
+    evaluation.write_json(
+        tmp_path / "eval" / "before.json",
+        dataclasses.asdict(dataclasses.replace(before, renderers=["5c5d"])),
+    )
+    watcher = Watcher(tmp_path, steps=1)
+    for step, renderer in enumerate(("5c5d", "", "77aa"), 1):
+        played = dataclasses.replace(make_trajectory(f"e{step}", versions=(0,)), renderer=renderer)
+        watcher(StepReport(step, rows()[0], [[played]]))
+        said = capsys.readouterr().out
+        assert ("stage before: 5c5d; training: 5c5d, 77aa" in said) == (step == 3), said
 
 
 def test_short_run_is_judged_by_all_its_steps(tmp_path, capsys):
@@ -120,7 +138,7 @@ def test_short_run_is_judged_by_all_its_steps(tmp_path, capsys):
 def test_damaged_findings_are_left_out(tmp_path, content):
     (tmp_path / "findings.json").write_bytes(content)
     assert diagnosis.read_findings(tmp_path) == {}
-    assert "Why this run" not in write_report(tmp_path).read_text()
+    assert "<h3>Diagnosis</h3>" not in write_report(tmp_path).read_text()
 
 
 def write_actor_log(workdir, number, **fields):

@@ -150,6 +150,29 @@ def test_evaluate_counts_attempts_and_writes_them(tmp_path: Path) -> None:
     assert [t.task for t in kept] == tasks[:7]  # in the order of the tasks, env_error left out
 
 
+def test_evaluate_lists_how_pages_were_drawn_and_a_second_way_is_told(tmp_path: Path) -> None:
+    tasks = evaluation.eval_tasks([CLICK], 4)
+    drawn = ["77aa", "", "5c5d", "77aa"]
+    result = run(
+        tmp_path,
+        lambda asked: [
+            dataclasses.replace(episode(t, True), renderer=name)
+            for t, name in zip(asked, drawn, strict=True)
+        ],
+        tasks,
+    )
+    assert result.renderers == ["5c5d", "77aa"]
+    assert evaluation.read_results(tmp_path) == {"before": result}
+    path = tmp_path / "eval" / "before.json"  # of a version that did not list them
+    flat = json.loads(path.read_text())
+    del flat["renderers"]
+    path.write_text(json.dumps(flat))
+    assert evaluation.read_results(tmp_path)["before"].renderers == []
+    assert evaluation.renderers_text({"a": ["5c5d"], "b": [], "c": ["5c5d"]}) == ""
+    told = evaluation.renderers_text({"stage a": ["5c5d"], "b": [], "training": ["77aa"]})
+    assert "(stage a: 5c5d; training: 77aa)" in told and "not comparable" in told
+
+
 def test_evaluate_keeps_only_the_first_episodes(tmp_path: Path) -> None:
     tasks = evaluation.eval_tasks([CLICK], 20)
     run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks)

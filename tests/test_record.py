@@ -389,7 +389,7 @@ TASK = dataclasses.asdict(GOOD.task)
         ({"stop_reason": [b"bored"]}, "expected one of completed"),
         ({"images/key": [KEY.encode()] * 2}, "twice"),
         ({"images/data": [b"x", b"y"]}, "2 values, expected 1"),
-        ({"schema": [9]}, "schema 9, this reader knows 2 and 3"),
+        ({"schema": [9]}, "schema 9, this reader knows 2 to 4"),
         ({"success": [b"yes"]}, "success is not a list of int"),
         ({"group_id": None}, "group_id is missing"),
         ({"mystery": [1]}, r"unknown features \['mystery'\]"),
@@ -437,6 +437,21 @@ def test_shard_of_schema_2_is_read_with_tokens_for_its_grids():
     for old, versions in zip(trajectories, [(3, 4), (3,)], strict=True):
         now = make_trajectory(old.episode_id, "g", versions=versions)
         assert_same(old, dataclasses.replace(now, run_id=old.run_id, actor_id=old.actor_id))
+
+
+def test_shard_of_schema_3_is_read_without_a_renderer():
+    header, trajectories = read_shard(OLD.with_name("schema_3.tfrecord"))
+    assert header.schema == 3
+    for old, versions in zip(trajectories, [(3, 4), (3,)], strict=True):
+        now = make_trajectory(old.episode_id, "g", versions=versions)
+        assert_same(old, dataclasses.replace(now, run_id=old.run_id, actor_id=old.actor_id))
+
+
+def test_record_keeps_the_renderer():
+    drawn = dataclasses.replace(GOOD, renderer="5c5d4f4556b18892")
+    assert record.decode(record.encode(drawn)).renderer == "5c5d4f4556b18892"
+    with pytest.raises(RecordError, match="renderer must have at most 200"):
+        record.encode(dataclasses.replace(GOOD, renderer="5" * 201))
 
 
 def old_payload(**changes) -> bytes:

@@ -157,6 +157,9 @@ class Players:
             seconds=f"{time.monotonic() - started_s:.1f}",
         )
         print(line, flush=True)
+        seen = {f"stage {name}": r.renderers for name, r in {**known, stage: result}.items()}
+        if result.renderers and (text := evaluation.renderers_text(seen)):
+            print(metrics.key_values("renderer_changed", stage=stage, text=text), flush=True)
         return result
 
     def take_policy(self) -> tuple[int, Adapters]:

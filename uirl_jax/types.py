@@ -102,6 +102,8 @@ class Trajectory:
     actor_id: str = ""
     started_unix_s: float = 0.0
     duration_s: float = 0.0
+    # Fingerprint of how the verifier draws pages; empty: it gives none, or nothing depends on it.
+    renderer: str = ""
 
     @property
     def oldest_policy_version(self) -> int:

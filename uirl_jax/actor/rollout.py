@@ -34,7 +34,7 @@ from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import plan_screen
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
-from uirl_jax.verifiers.client.client import Session
+from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.containers.containers import Client
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class _Episode:
 
     episode_id: str
     instruction: str = ""
+    renderer: str = ""  # fingerprint, see Trajectory
     turns: list[Turn] = dataclasses.field(default_factory=list)
     images: dict[str, bytes] = dataclasses.field(default_factory=dict)
     image_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -140,7 +141,7 @@ async def run_episode(
     deadline = asyncio.timeout(cfg.episode_timeout_s)
     try:
         async with deadline, _open_session(setup.client, task, cfg, waits_s) as session:
-            episode.instruction = session.instruction
+            episode.instruction, episode.renderer = session.instruction, session.renderer
             stop_reason = await _play(episode, task, session, setup, seed, waits_s)
     except TimeoutError:
         if not deadline.expired():
@@ -189,6 +190,7 @@ async def run_episode(
         actor_id=actor_id,
         started_unix_s=started_unix_s,
         duration_s=time.monotonic() - started_s,
+        renderer=episode.renderer,
     )
 
 

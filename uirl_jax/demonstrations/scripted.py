@@ -6,6 +6,7 @@ thread (`demonstrate`); other tasks need an event loop, and processes if they ru
 """
 
 import asyncio
+import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -162,6 +163,6 @@ class Demonstrator:
                 await asyncio.sleep((action.seconds or 0.0) if action.kind == "wait" else 0.0)
                 progress = await session.progress()
                 recording.act(action, progress)
-            return _ended(recording, progress)
+            return dataclasses.replace(_ended(recording, progress), renderer=session.renderer)
         finally:
             await session.close()

@@ -25,6 +25,7 @@ from uirl_jax.evaluation.statistics import (
     Rate,
     count,
     rate,
+    renderers_text,
     task_label,
     wilson_interval,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "rate",
     "read_results",
     "rename_stage",
+    "renderers_text",
     "stage_label",
     "stage_name",
     "summary",

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
@@ -32,6 +32,8 @@ class EvalResult(Rate):
     mean_reward: float  # over the attempts
     mean_turns: float
     finished_unix_s: float
+    # Fingerprints of how its pages were drawn (Trajectory.renderer).
+    renderers: list[str] = dataclasses.field(default_factory=list)
 
 
 def wilson_interval(successes: int, attempts: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -94,11 +96,28 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         mean_reward=_mean([t.reward for t in attempts]),
         mean_turns=_mean([len(t.turns) for t in attempts]),
         finished_unix_s=time.time(),
+        renderers=sorted({t.renderer for t in attempts} - {""}),
     )
 
 
 def task_label(task: TaskSpec) -> str:
     return f"{task.name} ({task.variant})" if task.variant else task.name
+
+
+def renderers_text(seen: Mapping[str, Sequence[str]]) -> str:
+    """Says that pages were drawn in several ways; empty: they were not.
+
+    Args:
+        seen: fingerprints by where they were seen: "stage before".
+    """
+    if len({name for names in seen.values() for name in names}) <= 1:
+        return ""
+    places = "; ".join(f"{where}: {', '.join(names)}" for where, names in seen.items() if names)
+    return (
+        f"pages were not drawn alike ({places}): another version of Chromium or its fonts changes "
+        "pixels, so results are not comparable and a policy sees screens that it was not trained "
+        "on. Run all verifiers with the same versions (docs/bundled_server.md)"
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from uirl_jax import evaluation
 from uirl_jax.learner.bookkeeping import actor_metrics
 from uirl_jax.learner.loop import StepReport
 from uirl_jax.metrics import key_values, last_object, read_metrics
@@ -36,11 +37,13 @@ class Evidence:
       rows: metrics of the last steps, oldest first.
       wrong_answers: texts that were no actions, each with the reason.
       env_errors: reasons of the actors' env_errors, the most frequent first.
+      renderers: fingerprints of how pages were drawn, by where they were seen.
     """
 
     rows: Sequence[Row]
     wrong_answers: Sequence[str] = ()
     env_errors: Sequence[str] = ()
+    renderers: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def mean(self, name: str, missing: float = 0.0) -> float:
         return statistics.fmean(row.get(name, missing) for row in self.rows)
@@ -79,6 +82,10 @@ def environment(evidence: Evidence) -> str:
         f"fails, not the policy. Reasons: {reasons or 'see the log of the actor'}. Try "
         "python -m uirl_jax.verifiers.doctor URL"
     )
+
+
+def renderers(evidence: Evidence) -> str:
+    return evaluation.renderers_text(evidence.renderers)
 
 
 def stale(evidence: Evidence) -> str:
@@ -157,6 +164,7 @@ def no_update(evidence: Evidence) -> str:
 # In the order of the data path: an earlier one often explains a later one.
 RULES: Sequence[Callable[[Evidence], str]] = (
     environment,
+    renderers,
     stale,
     format_errors,
     too_long,
@@ -190,11 +198,18 @@ class Watcher:
         )
         self._wrong_answers: collections.deque[str] = collections.deque(maxlen=MAX_EXAMPLES)
         self._active: dict[str, dict[str, object]] = read_findings(workdir)
+        self._renderers: dict[str, list[str]] = {
+            f"stage {name}": result.renderers
+            for name, result in evaluation.read_results(workdir).items()
+        }
 
     def __call__(self, report: StepReport) -> None:
         self._rows.append(report.metrics)
         for group in report.groups:
             for trajectory in group:
+                trained_on = self._renderers.setdefault("training", [])
+                if trajectory.renderer and trajectory.renderer not in trained_on:
+                    trained_on.append(trajectory.renderer)
                 if trajectory.stop_reason is StopReason.FORMAT_ERROR and trajectory.turns:
                     turn = trajectory.turns[-1]
                     self._wrong_answers.append(
@@ -204,7 +219,8 @@ class Watcher:
         if len(self._rows) < (self._rows.maxlen or 1):
             return
         reasons = env_error_reasons(self._logs)
-        found = diagnose(Evidence(tuple(self._rows), tuple(self._wrong_answers), reasons))
+        evidence = Evidence(tuple(self._rows), tuple(self._wrong_answers), reasons, self._renderers)
+        found = diagnose(evidence)
         for name in found.keys() - self._active.keys():
             print(
                 key_values("diagnosis", step=report.step, cause=name, text=found[name]), flush=True

@@ -27,11 +27,15 @@ from uirl_jax.shards import example, framing
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 
 # 2: full_logprobs, and a policy version for every token. 3: visual tokens of a screenshot in place
-# of a grid of patches.
-SCHEMA_VERSION = 3
-_READ_SCHEMAS = (2, 3)
+# of a grid of patches. 4: renderer.
+SCHEMA_VERSION = 4
+_READ_SCHEMAS = (2, 3, 4)
 
 _ID_CHARS = 200
+_TEXTS = (
+    *("episode_id", "group_id", "instruction", "stop_reason", "run_id", "actor_id"),
+    "renderer",
+)
 _MAX_RECORDS = 1_000_000  # of a shard: more than framing.MAX_SHARD_BYTES can hold
 _MAX_IMAGE_TOKENS = 2**22
 
@@ -84,7 +88,7 @@ def decode_header(payload: bytes) -> Header:
         fields = example.Fields(example.decode(payload), "header")
         schema = fields.integer("schema")
         if schema not in _READ_SCHEMAS:
-            raise ShardError(f"schema {schema}, this reader knows 2 and 3")
+            raise ShardError(f"schema {schema}, this reader knows 2 to 4")
         header = Header(
             schema=schema,
             run_id=fields.text("run_id"),
@@ -151,7 +155,7 @@ def encode(trajectory: Trajectory, layout: TokenLayout | None = None) -> bytes:
         "images/key": [_utf8(key) for key in keys],
         "images/data": [trajectory.images[key] for key in keys],
     }
-    for name in ("episode_id", "group_id", "instruction", "stop_reason", "run_id", "actor_id"):
+    for name in _TEXTS:
         features[name] = [_utf8(getattr(trajectory, name))]
     image_tokens = [trajectory.image_tokens[key] for key in keys]
     times = [trajectory.reward, trajectory.started_unix_s, trajectory.duration_s]
@@ -195,7 +199,7 @@ def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
     fields = example.Fields(example.decode(payload), "trajectory")
     schema = fields.integer("schema")
     if schema not in _READ_SCHEMAS:
-        raise RecordError(f"schema {schema}, this reader knows 2 and 3")
+        raise RecordError(f"schema {schema}, this reader knows 2 to 4")
     count = fields.integer("turns")
     texts, errors, actions, progresses = (
         fields.items(f"turns/{name}", count) for name in ("text", "error", "action", "progress")
@@ -258,6 +262,7 @@ def decode(payload: bytes, layout: TokenLayout | None = None) -> Trajectory:
         actor_id=fields.text("actor_id"),
         started_unix_s=float(started_unix_s),
         duration_s=float(duration_s),
+        renderer=fields.text("renderer") if schema >= 4 else "",
     )
     fields.finish()
     validate(trajectory, layout)
@@ -276,6 +281,8 @@ def validate(trajectory: Trajectory, layout: TokenLayout | None = None) -> None:
     for name in ("episode_id", "group_id"):
         if not 0 < len(getattr(trajectory, name)) <= _ID_CHARS:
             raise RecordError(f"{where}: {name} must have 1 to {_ID_CHARS} characters")
+    if len(trajectory.renderer) > _ID_CHARS:
+        raise RecordError(f"{where}: renderer must have at most {_ID_CHARS} characters")
     for name in ("reward", "started_unix_s", "duration_s"):
         if not math.isfinite(getattr(trajectory, name)):
             raise RecordError(f"{where}: {name} is not finite: {getattr(trajectory, name)}")

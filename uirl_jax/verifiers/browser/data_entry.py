@@ -129,6 +129,8 @@ def make_sheet(task: TaskSpec) -> Sheet:
 class DataEntry:
     """A running session (server.session_types.RunningTask)."""
 
+    renderer = ""  # the server sets it
+
     def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
         self._pool = pool
         self._tab = tab

@@ -143,6 +143,8 @@ def _inlined(page: Path, reference: re.Match[bytes], tag: bytes, *, unfit: bytes
 class MiniWob:
     """A running session (server.session_types.RunningTask)."""
 
+    renderer = ""  # the server sets it
+
     def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
         self._pool = pool
         self._tab = tab

@@ -16,6 +16,8 @@ _URL = "https://own.invalid/"
 class OwnPage:
     """A running session (server.session_types.RunningTask)."""
 
+    renderer = ""  # the server sets it
+
     def __init__(self, pool: BrowserPool, tab: Tab, own: OwnTask, instance: PageTask) -> None:
         self._pool = pool
         self._tab = tab

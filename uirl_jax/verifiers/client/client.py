@@ -2,8 +2,8 @@
 
 Opens sessions, acts, fetches screenshots and progress. Every fault of the server (an image of
 another size, a reward that is not a number, a session that was used before) raises VerifierError,
-which ends the episode as `env_error`. `transport` does the HTTP, `dialects` has the calls of each
-dialect, `rules` turns counts into rewards.
+which ends the episode as `env_error`. `transport` does the HTTP, `answers`
+checks what comes back, `dialects` has the calls of each dialect, `rules` turns counts into rewards.
 
 Retries: reads, DELETE, and an `act` with a request_id, which a g1+ server applies only once.
 `POST /session` only if the connection was refused, since a lost answer would leak a session. An
@@ -14,10 +14,8 @@ where it may have been applied, ActUncertainError is raised.
 import asyncio
 import contextlib
 import dataclasses
-import math
-import re
 from types import TracebackType
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 from uirl_jax.errors import (
     ActUncertainError,
@@ -28,8 +26,9 @@ from uirl_jax.errors import (
 )
 from uirl_jax.types import Action, Rule, TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
-from uirl_jax.untrusted import text as untrusted_text
 from uirl_jax.verifiers import dialects, wire
+from uirl_jax.verifiers.client import answers
+from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.client.image_header import image_size
 from uirl_jax.verifiers.client.rules import FindOwnRule, find_rule, no_own_rule
 from uirl_jax.verifiers.client.transport import JSON_TYPE, ClientLimits, Transport
@@ -38,18 +37,6 @@ from uirl_jax.verifiers.client.used_containers import InMemory, UsedContainers
 _IMAGE_TYPES = frozenset(wire.IMAGE_FORMATS.values())
 _TEXT_TYPES = frozenset({"text/plain"})
 _READY_POLL_S = 1.0  # a container that is starting
-_STARTED = re.compile(r"Start time: *([^\n]{1,80})")
-
-
-@dataclasses.dataclass(frozen=True)
-class Session:
-    """One session that the verifier has opened for us."""
-
-    id: str
-    instruction: str
-    width_px: int
-    height_px: int
-    judged_here: bool = False  # success is decided by a rule, not by the server's reward
 
 
 @dataclasses.dataclass
@@ -107,6 +94,7 @@ class VerifierClient:
             base_url, self._limits, keep_alive_s=self.dialect.keep_alive_s, token=token
         )
         self._base = self.transport.base
+        self._opening = f"POST {self._base}/session"  # for errors
         self._delay_s = delay_s
         try:
             self._image_format = wire.read_image_format(image_format)
@@ -140,7 +128,9 @@ class VerifierClient:
         own = self._find_own_rule(task)
         if self.dialect.judges:
             query = {"type": task.name, "n": "1", "seed": str(task.seed), "variant": task.variant}
-            session = self._read_session(await self._post_session(query))
+            session = answers.read_session(
+                await self._post_session(query), self._opening, self._limits, self._open
+            )
             if own is not None:
                 instruction = own.instruction or session.instruction
                 session = dataclasses.replace(session, instruction=instruction, judged_here=True)
@@ -154,7 +144,7 @@ class VerifierClient:
             )
         if self.dialect.has_sessions:
             answer = await self._post_session({"type": task.name, "n": "1"})
-            session_id = self._read_session_id(answer)
+            session_id = answers.read_session_id(answer, self._opening, self._open)
         else:
             start_time = await self._take_container(counts=own is None)
             session_id = "container"
@@ -235,7 +225,7 @@ class VerifierClient:
     async def progress(self, session_id: str) -> dict[str, Any]:
         """What the task counts, as it came, with `done`: bool and `reward`: a finite float or None.
         Where the server does not judge, or the user's own rule does, it is judged here."""
-        _check_id(session_id)
+        answers.check_id(session_id)
         path = ("session", session_id, "progress") if self.dialect.has_sessions else ("progress",)
         progress = await self.transport.json("GET", path, again_if="failed")
         where = f"progress of session {session_id} at {self._base}"
@@ -243,24 +233,16 @@ class VerifierClient:
         if not self.dialect.judges:
             if not entry.has_own_rule:
                 self._check_counts(progress, where)
-                self._check_not_reset(entry, progress, where)
+                answers.check_not_reset(progress, entry.counts, where)
+                entry.counts = progress
             await self._check_not_restarted(entry, where)
         if entry.rule is not None:
             return {**progress, **entry.rule.judge(progress, entry.turns)._asdict()}
-        if not isinstance(progress.get("done", False), bool):
-            raise VerifierError(f"{where}: done is not a boolean")
-        reward = progress.get("reward")
-        if reward is not None:
-            if isinstance(reward, bool) or not isinstance(reward, int | float):
-                raise VerifierError(f"{where}: reward is a {type(reward).__name__}, not a number")
-            progress["reward"] = float(reward)
-            if not math.isfinite(progress["reward"]):
-                raise VerifierError(f"{where}: reward is not finite")
-        return progress
+        return answers.check_verdict(progress, where)
 
     async def delete(self, session_id: str) -> None:
         """Ends a session; one that is gone already is fine. A container is ended by who runs it."""
-        _check_id(session_id)
+        answers.check_id(session_id)
         self._open.pop(session_id, None)
         if self.dialect.has_sessions:
             await self.transport.send(
@@ -326,7 +308,7 @@ class VerifierClient:
             self._check_counts(progress, f"progress at {self._base}")
             if any(progress.values()):
                 raise self._was_used()
-        return _start_time(text)
+        return answers.start_time(text)
 
     def _was_used(self) -> VerifierError:
         return VerifierError(
@@ -343,24 +325,11 @@ class VerifierClient:
                 f"{self._base}: cannot be marked as used: {error}; free the disk of the workdir"
             ) from error
 
-    def _check_not_reset(self, entry: _Open, progress: dict[str, Any], where: str) -> None:
-        """A restarted session has forgotten its wrong submissions: its reward would be too high.
-
-        Raises: VerifierError: a count fell.
-        """
-        for key, before in entry.counts.items():
-            if _size(progress.get(key)) < _size(before):
-                raise VerifierError(
-                    f"{where}: {key} fell from {_size(before)} to {_size(progress.get(key))}: the "
-                    "session was reset or replaced during the episode"
-                )
-        entry.counts = progress
-
     async def _check_not_restarted(self, entry: _Open, where: str) -> None:
         """Raises: VerifierError: the container has another start time."""
         if self.dialect.has_sessions or not entry.start_time:
             return
-        if (now := _start_time(await self.root())) != entry.start_time:
+        if (now := answers.start_time(await self.root())) != entry.start_time:
             raise VerifierError(
                 f"{where}: the container was restarted during the episode, at "
                 f"{untrusted_json.printable(now) or 'an unknown time'}"
@@ -375,58 +344,14 @@ class VerifierClient:
                 f"{expected}; python -m uirl_jax.verifiers.doctor {self._base} says what it is"
             )
 
-    def _read_session_id(self, answer: dict[str, Any]) -> str:
-        where = f"POST {self._base}/session"
-        ids = answer.get("session_ids")
-        if not isinstance(ids, list) or len(ids) != 1 or type(ids[0]) not in (int, str):
-            raise VerifierError(f"{where}: the answer has no `session_ids` with one entry")
-        session_id = _check_id(str(ids[0]), f"{where}: a session's id")
-        if session_id in self._open:
-            raise VerifierError(f"{where}: the id {session_id} is taken by an open session")
-        return session_id
-
-    def _read_session(self, answer: dict[str, Any]) -> Session:
-        where = f"POST {self._base}/session"
-        sessions = answer.get("sessions")
-        if (
-            not isinstance(sessions, list)
-            or len(sessions) != 1
-            or not isinstance(sessions[0], dict)
-        ):
-            raise VerifierError(
-                f"{where}: the answer has no `sessions` with one entry; is this a G1+ server?"
-            )
-        entry = sessions[0]
-        session_id, instruction = entry.get("id"), entry.get("instruction")
-        if not isinstance(session_id, str):
-            raise VerifierError(f"{where}: a session's id is not a string")
-        self._read_session_id({"session_ids": [session_id]})
-        most = self._limits.max_instruction_chars
-        if not isinstance(instruction, str) or len(instruction) > most:
-            raise VerifierError(f"{where}: the instruction is not text of 1-{most} characters")
-        instruction = untrusted_text.readable(instruction)
-        if not instruction.strip():
-            raise VerifierError(f"{where}: the instruction is empty")
-        width_px, height_px = entry.get("screen_width"), entry.get("screen_height")
-        if not _is_extent(width_px) or not _is_extent(height_px):
-            raise VerifierError(
-                f"{where}: screen_width and screen_height are not positive integers"
-            )
-        if width_px * height_px > self._limits.max_image_pixels:
-            raise VerifierError(
-                f"{where}: a screen of {width_px}x{height_px} pixels, "
-                f"at most {self._limits.max_image_pixels} pixels are accepted"
-            )
-        return Session(session_id, instruction, width_px, height_px)
-
     def _find(self, session_id: str) -> _Open:
-        entry = self._open.get(_check_id(session_id))
+        entry = self._open.get(answers.check_id(session_id))
         if entry is None:
             raise VerifierError(f"session {session_id} was not opened here, or is deleted")
         return entry
 
     async def _act_once(self, session: Session, action: Action, request_id: str) -> bytes:
-        _check_id(request_id, "request_id")
+        answers.check_id(request_id, "request_id")
         body = {
             **wire.action_fields(action),
             "delay": self._delay_s,
@@ -474,27 +399,3 @@ class VerifierClient:
             return image_size(data, max_pixels=self._limits.max_image_pixels)
         except ImageError as error:
             raise VerifierError(f"{where}: {error}") from error
-
-
-def _start_time(text: str) -> str:
-    """The start time that a container's page tells; empty: none."""
-    match = _STARTED.search(text)
-    return match[1] if match else ""
-
-
-def _size(count: Any) -> float:
-    """A count as a number: submissions are counted or listed."""
-    if isinstance(count, list):
-        return len(count)
-    return count if isinstance(count, int | float) else 0
-
-
-def _is_extent(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _check_id(text: str, what: str = "session id") -> str:
-    if not wire.SESSION_ID.fullmatch(text):
-        shown = untrusted_json.printable(text)
-        raise VerifierError(f"{what} is {shown!r}, expected 1-64 letters, digits, _ or -")
-    return text

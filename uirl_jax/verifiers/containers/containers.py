@@ -29,7 +29,8 @@ from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import dialects
-from uirl_jax.verifiers.client.client import Session, VerifierClient
+from uirl_jax.verifiers.client.answers import Session
+from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import FindOwnRule, no_own_rule
 from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.containers.runtime import (

@@ -30,6 +30,7 @@ class RunningTask(Protocol):
     width_px: int
     height_px: int
     delay_s: float  # between an action and its screenshot, where the caller names none
+    renderer: str  # fingerprint of how its pages are drawn; empty: nothing depends on the machine
 
     async def act(self, action: Action) -> None:
         """Applies an action. It need not be done when this returns: that is what delays are for."""
@@ -56,6 +57,8 @@ class RunningTask(Protocol):
 
 class DesktopTask:
     """The hermetic desktop: everything is there at once."""
+
+    renderer = ""
 
     def __init__(self, task: TaskSpec) -> None:
         self._session = desktop.open_session(task)
@@ -84,6 +87,8 @@ class DesktopTask:
 
 class OwnDrawing:
     """`own/<name>` without a page: what somebody wrote (own_tasks.DrawnTask)."""
+
+    renderer = ""
 
     def __init__(self, own: own_tasks.OwnTask, instance: own_tasks.DrawnTask) -> None:
         self._name = own.name
@@ -183,11 +188,15 @@ class SessionTypes:
                     "renderer", fingerprint=self.renderer, chromium=tab.browser.version
                 )
                 print(line, flush=True)
+        opened: RunningTask
         if own is not None and isinstance(instance, own_tasks.PageTask):
-            return await own_page.OwnPage.open(self._pool, own, instance)
-        if task.name == SIMPLE_DATA_ENTRY:
-            return await data_entry.DataEntry.open(self._pool, task)
-        return await miniwob.MiniWob.open(self._pool, task)
+            opened = await own_page.OwnPage.open(self._pool, own, instance)
+        elif task.name == SIMPLE_DATA_ENTRY:
+            opened = await data_entry.DataEntry.open(self._pool, task)
+        else:
+            opened = await miniwob.MiniWob.open(self._pool, task)
+        opened.renderer = self.renderer
+        return opened
 
     async def close(self) -> None:
         """Ends every browser."""

@@ -62,7 +62,13 @@ _INFO = calls.whole(
     action_count=_INTEGER,
     stop_time={"type": ["number", "null"]},
 )
-_OPENED = calls.whole(id=_TEXT, instruction=_TEXT, screen_width=_INTEGER, screen_height=_INTEGER)
+_OPENED = calls.whole(
+    id=_TEXT,
+    instruction=_TEXT,
+    screen_width=_INTEGER,
+    screen_height=_INTEGER,
+    renderer=_TEXT,  # fingerprint of how its pages are drawn; empty: nothing depends on the machine
+)
 _CREATED = calls.whole(
     session_ids={"type": "array", "items": _TEXT}, sessions={"type": "array", "items": _OPENED}
 )
@@ -221,6 +227,7 @@ class Sessions:
                     "instruction": running.instruction,
                     "screen_width": running.width_px,
                     "screen_height": running.height_px,
+                    "renderer": running.renderer,
                 }
             )
         logger.info(

@@ -1,0 +1,135 @@
+"""What a verifier's answers must be. Everything that a server says is checked here before use.
+
+`client` makes the calls; this module makes none, and holds nothing.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Container
+from typing import Any, TypeGuard
+
+from uirl_jax.errors import VerifierError
+from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.untrusted import text as untrusted_text
+from uirl_jax.verifiers import wire
+from uirl_jax.verifiers.client.transport import ClientLimits
+
+_STARTED = re.compile(r"Start time: *([^\n]{1,80})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """One session that the verifier has opened for us."""
+
+    id: str
+    instruction: str
+    width_px: int
+    height_px: int
+    judged_here: bool = False  # success is decided by a rule, not by the server's reward
+    renderer: str = ""  # fingerprint of how its pages are drawn; empty: the server gives none
+
+
+def read_session(
+    answer: dict[str, Any], where: str, limits: ClientLimits, taken: Container[str]
+) -> Session:
+    """The session that POST /session of dialect g1+ has opened.
+
+    Args:
+      where: for errors.
+      taken: ids of open sessions.
+    Raises: VerifierError
+    """
+    sessions = answer.get("sessions")
+    if not isinstance(sessions, list) or len(sessions) != 1 or not isinstance(sessions[0], dict):
+        raise VerifierError(
+            f"{where}: the answer has no `sessions` with one entry; is this a G1+ server?"
+        )
+    entry = sessions[0]
+    session_id, instruction = entry.get("id"), entry.get("instruction")
+    if not isinstance(session_id, str):
+        raise VerifierError(f"{where}: a session's id is not a string")
+    read_session_id({"session_ids": [session_id]}, where, taken)
+    most = limits.max_instruction_chars
+    if not isinstance(instruction, str) or len(instruction) > most:
+        raise VerifierError(f"{where}: the instruction is not text of 1-{most} characters")
+    instruction = untrusted_text.readable(instruction)
+    if not instruction.strip():
+        raise VerifierError(f"{where}: the instruction is empty")
+    width_px, height_px = entry.get("screen_width"), entry.get("screen_height")
+    if not _is_extent(width_px) or not _is_extent(height_px):
+        raise VerifierError(f"{where}: screen_width and screen_height are not positive integers")
+    if width_px * height_px > limits.max_image_pixels:
+        raise VerifierError(
+            f"{where}: a screen of {width_px}x{height_px} pixels, "
+            f"at most {limits.max_image_pixels} pixels are accepted"
+        )
+    renderer = entry.get("renderer", "")
+    if renderer != "":
+        if not isinstance(renderer, str):
+            raise VerifierError(f"{where}: a session's renderer is not a string")
+        renderer = check_id(renderer, f"{where}: a session's renderer")
+    return Session(session_id, instruction, width_px, height_px, renderer=renderer)
+
+
+def read_session_id(answer: dict[str, Any], where: str, taken: Container[str]) -> str:
+    """The one id in `session_ids`. Arguments and errors as of `read_session`."""
+    ids = answer.get("session_ids")
+    if not isinstance(ids, list) or len(ids) != 1 or type(ids[0]) not in (int, str):
+        raise VerifierError(f"{where}: the answer has no `session_ids` with one entry")
+    session_id = check_id(str(ids[0]), f"{where}: a session's id")
+    if session_id in taken:
+        raise VerifierError(f"{where}: the id {session_id} is taken by an open session")
+    return session_id
+
+
+def check_id(text: str, what: str = "session id") -> str:
+    """Raises: VerifierError: text that cannot stand in a URL."""
+    if not wire.SESSION_ID.fullmatch(text):
+        shown = untrusted_json.printable(text)
+        raise VerifierError(f"{what} is {shown!r}, expected 1-64 letters, digits, _ or -")
+    return text
+
+
+def check_verdict(progress: dict[str, Any], where: str) -> dict[str, Any]:
+    """The progress of a server that judges, its reward a float or None. Raises: VerifierError."""
+    if not isinstance(progress.get("done", False), bool):
+        raise VerifierError(f"{where}: done is not a boolean")
+    reward = progress.get("reward")
+    if reward is None:
+        return progress
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise VerifierError(f"{where}: reward is a {type(reward).__name__}, not a number")
+    if not math.isfinite(reward := float(reward)):
+        raise VerifierError(f"{where}: reward is not finite")
+    return {**progress, "reward": reward}
+
+
+def check_not_reset(progress: dict[str, Any], before: dict[str, Any], where: str) -> None:
+    """A restarted session has forgotten its wrong submissions: its reward would be too high.
+
+    Raises: VerifierError: a count fell.
+    """
+    for key, count in before.items():
+        if _size(progress.get(key)) < _size(count):
+            raise VerifierError(
+                f"{where}: {key} fell from {_size(count)} to {_size(progress.get(key))}: the "
+                "session was reset or replaced during the episode"
+            )
+
+
+def start_time(page: str) -> str:
+    """The start time that a container's page tells; empty: none."""
+    match = _STARTED.search(page)
+    return match[1] if match else ""
+
+
+def _size(count: Any) -> float:
+    """A count as a number: submissions are counted or listed."""
+    if isinstance(count, list):
+        return len(count)
+    return count if isinstance(count, int | float) else 0
+
+
+def _is_extent(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
