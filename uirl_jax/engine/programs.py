@@ -13,7 +13,7 @@ last c, which the first decode step reads. What was sampled last is never writte
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 
 from uirl_jax.engine import sampling
 from uirl_jax.engine.requests import EngineConfig
-from uirl_jax.engine.weights import Weights, merge
+from uirl_jax.engine.weights import Weights, merge, used_now
 from uirl_jax.families.chat import Vocabulary
 from uirl_jax.families.loading import PolicyModel
 
@@ -106,24 +106,30 @@ def make_programs(
     *,
     cache_sharding: Any = None,
     table_sharding: Any = None,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> Programs:
     """The programs of one model.
 
     Args:
       cache_sharding, table_sharding: where the buffers lie; left to the compiler they may come back
         placed otherwise, and the next call compiles again.
+      compiler_options: XLA's, of the programs that read weights.
     """
+    options = dict(compiler_options or {})
     return Programs(
-        _make_encode(model, table_sharding),
-        _make_prefill(model, cache_sharding),
+        _make_encode(model, table_sharding, options),
+        _make_prefill(model, cache_sharding, options),
         _make_copy(cache_sharding),
-        _make_decode(model, vocabulary, cfg, cache_sharding),
+        _make_decode(model, vocabulary, cfg, cache_sharding, options),
     )
 
 
-def _make_encode(model: PolicyModel, table_sharding: Any) -> Callable[..., jax.Array]:
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=table_sharding)
+def _make_encode(
+    model: PolicyModel, table_sharding: Any, options: dict[str, str]
+) -> Callable[..., jax.Array]:
+    @functools.partial(
+        jax.jit, donate_argnums=0, out_shardings=table_sharding, compiler_options=options
+    )
     def encode(
         table_md: jax.Array, weights: Weights, vision: dict[str, jax.Array], row_m: jax.Array
     ) -> jax.Array:
@@ -134,9 +140,15 @@ def _make_encode(model: PolicyModel, table_sharding: Any) -> Callable[..., jax.A
     return encode
 
 
-def _make_prefill(model: PolicyModel, cache_sharding: Any) -> Callable[..., Any]:
+def _make_prefill(
+    model: PolicyModel, cache_sharding: Any, options: dict[str, str]
+) -> Callable[..., Any]:
     @functools.partial(
-        jax.jit, donate_argnums=0, static_argnames="span", out_shardings=cache_sharding
+        jax.jit,
+        donate_argnums=0,
+        static_argnames="span",
+        out_shardings=cache_sharding,
+        compiler_options=options,
     )
     def prefill(
         cache: Any,
@@ -179,14 +191,22 @@ def _make_copy(cache_sharding: Any) -> Callable[..., Any]:
 
 
 def _make_decode(
-    model: PolicyModel, vocabulary: Vocabulary, cfg: EngineConfig, cache_sharding: Any
+    model: PolicyModel,
+    vocabulary: Vocabulary,
+    cfg: EngineConfig,
+    cache_sharding: Any,
+    options: dict[str, str],
 ) -> Callable[..., tuple[Any, Decoded]]:
     end_ids = np.array(vocabulary.end_token_ids, np.int32)
     forbidden_v: Any = np.isin(np.arange(model.cfg.vocab_size), vocabulary.forbidden_ids)
     axes = model.inputs.position_axes
 
     @functools.partial(
-        jax.jit, donate_argnums=0, static_argnames="span", out_shardings=(cache_sharding, None)
+        jax.jit,
+        donate_argnums=0,
+        static_argnames="span",
+        out_shardings=(cache_sharding, None),
+        compiler_options=options,
     )
     def decode(
         cache: Any,
@@ -197,7 +217,6 @@ def _make_decode(
         *,
         span: int,
     ) -> tuple[Any, Decoded]:
-        module, blocks = merge(model, weights)
         batch = rows.slot_b.shape[0]
         # All slots, in order: then nothing has to be gathered from the cache.
         slot_b = None if batch == cfg.num_slots else rows.slot_b
@@ -210,6 +229,8 @@ def _make_decode(
 
         def sample_token(carry: Any) -> Any:
             step, token_b, out, cache = carry
+            layers, token_b = used_now(weights.frozen_layers, token_b)
+            module, blocks = merge(model, weights._replace(frozen_layers=layers))
             live_b = ~out.ended_b & (out.count_b < rows.remaining_b)
             x_b1d, cache = module.extend(
                 token_b[:, None],

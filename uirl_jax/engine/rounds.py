@@ -25,7 +25,14 @@ from uirl_jax.engine.requests import EngineConfig, SampleResult
 from uirl_jax.engine.slots import SlotPool
 from uirl_jax.engine.visual_table import VisualTable
 from uirl_jax.engine.warm_up import call_everything
-from uirl_jax.engine.weights import Weights, check_fits, merge, prepare, with_adapters
+from uirl_jax.engine.weights import (
+    Weights,
+    check_fits,
+    compiler_options,
+    merge,
+    prepare,
+    with_adapters,
+)
 from uirl_jax.errors import PolicyError
 from uirl_jax.families.border import PlacedScreen
 from uirl_jax.families.chat import Vocabulary
@@ -90,6 +97,7 @@ class Rounds:
             cfg,
             cache_sharding=self._cache_sharding,
             table_sharding=self._table_sharding,
+            compiler_options=compiler_options(model, by_layer=by_layer),
         )
         self._reset_buffers()
         self.waiting: collections.deque[Job] = collections.deque()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from uirl_jax.errors import ModelError
-from uirl_jax.models.sharding import AXIS_RULES, partition_spec
+from uirl_jax.models.sharding import AXIS_RULES, partition_spec, platform
 
 # auto: splash on a TPU, cudnn on an NVIDIA GPU, each if it accepts the arrays. Otherwise xla, also
 # on several devices without `jax.set_mesh`.
@@ -74,7 +74,7 @@ def attention(
     if implementation == "splash":
         if prefix_segments_bt is not None:
             raise ModelError("attention by splash: shared prompts are not supported")
-        kernel = functools.partial(_splash, causal=causal, interpret=_platform() != "tpu")
+        kernel = functools.partial(_splash, causal=causal, interpret=platform() != "tpu")
     else:
         if reason := _why_not_cudnn(q_btnh):
             raise ModelError(f"attention by cudnn: {reason}; use implementation='auto'")
@@ -120,7 +120,7 @@ def cached_attention(
     )
     q_ids_bt = jnp.ones((len(start_b), tokens), jnp.int32)
     before_bs = (jnp.arange(positions) < start_b[:, None]).astype(jnp.int32)
-    kernel = functools.partial(_splash_rows, first=positions, interpret=_platform() != "tpu")
+    kernel = functools.partial(_splash_rows, first=positions, interpret=platform() != "tpu")
     kv_ids_bs = jnp.concatenate([before_bs, q_ids_bt], axis=1)
     return _on_every_device(kernel, q_btnh, k_bskh, v_bskh, q_ids_bt, kv_ids_bs)
 
@@ -160,23 +160,14 @@ def segment_mask(
 # ----------------------------------------------------------------------------------- the platform
 
 
-def _platform() -> str:
-    """cpu, tpu or gpu: of the mesh that is compiled for, which may differ from the host's."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.abstract_device is None:
-        return jax.default_backend()
-    return mesh.abstract_device.platform
-
-
 def _for_platform(q_btnh: jax.Array, prefix_segments_bt: jax.Array | None) -> Implementation:
     # Chosen while tracing: `jax.lax.platform_dependent` traces every branch (cudnn's needs cuDNN),
     # and the backward pass then saves the residuals of all of them.
     if jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1:
         return "xla"  # a kernel needs the sharding of its arrays, which is unknown without a mesh
-    platform = _platform()
-    if platform == "tpu" and q_btnh.dtype in (jnp.bfloat16, jnp.float32):
+    if platform() == "tpu" and q_btnh.dtype in (jnp.bfloat16, jnp.float32):
         return "splash" if prefix_segments_bt is None else "xla"
-    if platform == "gpu" and not _why_not_cudnn(q_btnh):
+    if platform() == "gpu" and not _why_not_cudnn(q_btnh):
         return "cudnn"
     return "xla"
 
@@ -187,8 +178,8 @@ def _why_not_cudnn(q_btnh: jax.Array) -> str:
     Source: jax/_src/cudnn/fused_attention_stablehlo.py, check_layout and check_is_flash_attention.
     """
     tokens, _, head_dim = q_btnh.shape[1:]
-    if _platform() != "gpu":
-        return f"the platform is {_platform()}, expected an NVIDIA GPU"
+    if platform() != "gpu":
+        return f"the platform is {platform()}, expected an NVIDIA GPU"
     if q_btnh.dtype not in (jnp.bfloat16, jnp.float16):
         return f"arrays of {q_btnh.dtype}, expected bfloat16 or float16"
     if head_dim % 8 or head_dim > 128:

@@ -48,6 +48,14 @@ BATCH_RULES: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
 )
 
 
+def platform() -> str:
+    """cpu, tpu or gpu: of the mesh that is compiled for, which may differ from the host's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.abstract_device is None:
+        return jax.default_backend()
+    return mesh.abstract_device.platform
+
+
 def mesh_sizes(data: int, fsdp: int, model: int, devices: int) -> tuple[int, int, int]:
     """Sizes of the mesh axes; -1 for one of them: the devices that the others leave.
 
