@@ -34,7 +34,7 @@ def publish(workdir, version, trained=(), **changes):
         open_store(workdir),
         version=version,
         step=version,
-        adapters={"a": np.full(3, version, np.float32)},
+        arrays={"a": np.full(3, version, np.float32)},
         extra={"groups_trained": [[i, i + 1] for i in sorted(trained)]},
         **fields,
     )
@@ -70,7 +70,7 @@ async def acting(
                     workdir,
                     BASE,
                     world.layout(),
-                    lambda adapters: world.policy().lora if engine is real else None,
+                    lambda adapters: world.policy().trainable if engine is real else None,
                 ),
                 TaskSource(task_for_group, run_seed=7),
                 stop,

@@ -71,7 +71,7 @@ CFG = EngineConfig(  # few sizes: each costs seconds to compile
 def make_policy() -> PolicyModel:
     """A random model whose adapters change what it says (a fresh one's are zero)."""
     policy = random_policy(MODEL_CFG, LoraConfig(rank=2, alpha=4.0))
-    return dataclasses.replace(policy, lora=redrawn(policy.lora, 1))
+    return dataclasses.replace(policy, trainable=redrawn(policy.trainable, 1))
 
 
 def redrawn(lora: nnx.State, seed: int) -> nnx.State:
@@ -173,7 +173,7 @@ def without_cache(
     logits_tv, scores_t = learner_pass(
         policy.graphdef,
         policy.frozen,
-        policy.lora if lora is None else lora,
+        policy.trainable if lora is None else lora,
         packed.arrays,
         TokenRows(token_ids_bt, positions_abt, segment_ids_bt, vision_index_bt),
         np.float32(asked.temperature or 1.0),

@@ -77,9 +77,9 @@ def engine() -> Engine:
 def changed_lora(seed: int) -> Any:
     """Adapters that change what the model says (fresh ones do not)."""
     rng = np.random.default_rng(seed)
-    arrays = weights.adapters_to_numpy(model().lora)
+    arrays = weights.adapters_to_numpy(model().trainable)
     drawn = {name: rng.normal(0, 0.3, a.shape).astype(a.dtype) for name, a in arrays.items()}
-    return weights.adapters_from_numpy(drawn, model().lora)
+    return weights.adapters_from_numpy(drawn, model().trainable)
 
 
 def screenshot(seed: int) -> bytes:
@@ -150,7 +150,7 @@ class Server:
         if name in self.adapters:
             return error(400, f"The lora adapter '{name}' has already been loaded.")
         adapter = loading.load_adapter(body["lora_path"], model().family, model().cfg)
-        lora = weights.adapters_from_numpy(adapter.arrays, model().lora)
+        lora = weights.adapters_from_numpy(adapter.arrays, model().trainable)
         self.adapters[name] = lora
         self.events.append(f"load {name}")
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
@@ -233,7 +233,7 @@ class Server:
             seed=body["seed"],
         )
         async with self._one:
-            engine().set_policy(self.adapters.get(body["model"], model().lora), 0)
+            engine().set_policy(self.adapters.get(body["model"], model().trainable), 0)
             result = await engine().sample(request)
         return self._answer(
             expanded if self._expand else ids,

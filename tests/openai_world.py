@@ -21,7 +21,9 @@ from uirl_jax.engine.requests import OpenAIConfig, SampleRequest
 from uirl_jax.families.screens import read_screen
 
 
-def new_engine(url, directory, *, max_context=CONTEXT, cfg=ENGINE_CFG, **settings) -> OpenAIEngine:
+def new_engine(
+    url, directory, *, max_context=CONTEXT, max_patches=10_000, cfg=ENGINE_CFG, **settings
+) -> OpenAIEngine:
     section = OpenAIConfig(
         url=url,
         model=BASE,
@@ -30,7 +32,9 @@ def new_engine(url, directory, *, max_context=CONTEXT, cfg=ENGINE_CFG, **setting
         **{"backoff_s": 0.001, "request_timeout_s": 600.0, **settings},
     )
     openai_cfg = dataclasses.replace(cfg, kind="openai", openai=section)
-    return OpenAIEngine(model(), chat(), openai_cfg, max_context=max_context)
+    return OpenAIEngine(
+        model(), chat(), openai_cfg, max_context=max_context, max_patches=max_patches
+    )
 
 
 def request(seed=0, instruction="Click the red button.", sampled=(), **settings) -> SampleRequest:
@@ -78,7 +82,7 @@ def sampled_here(asked: SampleRequest, lora=None):
 
     async def run():
         async with openai_server.engine() as engine:
-            engine.set_policy(model().lora if lora is None else lora, 0)
+            engine.set_policy(model().trainable if lora is None else lora, 0)
             return await engine.sample(asked)
 
     return asyncio.run(run())

@@ -365,8 +365,8 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
     )
     assert trained == dataclasses.replace(grpo, model=trained.model)  # the same, played alike
     options = {"lora": trained.model.lora, "seed": 0}
-    fresh = loading.load(grpo.model.path, **options).lora
-    learnt = loading.load(trained.model.path, adapter=trained.model.adapter, **options).lora
+    fresh = loading.load(grpo.model.path, **options).trainable
+    learnt = loading.load(trained.model.path, adapter=trained.model.adapter, **options).trainable
     distance = jax.tree.map(lambda a, b: float(abs(a - b).max()), fresh, learnt)
     assert min(jax.tree.leaves(distance)) > 0.01  # in every layer's every matrix
 

@@ -160,7 +160,7 @@ def test_engine_top_p_and_top_k_record_both_logprobs(engine, policy):
 
 
 def test_engine_set_policy_changes_tokens_and_version_of_later_batches(engine, policy):
-    other = redrawn(policy.lora, 99)
+    other = redrawn(policy.trainable, 99)
     one = request(3, 6, "a", temperature=0.0)
 
     async def run() -> list[SampleResult]:
@@ -168,7 +168,7 @@ def test_engine_set_policy_changes_tokens_and_version_of_later_batches(engine, p
             before = await engine.sample(one)
             engine.set_policy(other, 8)
             during = await engine.sample(one)
-            engine.set_policy(policy.lora, 7)
+            engine.set_policy(policy.trainable, 7)
             return [before, during, await engine.sample(one)]
 
     before, during, after = asyncio.run(run())
@@ -181,7 +181,7 @@ def test_engine_set_policy_changes_tokens_and_version_of_later_batches(engine, p
 
 
 def test_engine_set_policy_with_other_shapes_is_refused(engine, policy):
-    wider = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf], axis=-1), policy.lora)
+    wider = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf], axis=-1), policy.trainable)
     with pytest.raises(PolicyError, match=r"version 8.*expected float32"):
         engine.set_policy(wider, 8)
     assert engine.policy_version == 7
@@ -192,11 +192,11 @@ def test_engine_policy_that_gives_nan_fails_its_requests_and_lives_on(engine, po
 
     async def run() -> None:
         async with engine, asyncio.timeout(600):
-            engine.set_policy(jax.tree.map(lambda leaf: leaf * jnp.nan, policy.lora), 8)
+            engine.set_policy(jax.tree.map(lambda leaf: leaf * jnp.nan, policy.trainable), 8)
             asked = [request(0), request(1)]
             asked += [dataclasses.replace(request(0), seed=seed) for seed in range(2, 8)]
             outcomes = await asyncio.gather(*map(engine.sample, asked), return_exceptions=True)
-            engine.set_policy(policy.lora, 7)
+            engine.set_policy(policy.trainable, 7)
             assert [type(outcome) for outcome in outcomes] == [PolicyError] * 8
             assert "version 8" in str(outcomes[0])
             assert len((await engine.sample(request(0))).token_ids) > 0

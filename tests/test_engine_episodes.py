@@ -80,7 +80,7 @@ def test_engine_compile_count_stands_still_over_a_thousand_mixed_requests(policy
             await mixed.warm_up()
             warm = mixed.metrics()["engine/compile_count"]
             for number in range(10):
-                mixed.set_policy(jax.tree.map(np.array, redrawn(policy.lora, number)), number)
+                mixed.set_policy(jax.tree.map(np.array, redrawn(policy.trainable, number)), number)
                 rng = np.random.default_rng(number)
                 await asyncio.gather(*(mixed.sample(some_request(rng)) for _ in range(100)))
             return warm, mixed.metrics()["engine/compile_count"]
@@ -223,7 +223,7 @@ def test_engine_mixed_episodes_score_as_the_learner_does(seed, keep_stale):
     policies come in the middle: every token's logprob is that of the policy it was sampled with."""
     policy = make_policy()  # no fixture: hypothesis would print it
     mixed = mixed_engine(policy, keep_stale)
-    loras = {7: policy.lora, 8: redrawn(policy.lora, 8), 9: redrawn(policy.lora, 9)}
+    loras = {7: policy.trainable, 8: redrawn(policy.trainable, 8), 9: redrawn(policy.trainable, 9)}
     turns: list[tuple[SampleRequest, SampleResult]] = []
 
     async def episode(number: int) -> None:
@@ -291,7 +291,7 @@ def check_mesh() -> None:
         jax.device_put(
             tree, sharding.state_shardings(mesh, tree, lone.family.weights.sharding_rules)
         )
-        for tree in (lone.lora, lone.frozen)
+        for tree in (lone.trainable, lone.frozen)
     )
     spread = new_engine(dataclasses.replace(lone, lora=lora, frozen=frozen))
     for got, wanted in zip(sample_all(spread, MIXED), expected, strict=True):

@@ -15,7 +15,7 @@ from uirl_jax.models.lora import LoraConfig
 
 def test_layers_on_the_cpu_are_the_memory_of_the_stacked_weights():
     model = make_policy()
-    prepared = weights.prepare(model, model.lora, by_layer=True)
+    prepared = weights.prepare(model, model.trainable, by_layer=True)
     stacked = model.frozen["text"]["blocks"]["gate_proj"]["kernel"].get_value()
     start = stacked.unsafe_buffer_pointer()
     for layer, frozen in enumerate(prepared.frozen_layers):
@@ -32,7 +32,8 @@ def test_layers_on_the_cpu_are_the_memory_of_the_stacked_weights():
 
 def test_decoding_in_bfloat16_converts_one_layer_at_a_time():
     cfg = dataclasses.replace(
-        MODEL_CFG, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, mrope_section=(8, 12, 12),
+        MODEL_CFG, hidden_size=256, intermediate_size=1024, num_hidden_layers=8,
+        mrope_section=(8, 12, 12),
         vision=dataclasses.replace(MODEL_CFG.vision, hidden_size=256),
     )  # fmt: skip
     model = random_policy(cfg, LoraConfig(rank=2, alpha=4.0))
@@ -49,7 +50,7 @@ def test_decoding_in_bfloat16_converts_one_layer_at_a_time():
     temporary = (
         compiled.decode.lower(
             cache,
-            weights.prepare(model, model.lora, by_layer=True),
+            weights.prepare(model, model.trainable, by_layer=True),
             programs.no_rows(1, CFG.num_slots),
             jnp.int32(3),
             jnp.bool_(False),

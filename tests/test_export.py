@@ -86,7 +86,7 @@ def write_run(
         open_store(workdir),
         version=3,
         step=3,
-        adapters=weights.adapters_to_numpy(nnx.state(model, LoRAParam)),
+        arrays=weights.adapters_to_numpy(nnx.state(model, LoRAParam)),
         base_hash=weights.base_hash(model_dir),
         run_id=run_id,
         extra={},
@@ -126,7 +126,7 @@ def test_export_adapter_peft_gives_the_same_logits(tmp_path, model_dir, trained)
     # A run can start from it: the same logits, from the first step on.
     lora = LoraConfig(rank=16, alpha=32.0, targets=("attention", "mlp"), dropout=0.1)
     started = loading.load(model_dir, lora=lora, seed=5, adapter=tmp_path / "adapter")
-    again = nnx.merge(started.graphdef, started.lora, started.frozen)
+    again = nnx.merge(started.graphdef, started.trainable, started.frozen)
     np.testing.assert_allclose(logits(again), expected_btv, atol=1e-5)
     assert started.base_hash == weights.base_hash(model_dir)
 
@@ -184,7 +184,7 @@ def test_exported_agent_knows_its_prompts_and_clicks_what_it_is_told(tmp_path, k
     base = "asset:tiny-ui-base"
     cfg = tiny_config.get_config()
     fresh = loading.load(base, lora=reading.from_config(RunConfig, cfg).model.lora, seed=0)
-    model = nnx.merge(fresh.graphdef, fresh.lora, fresh.frozen)
+    model = nnx.merge(fresh.graphdef, fresh.trainable, fresh.frozen)
     chat = {"system_prompt": "", "prompt_template": "{instruction}"}
     workdir = write_run(tmp_path / "run", assets.find(base), model, chat=chat)
     out = tmp_path / "agent"

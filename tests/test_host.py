@@ -172,9 +172,9 @@ def test_actor_that_lags_samples_with_the_policy_of_so_many_versions_ago(tmp_pat
     taken: list[int] = []
 
     class Recording(world.ScriptedEngine):
-        def set_policy(self, lora: object, version: int) -> None:
+        def set_policy(self, trainable: object, version: int) -> None:
             taken.append(version)
-            super().set_policy(lora, version)
+            super().set_policy(trainable, version)
 
     cfg = ActorConfig(2, 1, max_staleness=2, policy_lag=2, poll_s=0.01)
     engine = Recording(lambda turn: "click(1, 1)")

@@ -20,7 +20,7 @@ import pytest
 
 from tests import tiny_config, tiny_model
 from tools import export
-from uirl_jax import checkpoints, evaluation, main
+from uirl_jax import checkpoints, evaluation, main, policy_sync
 from uirl_jax.actor import processes
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError, UirlError
@@ -564,7 +564,7 @@ def test_main_run_is_rolled_back_to_a_chosen_step_in_another_workdir(tmp_path, m
     assert [path.name for path in (first / "best").glob("version_*")] == ["version_0"]
     lora = LoraConfig(rank=16, alpha=32.0, targets=("attention", "mlp"))
     again = loading.load(model_dir, lora=lora, seed=3, adapter=first / "best" / "version_0")
-    kept_there = weights.adapters_to_numpy(again.lora)
+    kept_there = weights.adapters_to_numpy(again.trainable)
     for name, array in read_adapters(first, 0)[1].items():
         np.testing.assert_array_equal(kept_there[name], array)
     flags = [f"--workdir={first}", f"--out={tmp_path / 'adapter'}", "--checkpoint=2"]
@@ -577,6 +577,69 @@ def test_main_run_is_rolled_back_to_a_chosen_step_in_another_workdir(tmp_path, m
     ):
         process = run(first, model_dir, *kept, *arguments, **learns)
         assert process.returncode == 1 and said in process.stderr, process.stderr[-2000:]
+
+
+def test_main_that_trains_all_weights_publishes_resumes_and_exports_them(tmp_path, model_dir):
+    everything = (
+        "--config.model.train=all",
+        "--config.algorithm.loss.kl_coefficient=0",
+        "--config.learner.callbacks=()",
+    )
+    workdir = tmp_path / "run"
+    learns = {"config": ROOT / "tests" / "own_code_config.py"}
+    with (tmp_path / "killed.log").open("wb") as log:
+        process = start(command(workdir, model_dir, *everything, **learns), log)
+        while not (workdir / "policy" / "1").is_dir():
+            assert process.poll() is None, (tmp_path / "killed.log").read_text()
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    assert_whole(workdir, run(workdir, model_dir, *everything, **learns))
+    # Actors play with what the learner holds, of which every matrix has moved.
+    base = loading.load(model_dir, lora=None, seed=0)
+    manifest = policy_sync.read_manifest(open_store(workdir))
+    assert manifest is not None and manifest.path == f"policy/{STEPS}/weights.safetensors"
+    published = policy_sync.load(open_store(workdir), manifest, base.base_hash)
+    held = read_adapters(workdir, STEPS)[1]
+    for name, array in weights.adapters_to_numpy(base.trainable).items():
+        np.testing.assert_array_equal(published[name], held[name])
+        assert not name.endswith("kernel") or (published[name] != array).any(), name
+    best = loading.load(workdir / "best" / f"version_{STEPS}", lora=None, seed=0)
+    assert export.main(["merged", f"--workdir={workdir}", f"--out={tmp_path / 'model'}"]) == 0
+    exported = loading.load(tmp_path / "model", lora=None, seed=0)
+    for model in (best, exported):
+        for name, array in weights.adapters_to_numpy(model.trainable).items():
+            np.testing.assert_array_equal(array, published[name], err_msg=name)
+    assert export.main(["adapter", f"--workdir={workdir}", f"--out={tmp_path / 'adapter'}"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        ("model", {"adapter": "somewhere"}, "model.adapter needs:"),
+        ("model", {"quantize": "int8"}, "model.quantize='int8'"),
+        ("algorithm", {"loss": {"kl_coefficient": 0.1}}, "algorithm.loss.kl_coefficient"),
+        (
+            "engine",
+            {
+                "kind": "openai",
+                "openai": {"url": "http://x", "model": "m", "adapters_dir": "adapters"},
+            },
+            "engine.kind='openai'",
+        ),
+        ("cold_start", {"steps": 1}, "cold_start.train='lora'"),
+    ],
+)
+def test_config_that_trains_all_weights_refuses_what_needs_adapters(section, values, said):
+    cfg = tiny_config.get_config()
+    cfg.model.path, cfg.model.train = "somewhere", "all"
+    cfg.algorithm = {"loss": {"kl_coefficient": 0.0}}
+    reading.from_config(schema.RunConfig, cfg)
+    plain = cfg.to_dict()
+    plain[section] = {**plain.get(section, {}), **values}
+    with pytest.raises(ConfigError, match=r"model\.train='all' has no adapters, which ") as caught:
+        reading.from_config(schema.RunConfig, plain)
+    assert f", which {said}" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])

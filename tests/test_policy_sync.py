@@ -35,7 +35,7 @@ def publish(workdir: Path, version: int, adapters: Any = ADAPTERS) -> policy_syn
         open_store(workdir),
         version=version,
         step=10 * version,
-        adapters=adapters,
+        arrays=adapters,
         base_hash="base",
         run_id="run",
         extra={"lr": 0.5, "notes": [1, None]},
@@ -264,7 +264,7 @@ def test_publish_killed_anywhere_leaves_a_whole_version(tmp_path: Path) -> None:
         "store = open_store(sys.argv[1])\n"
         "for version in range(int(sys.argv[2]), 1_000_000):\n"
         "    policy_sync.publish(store, version=version, step=0, base_hash='base',\n"
-        "        adapters={'x': np.full(100_000, version, np.float32)}, run_id='run', extra={})\n"
+        "        arrays={'x': np.full(100_000, version, np.float32)}, run_id='run', extra={})\n"
         "    print(version, flush=True)\n"
     )
     root = str(Path(policy_sync.__file__).parents[1])

@@ -76,9 +76,9 @@ def load(model_dir: Path, **options) -> loading.PolicyModel:
     policy = loading.load(model_dir, lora=LORA, seed=0, **options)
     rng = np.random.default_rng(1)
     lora = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype), policy.lora
+        lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype), policy.trainable
     )
-    return dataclasses.replace(policy, lora=lora)
+    return dataclasses.replace(policy, trainable=lora)
 
 
 def screen(policy: loading.PolicyModel, seed: int) -> Screen:
@@ -99,7 +99,7 @@ def learner_logprobs(policy: loading.PolicyModel, asked: SampleRequest, sampled)
         np.ones_like(ids_t)[None],
         vision_index(ids_t, policy.inputs.image_token_id, rows_v)[None],
     )
-    model = nnx.merge(policy.graphdef, policy.lora, policy.frozen)
+    model = nnx.merge(policy.graphdef, policy.trainable, policy.frozen)
     x_btd = model.hidden(rows, model.encode_images(packed.arrays))
     forbidden_v = np.isin(np.arange(policy.cfg.vocab_size), chat(policy).forbidden_ids)
     forbidden_v |= np.arange(policy.cfg.vocab_size) >= chat(policy).vocab_size
@@ -187,7 +187,7 @@ def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
     with_adapter = loading.load(model_dir, lora=resolved.model.lora, seed=0, adapter=adapter)
     base = uirl_jax.VLM.from_pretrained(model_dir, lora=resolved.model.lora, adapter=adapter)
     whole = uirl_jax.VLM.from_pretrained(merged)
-    moved = weights.adapters_to_numpy(with_adapter.lora)
+    moved = weights.adapters_to_numpy(with_adapter.trainable)
     assert all(array.any() for name, array in moved.items() if name.endswith("lora_b"))
     picture = Image.fromarray(np.zeros((168, 224, 3), np.uint8))
     losses = [vlm.forward([picture], ["Go"], ["click(1, 2)"])["loss"] for vlm in (base, whole)]

@@ -29,7 +29,6 @@ from uirl_jax.families import chat_config, loading
 from uirl_jax.families.table import family_of
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
-from uirl_jax.models.lora import LoRAParam
 from uirl_jax.run import completed
 from uirl_jax.store import open_store
 
@@ -93,12 +92,18 @@ def export(
     base_dir = base_of(workdir, cfg)
     family = family_of(base_dir)
     model_cfg = family.read_config(base_dir)
+    if cfg.model.train == "all" and kind == "adapter":
+        raise ConfigError(
+            f"{workdir}: the run trains all weights (model.train='all') and has no "
+            "adapter; export it with: merged"
+        )
     abstract = nnx.eval_shape(
         lambda: family.make_model(
-            model_cfg, lora=cfg.model.lora, rngs=nnx.Rngs(0), param_dtype=jnp.float32
+            model_cfg, lora=cfg.model.adapters, rngs=nnx.Rngs(0), param_dtype=jnp.float32
         )
     )
-    graphdef, abstract_adapters, abstract_base = nnx.split(abstract, LoRAParam, ...)
+    kind_of_leaf = loading.trained_kind(cfg.model.adapters)
+    graphdef, abstract_adapters, abstract_base = nnx.split(abstract, kind_of_leaf, ...)
     if source == "policy":
         what, arrays = published_adapters(workdir, base_dir)
     else:
@@ -116,7 +121,7 @@ def export(
         )
         chat_config.write(out, chat, family.chat)
     else:
-        loading.save_merged(base_dir, cfg.model.lora, adapters, out, chat=chat)
+        loading.save_merged(base_dir, cfg.model.adapters, adapters, out, chat=chat)
     return f"{what} on {base_dir}"
 
 

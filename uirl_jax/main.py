@@ -202,14 +202,9 @@ def keep_best(
     target = run.workdir / "best" / f"version_{version}"
     shutil.rmtree(target, ignore_errors=True)  # of a process that was killed here
     with new_directory(target) as directory:
-        loading.save_adapter(
-            players.model,
-            directory,
-            lora=players.to_lora(adapters),
-            base_model=players.model.path.resolve(),
-            chat=run.cfg.chat,
-        )
-    content = {"version": version, "adapter": str(target), **dataclasses.asdict(result)}
+        loading.save_policy(players.model, directory, players.to_trainable(adapters), run.cfg.chat)
+    kind = "adapter" if players.model.trains == "adapters" else "model"
+    content = {"version": version, kind: str(target), **dataclasses.asdict(result)}
     store.put(BEST_FILE, (json.dumps(content, indent=2) + "\n").encode())
     for earlier in target.parent.glob("version_*"):
         if earlier != target:
@@ -342,7 +337,7 @@ def run_eval_role(
                 version, adapters = players.take_policy()
             else:
                 version, adapters, _ = read_adapters(run.workdir, checkpoint)
-                players.engine.set_policy(players.to_lora(adapters), version)
+                players.engine.set_policy(players.to_trainable(adapters), version)
             name = evaluation.stage_name(stage, version, run.cfg.learner.steps)
             result = await run.measure(players, name, stop)
             keep_best(run, players, version, adapters, result)

@@ -45,6 +45,7 @@ class PlayConfig:
     engine: EngineConfig
     rollout: RolloutConfig
     concurrency: int  # parallel episodes
+    max_patches: int  # of a screenshot that the learner takes
     seed: int  # of the run
 
     @property
@@ -103,9 +104,9 @@ class Players:
             actor_id=actor_id,
         )
 
-    def to_lora(self, adapters: dict[str, np.ndarray]) -> Any:
-        """Adapters of a published policy by name -> the lora argument of engine.set_policy."""
-        return adapters_from_numpy(adapters, self.model.lora)
+    def to_trainable(self, adapters: dict[str, np.ndarray]) -> Any:
+        """Adapters of a published policy by name -> the argument of engine.set_policy."""
+        return adapters_from_numpy(adapters, self.model.trainable)
 
     async def evaluate(
         self,
@@ -172,7 +173,7 @@ class Players:
         if manifest is None:
             return 0, {}
         adapters = policy_sync.load(store, manifest, self.model.base_hash, run_id=self.run_id)
-        self.engine.set_policy(self.to_lora(adapters), manifest.version)
+        self.engine.set_policy(self.to_trainable(adapters), manifest.version)
         return manifest.version, adapters
 
 
@@ -184,7 +185,13 @@ def make_engine(cfg: PlayConfig, model: PolicyModel, chat: Chat) -> Engine | Ope
     """The sampling engine: in this process, or a client of a server."""
     if cfg.engine.kind == "jax":
         return Engine(model, chat.vocabulary(model.cfg.vocab_size), cfg.engine)
-    return OpenAIEngine(model, chat, cfg.engine, max_context=cfg.max_context_tokens)
+    return OpenAIEngine(
+        model,
+        chat,
+        cfg.engine,
+        max_context=cfg.max_context_tokens,
+        max_patches=cfg.max_patches,
+    )
 
 
 class BackgroundLoop:

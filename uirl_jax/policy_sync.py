@@ -5,7 +5,8 @@ load its version and pass it to their engine. Version 0 is the base model with z
 published like any other, so that all actors start in the same way.
 
     policy/manifest.json                       the current version; replaced atomically
-    policy/<version>/adapters.safetensors      named by the manifest; never changed
+    policy/<version>/adapters.safetensors      named by the manifest; never changed. A run that
+                                               trains all weights: weights.safetensors
 
 The last three versions are kept, because an actor may load a version while the learner publishes
 the next. The manifest is untrusted input: every field is checked before use.
@@ -21,7 +22,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import google_crc32c
 import ml_dtypes
@@ -35,7 +36,6 @@ from uirl_jax.store import Store
 KEEP_VERSIONS = 3
 POLICY = "policy"
 MANIFEST = "policy/manifest.json"
-ADAPTERS_FILE = "adapters.safetensors"
 MAX_MANIFEST_BYTES = 1 << 20  # a manifest is usually a few hundred bytes
 
 
@@ -58,33 +58,35 @@ def publish(
     *,
     version: int,
     step: int,
-    adapters: dict[str, np.ndarray],
+    arrays: dict[str, np.ndarray],
     base_hash: str,
     run_id: str,
     extra: dict[str, Any],
+    kind: Literal["adapters", "weights"] = "adapters",
 ) -> Manifest:
     """Write a version and make it current; actors see either the old or the new version.
 
-    A version may be published again after a restart: equal adapters are not rewritten, different
-    ones are replaced.
+    A version may be published again after a restart: an equal file is not rewritten, a different
+    one is replaced.
 
     Args:
         store: of the run.
         version: publish counter, from 0.
         step: the learner's step.
-        adapters: arrays by name, any numpy dtype or bfloat16.
+        arrays: by name, any numpy dtype or bfloat16.
         base_hash: hash of the base model.
         run_id: of this run.
         extra: plain JSON for the readers.
+        kind: of weights, which the file is named after.
 
     Raises:
         PolicyError: it could not be written; the previous version stays current.
     """
-    name = f"{POLICY}/{version}/{ADAPTERS_FILE}"
+    name = f"{POLICY}/{version}/{kind}.safetensors"
     try:
         store.remove_unfinished(POLICY)
         contents = safetensors.numpy.save(
-            {key: np.asarray(array, order="C") for key, array in adapters.items()}
+            {key: np.asarray(array, order="C") for key, array in arrays.items()}
         )
         if not _holds(store, name, contents):
             store.put(name, contents)

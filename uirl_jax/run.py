@@ -151,7 +151,7 @@ def check_model(cfg: RunConfig) -> None:
     path = hub.model_directory(cfg.model.path, weights=False)
     family = family_of(path)
     check_family(cfg, family)
-    loading.check(family, path, lora=cfg.model.lora, adapter=cfg.model.adapter)
+    loading.check(family, path, lora=cfg.model.adapters, adapter=cfg.model.adapter)
 
 
 def check_user_code(cfg: RunConfig, *, learns: bool) -> None:
@@ -210,7 +210,7 @@ class Run:
         )
         return loading.load(
             path,
-            lora=cfg.lora,
+            lora=cfg.adapters,
             seed=self.cfg.seed,
             param_dtype=cfg.param_dtype,
             remat=cfg.remat,
@@ -320,7 +320,7 @@ class Run:
                     self.workdir,
                     players.model.base_hash,
                     layout_of(players.model.cfg),
-                    players.to_lora,
+                    players.to_trainable,
                 ),
                 TaskSource(self.curriculum.task, cfg.seed),
                 stop,

@@ -60,7 +60,7 @@ class VLM:
         self, model: loading.PolicyModel, lora: LoraConfig, chat: ChatConfig | None = None
     ) -> None:
         self.model = model
-        self._lora_cfg, self._lora, self._version = lora, model.lora, 0
+        self._lora_cfg, self._lora, self._version = lora, model.trainable, 0
         self._known_chat = chat
         self._chat_cfg = chat or ChatConfig()
         self._freezes_vision = False
@@ -286,7 +286,7 @@ class VLM:
         if parameters is None:
             return self._lora
         flat = {**weights.adapters_to_numpy(self._lora), **parameters}
-        return weights.adapters_from_numpy(flat, self.model.lora)
+        return weights.adapters_from_numpy(flat, self.model.trainable)
 
     def _chat(self, action_format: str) -> Chat:
         name = action_format or self._chat_cfg.action_format

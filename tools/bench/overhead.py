@@ -61,7 +61,7 @@ def _one(name: str, rounds: int) -> dict[str, float]:
     if critic_cfg is not None:
         critic_optimizer = learner_state.make_critic_optimizer(critic_cfg)
         critic = learner_state.init_critic(model.cfg.hidden_size, critic_optimizer)
-    state = learner_state.init_state(model.lora, optimizer, critic=critic)
+    state = learner_state.init_state(model.trainable, optimizer, critic=critic)
     steps = learner_step.make_steps(
         model.graphdef,
         optimizer,

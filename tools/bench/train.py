@@ -82,7 +82,7 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     steps = learner_step.make_steps(
         model.graphdef, optimizer, learner_step.StepConfig(algorithm_cfg.loss)
     )
-    state = learner_state.init_state(model.lora, optimizer)
+    state = learner_state.init_state(model.trainable, optimizer)
     prompt_length = int(arrays["prompt_length"])
     screenshot = (directory / "screenshot.png").read_bytes()
     key = hashlib.sha256(screenshot).hexdigest()

@@ -113,6 +113,8 @@ def abstract_run(
             f"learner.batch.rows={rows} over data x fsdp={across} chips: expected a multiple of "
             f"{across} rows"
         )
+    if cfg.model.train == "all":
+        raise ConfigError("model.train='all': plans are made for adapters; set model.train='lora'")
     learner = cfg.learner
     graphdef, frozen, optimizer, state = _abstract_leaves(
         model_cfg, cfg.model, learner.optimizer, learner.steps
@@ -123,7 +125,7 @@ def abstract_run(
         path=Path(),
         family=FAMILY,
         graphdef=graphdef,
-        lora=state.trainable,
+        trainable=state.trainable,
         frozen=_placed(frozen, sharding.state_shardings(mesh, frozen, rules)),
         cfg=model_cfg,
         inputs=FAMILY.make_inputs(model_cfg),
@@ -270,7 +272,7 @@ def _lower_sampling(run: Run, name: str) -> Any:
         cache_sharding=jax.tree.map(lambda array: array.sharding, cache),
         table_sharding=table_md.sharding,
     )
-    weights = prepare(model, model.lora, by_layer=False)
+    weights = prepare(model, model.trainable, by_layer=False)
     if name == "encode":
         rows = cfg.image_rows[-1]
         images = abstract_images(model.inputs, rows, cfg.image_row_patches)

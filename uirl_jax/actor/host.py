@@ -100,7 +100,7 @@ class LearnerLink:
     base_hash: str  # of the model that the engine holds
     layout: TokenLayout  # of that model
     # Adapters of a published policy by name -> the lora argument of `engine.set_policy`.
-    to_lora: Callable[[dict[str, np.ndarray]], Any]
+    to_trainable: Callable[[dict[str, np.ndarray]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,7 +403,7 @@ class _Actor:
         adapters = policy_sync.load(
             self._store, manifest, link.base_hash, run_id=self._player.run_id
         )
-        return link.to_lora(adapters)
+        return link.to_trainable(adapters)
 
     # -------------------------------------------------------------- counters and warnings
 

@@ -53,7 +53,7 @@ class RandomEngine:
     def release(self, episode: str) -> None:
         pass  # no state per episode
 
-    def set_policy(self, lora: object, version: int) -> None:
+    def set_policy(self, trainable: object, version: int) -> None:
         pass  # no policy
 
     def metrics(self) -> dict[str, float]:

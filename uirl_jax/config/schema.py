@@ -37,11 +37,19 @@ class ModelConfig:
     # the KL term is the base without it.
     adapter: str = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    # all: no adapters, every weight is trained and published. Needs memory for float32 weights,
+    # their gradients and the optimizer's moments, and three versions on the disk.
+    train: Literal["lora", "all"] = "lora"
     # float16 becomes bfloat16, with a warning.
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # int8: the base's projections take half the memory of bfloat16, with rounding errors.
     quantize: Quantize = "none"
     remat: Remat = "none"
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """What the model is loaded with."""
+        return self.lora if self.train == "lora" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +229,8 @@ class RunConfig:
                 "not loaded; set cold_start.steps=0, serve the model that an earlier run wrote and "
                 "set model.path to it"
             )
+        if self.model.train == "all":
+            faults += self._faults_of_all_weights()
         if self.actor.policy_lag > self.learner.max_staleness:
             faults.append(
                 f"actor.policy_lag={self.actor.policy_lag}: the learner drops groups that are more "
@@ -245,9 +255,37 @@ class RunConfig:
         if faults:
             raise ConfigError("; ".join(faults))
 
+    def _faults_of_all_weights(self) -> list[str]:
+        """What needs adapters, in a run without them."""
+        needs = {
+            "model.adapter": bool(self.model.adapter),
+            f"model.quantize={self.model.quantize!r} (of frozen weights)": (
+                self.model.quantize != "none"
+            ),
+            "algorithm.loss.kl_coefficient > 0 (the reference is the base, adapters off)": (
+                self.algorithm.use_reference
+            ),
+            "engine.kind='openai' (a server loads a new policy as adapters)": (
+                self.engine.kind == "openai"
+            ),
+            "cold_start.train='lora'": self.cold_start.steps > 0
+            and self.cold_start.train == "lora",
+        }
+        return [
+            f"model.train='all' has no adapters, which {name} needs: change one of them"
+            for name, used in needs.items()
+            if used
+        ]
+
     @property
     def play(self) -> PlayConfig:
-        return PlayConfig(self.engine, self.actor.rollout, self.actor.concurrency, self.seed)
+        return PlayConfig(
+            self.engine,
+            self.actor.rollout,
+            self.actor.concurrency,
+            max_patches=self.learner.batch.patch_lengths[-1],
+            seed=self.seed,
+        )
 
     @property
     def rules(self) -> dict[str, str]:

@@ -140,16 +140,16 @@ class Engine:
         self._rounds.pool.release(episode)
         self._changed.set()  # idle time from here on is not this episode's environment's
 
-    def set_policy(self, lora: nnx.State, version: int) -> None:
+    def set_policy(self, trainable: nnx.State, version: int) -> None:
         """Takes new adapters into use from the next round on, within running requests too.
 
         Args:
-          lora: of the structure, shapes and dtypes of the first; jax or numpy arrays.
+          trainable: of the structure, shapes and dtypes of the first; jax or numpy arrays.
 
         Raises:
           PolicyError: it is not.
         """
-        self._rounds.set_policy(lora, version)
+        self._rounds.set_policy(trainable, version)
 
     async def warm_up(self) -> None:
         """Compiles everything that any request could need."""

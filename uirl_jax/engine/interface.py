@@ -16,7 +16,7 @@ class SamplingEngine(Protocol):
         """The episode has no further turn."""
         ...
 
-    def set_policy(self, lora: Any, version: int) -> None:
+    def set_policy(self, trainable: Any, version: int) -> None:
         """Requests that come from now on are sampled with these adapters, or newer ones."""
         ...
 

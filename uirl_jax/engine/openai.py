@@ -56,6 +56,7 @@ class OpenAIEngine:
       model: only the values of its adapters are read.
       chat: of the model directory; tells what a server reads of a context (`Chat.as_read`).
       max_context: tokens that a context may have, once the server has tokenised it.
+      max_patches: of a screenshot that the learner takes.
       policy_version: of the model's adapters.
 
     Raises:
@@ -69,17 +70,19 @@ class OpenAIEngine:
         cfg: EngineConfig,
         *,
         max_context: int,
+        max_patches: int,
         policy_version: int = 0,
     ) -> None:
         self._model, self._cfg = model, cfg
         self._max_context, self._vocab_size = max_context, model.cfg.vocab_size
+        self._max_patches = max_patches
         vocabulary = chat.vocabulary(model.cfg.vocab_size)
         self._end_token_ids = [int(token_id) for token_id in vocabulary.end_token_ids]
         self._forbidden_ids = frozenset(int(token_id) for token_id in vocabulary.forbidden_ids)
         self._image_token_id, self._as_read = chat.image_token_id, chat.as_read
         self._calls = ServerCalls(cfg.openai)
         self._pixels = PixelReader(model.inputs)
-        self._next_policy = _Policy(model.lora, policy_version)
+        self._next_policy = _Policy(model.trainable, policy_version)
         self._asked: _Policy | None = None  # the last that the server was asked to load
         self._loading: asyncio.Task[str] | None = None  # it; gives the name to sample from
         self._load_tasks: set[asyncio.Task[str]] = set()  # it, and older ones that go on
@@ -146,6 +149,12 @@ class OpenAIEngine:
             raise ValueError("a request without messages, and the server tokenises text")
         if self._stack is None:
             raise RuntimeError("sample() outside of `async with engine`")
+        largest = max((screen.patches for screen in request.screens), default=0)
+        if largest > self._max_patches:  # the server would take it, and the learner could not
+            raise ConfigError(
+                f"a screenshot of {largest} patches is larger than the learner takes, "
+                f"{self._max_patches}: raise learner.batch.patch_lengths or lower max_pixels"
+            )
         expected = self._as_read(request.context_ids)
         if len(expected) > self._max_context:
             raise ContextError(
@@ -186,14 +195,14 @@ class OpenAIEngine:
     def release(self, episode: str) -> None:
         """Nothing to do: the server's cache of prefixes knows no episodes."""
 
-    def set_policy(self, lora: nnx.State, version: int) -> None:
+    def set_policy(self, trainable: nnx.State, version: int) -> None:
         """Takes new adapters into use: the next request has the server load them, and waits.
 
         Raises:
           PolicyError: they are not of the structure, shapes and dtypes of the first.
         """
-        check_fits(lora, self._next_policy.lora, version)
-        self._next_policy = _Policy(lora, version)
+        check_fits(trainable, self._next_policy.lora, version)
+        self._next_policy = _Policy(trainable, version)
 
     async def warm_up(self) -> None:
         """Asks the server for its models and one token: there is nothing to compile, but much that

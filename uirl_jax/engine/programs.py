@@ -229,8 +229,8 @@ def _make_decode(
 
         def sample_token(carry: Any) -> Any:
             step, token_b, out, cache = carry
-            layers, token_b = used_now(weights.frozen_layers, token_b)
-            module, blocks = merge(model, weights._replace(frozen_layers=layers))
+            held, token_b = used_now(weights, token_b)
+            module, blocks = merge(model, held)
             live_b = ~out.ended_b & (out.count_b < rows.remaining_b)
             x_b1d, cache = module.extend(
                 token_b[:, None],

@@ -72,12 +72,12 @@ class Rounds:
         self._inputs = model.inputs
         # Placed once, and what is made here beside it: jit tells an array that was placed from one
         # that merely lies somewhere, and would compile again for it.
-        lora = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), model.lora)
+        trainable = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), model.trainable)
         self._vision_trainable = model.trains_vision
-        beside = jax.tree.leaves(lora)[0].sharding
+        beside = jax.tree.leaves(trainable)[0].sharding
         self._mesh: Any = beside.mesh if isinstance(beside, NamedSharding) else None
         by_layer = jax.default_backend() == "cpu" and self._mesh is None
-        weights = prepare(model, lora, by_layer=by_layer)
+        weights = prepare(model, trainable, by_layer=by_layer)
         self.policy = self.next_policy = Policy(weights, policy_version)
 
         def placement(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
@@ -112,12 +112,12 @@ class Rounds:
         """The screenshot need not be read; not for sure: its rows may soon be others'."""
         return self._table.holds(key)
 
-    def set_policy(self, lora: nnx.State, version: int) -> None:
+    def set_policy(self, trainable: nnx.State, version: int) -> None:
         """As `Engine.set_policy`."""
-        old = self.policy.weights.lora
-        check_fits(lora, old, version)
+        old = self.policy.weights.trainable
+        check_fits(trainable, old, version)
         # Placed as the first adapters are: otherwise everything would be compiled again.
-        placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), lora, old)
+        placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trainable, old)
         self.next_policy = Policy(with_adapters(self._model, self.policy.weights, placed), version)
 
     def run(self) -> list[Outcome]:

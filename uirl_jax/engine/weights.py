@@ -21,24 +21,23 @@ from uirl_jax.families.loading import PolicyModel
 
 
 class Weights(NamedTuple):
-    """frozen and lora are `nnx.split`'s; the layers hold the text blocks of each once more."""
+    """frozen and trainable are `nnx.split`'s; the layers hold the text blocks of each once more."""
 
     frozen: nnx.State
-    lora: nnx.State
+    trainable: nnx.State
     frozen_layers: tuple[nnx.State, ...] | None
-    lora_layers: tuple[nnx.State, ...] | None
+    trainable_layers: tuple[nnx.State, ...] | None
 
 
-def prepare(model: PolicyModel, lora: nnx.State, *, by_layer: bool) -> Weights:
+def prepare(model: PolicyModel, trainable: nnx.State, *, by_layer: bool) -> Weights:
     if not by_layer:
-        return Weights(model.frozen, lora, None, None)
-    path = model.family.text_blocks
-    layers = jax.tree.leaves(_under(model.frozen, path))[0].shape[0]
+        return Weights(model.frozen, trainable, None, None)
+    frozen_blocks, trainable_blocks = (
+        _under(tree, model.family.text_blocks) for tree in (model.frozen, trainable)
+    )
+    layers = jax.tree.leaves((frozen_blocks, trainable_blocks))[0].shape[0]
     return Weights(
-        model.frozen,
-        lora,
-        _views(_under(model.frozen, path), layers),
-        _layers(_under(lora, path), layers),
+        model.frozen, trainable, _views(frozen_blocks, layers), _layers(trainable_blocks, layers)
     )
 
 
@@ -50,26 +49,27 @@ def compiler_options(model: PolicyModel, *, by_layer: bool) -> dict[str, str]:
     2026-11-24, 420 MiB of weights: 840 MiB and 550 ms a row, 53 MiB and 120 ms with this option).
     In float32 that scheduler is the faster one, by a fifth.
     """
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(model.frozen)}
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves((model.frozen, model.trainable))}
     if by_layer and jnp.dtype("bfloat16") in dtypes:
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     return {}
 
 
-def with_adapters(model: PolicyModel, weights: Weights, lora: nnx.State) -> Weights:
+def with_adapters(model: PolicyModel, weights: Weights, trainable: nnx.State) -> Weights:
     """The same base under another policy."""
     if weights.frozen_layers is None:
-        return weights._replace(lora=lora)
-    blocks = _under(lora, model.family.text_blocks)
-    return weights._replace(lora=lora, lora_layers=_layers(blocks, len(weights.frozen_layers)))
+        return weights._replace(trainable=trainable)
+    blocks = _under(trainable, model.family.text_blocks)
+    layers = _layers(blocks, len(weights.frozen_layers))
+    return weights._replace(trainable=trainable, trainable_layers=layers)
 
 
-def check_fits(lora: nnx.State, old: nnx.State, version: int) -> None:
-    """New adapters fit in the place of the old. Raises: PolicyError that names what differs."""
-    if jax.tree.structure(lora) != jax.tree.structure(old):
-        raise PolicyError(f"policy version {version}: not the adapters of this model")
+def check_fits(trainable: nnx.State, old: nnx.State, version: int) -> None:
+    """The new policy fits in the place of the old. Raises: PolicyError that names what differs."""
+    if jax.tree.structure(trainable) != jax.tree.structure(old):
+        raise PolicyError(f"policy version {version}: not the weights that this model trains")
     for (path, new_leaf), old_leaf in zip(
-        jax.tree.leaves_with_path(lora), jax.tree.leaves(old), strict=True
+        jax.tree.leaves_with_path(trainable), jax.tree.leaves(old), strict=True
     ):
         if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
             raise PolicyError(
@@ -84,26 +84,27 @@ def merge(model: PolicyModel, weights: Weights) -> tuple[Any, tuple[Any, ...] | 
 
     Stacked blocks that are not used are not arguments of the compiled program.
     """
-    module = nnx.merge(model.graphdef, weights.lora, weights.frozen)
-    if weights.frozen_layers is None or weights.lora_layers is None:
+    module = nnx.merge(model.graphdef, weights.trainable, weights.frozen)
+    if weights.frozen_layers is None or weights.trainable_layers is None:
         return module, None
     blocks = functools.reduce(getattr, model.family.text_blocks, module)
     block_graphdef = nnx.graphdef(blocks)
-    pairs = zip(weights.lora_layers, weights.frozen_layers, strict=True)
+    pairs = zip(weights.trainable_layers, weights.frozen_layers, strict=True)
     return module, tuple(nnx.merge(block_graphdef, *pair) for pair in pairs)
 
 
-def used_now(
-    frozen_layers: tuple[nnx.State, ...] | None, token_b: jax.Array
-) -> tuple[tuple[nnx.State, ...] | None, jax.Array]:
+def used_now(weights: Weights, token_b: jax.Array) -> tuple[Weights, jax.Array]:
     """The arguments, to be used in the body of a loop over sampled tokens.
 
     Without a dependence on the loop XLA converts all layers to float32 before it (see
     `compiler_options`).
     """
-    if frozen_layers is None:
-        return None, token_b
-    return jax.lax.optimization_barrier((frozen_layers, token_b))
+    if weights.frozen_layers is None:
+        return weights, token_b
+    frozen, trainable, token_b = jax.lax.optimization_barrier(
+        (weights.frozen_layers, weights.trainable_layers, token_b)
+    )
+    return weights._replace(frozen_layers=frozen, trainable_layers=trainable), token_b
 
 
 def _under(tree: nnx.State, path: tuple[str, ...]) -> nnx.State | None:

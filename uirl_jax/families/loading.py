@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,8 @@ _HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PolicyModel:
-    """One model, split once: everything that computes shares `frozen`; training starts at `lora`.
+    """One model, split once: everything that computes shares `frozen`; training starts at
+    `trainable`: the adapters, or all weights of a model without adapters.
 
     base_hash names the directory's weights: records and policies carry it, and belong to no other.
     """
@@ -44,16 +45,20 @@ class PolicyModel:
     path: Path
     family: Family
     graphdef: nnx.GraphDef
-    lora: nnx.State
+    trainable: nnx.State
     frozen: nnx.State
     cfg: Any  # of Family.read_config
     inputs: Inputs
     base_hash: str
 
     @property
+    def trains(self) -> Literal["adapters", "all weights"]:
+        return "adapters" if jax.tree.leaves(self.frozen) else "all weights"
+
+    @property
     def trains_vision(self) -> bool:
-        """Whether adapters change the visual tokens."""
-        return any(part in self.lora for part in self.family.vision_parts)
+        """Whether training changes the visual tokens."""
+        return any(part in self.trainable for part in self.family.vision_parts)
 
 
 def load(
@@ -98,20 +103,25 @@ def load(
             init_key=jax.random.key(seed),
             quantize=quantize,
         )
-    graphdef, lora_state, frozen = nnx.split(model, LoRAParam, ...)
+    graphdef, trainable, frozen = nnx.split(model, trained_kind(lora), ...)
     if found is not None:
         _check_base(assets.find(adapter), found, model_dir, path, base_hash.result())
-        lora_state = weights.adapters_from_numpy(found.arrays, lora_state)
+        trainable = weights.adapters_from_numpy(found.arrays, trainable)
     return PolicyModel(
         path=path,
         family=family,
         graphdef=graphdef,
-        lora=lora_state,
+        trainable=trainable,
         frozen=frozen,
         cfg=cfg,
         inputs=family.make_inputs(cfg),
         base_hash=base_hash.result(),
     )
+
+
+def trained_kind(lora: LoraConfig | None) -> type[nnx.Param]:
+    """The kind of leaf that training starts at: of adapters, or every weight without them."""
+    return nnx.Param if lora is None else LoRAParam
 
 
 def held_dtype(name: str) -> jnp.dtype:
@@ -175,8 +185,8 @@ def read_model(
 
 def save_merged(
     model_dir: str | Path,
-    lora: LoraConfig,
-    adapters: nnx.State,
+    lora: LoraConfig | None,
+    trained: nnx.State,
     directory: str | Path,
     *,
     chat: ChatConfig | None = None,
@@ -186,6 +196,7 @@ def save_merged(
     The weights are read again, in the dtype that the files have, whatever a run held them in.
 
     Args:
+      lora: of the adapters; None: `trained` replaces all weights.
       chat: the prompts that the adapters were trained with (see `chat_config`); None: the base's.
     Raises: ModelError where adapters do not fit.
     """
@@ -199,8 +210,8 @@ def save_merged(
         param_dtype=weights.stored_dtype(path),
         init_key=jax.random.key(0),
     )
-    nnx.update(model, adapters)
-    save_model(family, model, directory)
+    nnx.update(model, trained)
+    save_model(family, model, directory, dtype=weights.stored_dtype(path) if lora is None else None)
     copy_tokenizer(path, Path(directory))
     if chat is not None:
         chat_config.write(directory, chat, family.chat)
@@ -225,6 +236,24 @@ def save_model(
     )
 
 
+def save_policy(
+    model: PolicyModel,
+    directory: str | Path,
+    trained: nnx.State,
+    chat: ChatConfig,
+) -> None:
+    """Writes adapters in PEFT's format, or all weights as a model directory of their own.
+
+    Args:
+      trained: of the structure of model.trainable.
+      chat: the prompts that it was trained with.
+    """
+    if model.trains == "adapters":
+        save_adapter(model, directory, lora=trained, base_model=model.path.resolve(), chat=chat)
+    else:
+        save_merged(model.path, None, trained, directory, chat=chat)
+
+
 def save_adapter(
     model: PolicyModel,
     directory: str | Path,
@@ -240,7 +269,7 @@ def save_adapter(
       base_model: the directory or name that peft's AutoPeftModel loads the base from.
     Raises: ModelError where the model has no adapters.
     """
-    module = nnx.merge(model.graphdef, model.lora if lora is None else lora, model.frozen)
+    module = nnx.merge(model.graphdef, model.trainable if lora is None else lora, model.frozen)
     peft_adapters.save_adapter(
         module,
         directory,

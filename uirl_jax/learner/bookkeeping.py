@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from uirl_jax import policy_sync
@@ -206,12 +207,17 @@ class Bookkeeping:
         self._saved.append(meta)
 
     def publish(self, step: int, state: TrainState) -> None:
-        """Publishes the state's adapters as the policy that actors sample with."""
+        """Publishes what is trained as the policy that actors sample with, in the dtypes that they
+        hold it in: the learner's own is float32."""
+        trained = jax.tree.map(
+            lambda leaf, held: leaf.astype(held.dtype), state.trainable, self._model.trainable
+        )
         policy_sync.publish(
             self._store,
             version=step,
             step=step,
-            adapters=weights.adapters_to_numpy(state.trainable),
+            arrays=weights.adapters_to_numpy(trained),
+            kind="adapters" if self._model.trains == "adapters" else "weights",
             base_hash=self._model.base_hash,
             run_id=self._run.run_id,
             extra={

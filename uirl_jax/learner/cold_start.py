@@ -83,7 +83,7 @@ def run_cold_start(
     target = workdir / MODEL_DIR
     if target.is_dir():  # complete: it is renamed into place at the end
         return target
-    whole = nnx.merge(model.graphdef, model.lora, model.frozen)
+    whole = nnx.merge(model.graphdef, model.trainable, model.frozen)
     kind_of_weight = nnx.Param if cfg.train == "all" else LoRAParam
     graphdef, trainable, frozen = nnx.split(whole, kind_of_weight, ...)
 

@@ -253,8 +253,8 @@ def _compile(
     """The run's jitted functions (XLA compiles each at its first call), the learning rate by
     update, and a fresh train state."""
     algorithm_cfg = cfg.algorithm
-    optimizer_cfg = cfg.learner.optimizer.resolved("adapters")
-    print(optimizer_cfg.describe(model.lora, "adapters"), flush=True)
+    optimizer_cfg = cfg.learner.optimizer.resolved(model.trains)
+    print(optimizer_cfg.describe(model.trainable, model.trains), flush=True)
     updates = cfg.learner.steps * algorithm_cfg.updates_a_step
     optimizer = learner_state.make_optimizer(optimizer_cfg, updates)
     schedule = learner_state.make_schedule(optimizer_cfg, updates)
@@ -264,7 +264,7 @@ def _compile(
         critic_optimizer = learner_state.make_critic_optimizer(critic_cfg)
         critic = learner_state.init_critic(model.cfg.hidden_size, critic_optimizer)
     rules = model.family.weights.sharding_rules
-    state = learner_state.init_state(model.lora, optimizer, mesh, rules, critic=critic)
+    state = learner_state.init_state(model.trainable, optimizer, mesh, rules, critic=critic)
     step_cfg = learner_step.StepConfig(
         algorithm_cfg.loss,
         critic_cfg,

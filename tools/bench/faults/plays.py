@@ -153,7 +153,7 @@ async def play_mixed(world: World, episodes: int, workdir: Path) -> dict[str, An
         open_store(workdir),
         version=0,
         step=0,
-        adapters={"none": np.zeros(1, np.float32)},
+        arrays={"none": np.zeros(1, np.float32)},
         base_hash=BASE_HASH,
         run_id=RUN_ID,
         extra={"groups_trained": []},
