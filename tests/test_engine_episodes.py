@@ -293,7 +293,7 @@ def check_mesh() -> None:
         )
         for tree in (lone.trainable, lone.frozen)
     )
-    spread = new_engine(dataclasses.replace(lone, lora=lora, frozen=frozen))
+    spread = new_engine(dataclasses.replace(lone, trainable=lora, frozen=frozen))
     for got, wanted in zip(sample_all(spread, MIXED), expected, strict=True):
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4)

@@ -35,7 +35,7 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(tmp_path):
     )
     assert process.returncode == 0, process.stderr[-2000:]
     model = loading.load(out, lora=None, seed=0)
-    assert 1_000_000 < sum(x.size for x in _leaves(model.frozen)) < 4_000_000
+    assert 1_000_000 < sum(x.size for x in _leaves(model.trainable)) < 4_000_000
     assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
     assert "--finding_steps=2" in (out / "README.md").read_text()
     chat = Chat(out, make_base_model.CHAT, model.family.chat)
@@ -48,7 +48,7 @@ def test_shipped_base_model_is_whole():
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 8 * 2**20
     assert json.loads((SHIPPED / "config.json").read_text())["model_type"] == "qwen2_vl"
     assert "make_base_model" in (SHIPPED / "README.md").read_text()
-    assert all(np.isfinite(leaf).all() for leaf in _leaves(model.frozen))
+    assert all(np.isfinite(leaf).all() for leaf in _leaves(model.trainable))
 
 
 def test_looking_example_answers_hit_what_was_asked_for():

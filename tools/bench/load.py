@@ -194,7 +194,7 @@ def measure(name: str, directory: Path, settings: Settings) -> dict[str, float]:
                     seed=0,
                     param_dtype=settings.param_dtype,
                     quantize=settings.quantize,
-                ).frozen
+                ).trainable
             else:
                 loaded = nnx.state(
                     loading.read_model(
