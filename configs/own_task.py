@@ -32,7 +32,7 @@ def get_config(task: str = "thermostat") -> ConfigDict:
     cfg.learner.optimizer = ConfigDict({"lr": 1e-3, "warmup_steps": 5, "schedule": "cosine"})
     if task == "groceries":  # five words of eight to read: more to learn from
         cfg.cold_start.steps, cfg.cold_start.episodes_per_step = 400, 16
-        cfg.cold_start.episodes = 600  # played once: a browser plays one or two a second
+        cfg.cold_start.episodes = 600  # played once and repeated: the browser is slow
         cfg.cold_start.optimizer.schedule = "cosine"
         cfg.learner.steps, cfg.learner.optimizer.lr = 40, 3e-4
     cfg.evaluation = ConfigDict({"episodes": 200})

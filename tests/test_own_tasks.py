@@ -280,7 +280,7 @@ class TestPage:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["thermostat", pytest.param("groceries", marks=needs_chromium)])
 def test_page_of_own_tasks_is_walked_to_a_trained_agent(tmp_path, task):
-    """The command of docs/own_task.md; minutes for the thermostat, half an hour for groceries."""
+    """The command of docs/own_task.md; minutes for the thermostat, an hour for groceries."""
     command = [sys.executable, "-m", "uirl_jax.main", f"--workdir={tmp_path}"]
     config = f"--config=configs/own_task.py:{task}"
     root = Path(__file__).parents[1]
