@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
@@ -186,6 +187,32 @@ def batch_shardings(mesh: Mesh, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _image_axes(array: Any) -> tuple[str | None, ...]:
     return ("images", *[None] * (array.ndim - 1))
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """The number of equal parts that the mesh cuts a batch's rows into."""
+    return math.prod(dict(mesh.shape)[name] for name in AXIS_RULES["batch"])
+
+
+def rows_here(mesh: Mesh, rows: int) -> set[int]:
+    """The rows of a batch, or of its images, that this process's devices hold."""
+    spec = partition_spec(("batch",), (rows,), dict(mesh.shape))
+    indices = NamedSharding(mesh, spec).addressable_devices_indices_map((rows,)).values()
+    return {row for index in indices if index for row in range(*index[0].indices(rows))}
+
+
+def to_host(tree: Any) -> Any:
+    """numpy copies of whole arrays, also of those whose parts other processes hold.
+
+    All processes of the mesh must call it at the same point: it gathers, one array at a time.
+    """
+
+    def fetch(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            return multihost_utils.process_allgather(x, tiled=True)
+        return x
+
+    return jax.device_get(jax.tree.map(fetch, tree))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
