@@ -10,8 +10,9 @@ damaged; `restore_latest` then tries older steps and reports the skipped ones.
 A checkpoint is one flat dict of arrays, named by their paths in the tree, so that the bytes on disk
 do not depend on the classes of optax or Flax. The caller provides the tree's structure.
 
-Base weights are not saved. Checksums need whole arrays on this host: one process, with any number
-of devices.
+Base weights are not saved. The processes of a learner on several hosts save and restore together,
+in one directory that all of them see. Checksums need whole arrays: each host gathers them, one at a
+time. Adapters are megabytes; all weights of a large model would cross the network at every save.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from uirl_jax.errors import CheckpointError
@@ -202,8 +204,12 @@ class Checkpointer:
             except Exception as error:  # Orbax and tensorstore raise many types on damaged files
                 skipped.append((step, _one_line(error)))
                 continue
-            if not self._read_only:
-                self._set_aside([step for step, _ in skipped])
+            if not self._read_only and skipped:
+                if jax.process_index() == 0:
+                    self._set_aside([step for step, _ in skipped])
+                if jax.process_count() > 1:
+                    multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+                self._manager.reload()
             return Restored(
                 step=step,
                 arrays=jax.tree.unflatten(jax.tree.structure(abstract), leaves.values()),
@@ -378,8 +384,6 @@ class Checkpointer:
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move damaged steps to damaged/<step>-<time>."""
-        if not steps:
-            return
         try:
             (self._directory / DAMAGED_DIR).mkdir(exist_ok=True)
             for step in steps:
@@ -390,7 +394,6 @@ class Checkpointer:
                 f"{self._directory}: damaged steps {steps} cannot be moved to {DAMAGED_DIR}/: "
                 f"{_one_line(error)}; move them away by hand"
             ) from error
-        self._manager.reload()
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -435,6 +438,10 @@ def _like(array: jax.Array, leaf: Any) -> jax.Array:
 
 def _crc32c(array: Any) -> int:
     """crc32c of the array's bytes in C order, little-endian, gathered on this host."""
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        array = multihost_utils.process_allgather(array, tiled=True)
     host = np.ascontiguousarray(np.asarray(array))
     # View as bytes, because bfloat16 arrays do not support the buffer protocol.
     return google_crc32c.value(host.reshape(-1).view(np.uint8).data.tobytes())

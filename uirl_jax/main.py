@@ -30,10 +30,11 @@ if __name__ == "__main__":  # imports take seconds: until `main` handles signals
 import jax
 from absl import app, flags, logging
 
-from uirl_jax import evaluation, metrics, platform_flags, report
+from uirl_jax import cluster, evaluation, metrics, platform_flags, report
 from uirl_jax.actor import processes
 from uirl_jax.actor.journal import run_totals
 from uirl_jax.actor.random_engine import RandomEngine
+from uirl_jax.cluster import ALONE, Cluster
 from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, RestartError, UirlError
@@ -41,7 +42,9 @@ from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.bookkeeping import CHECKPOINTS, RunDirectory, read_adapters
 from uirl_jax.learner.cold_start import MODEL_DIR, run_cold_start
-from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
+from uirl_jax.learner.follow import follow_learner
+from uirl_jax.learner.loop import LearnerResult, run_learner
+from uirl_jax.learner.training import TrainingConfig
 from uirl_jax.models import sharding
 from uirl_jax.players import Adapters, BackgroundLoop, Players, when_set
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
@@ -65,28 +68,34 @@ def learn(
     stop: threading.Event,
     on_ready: Callable[[], None] = lambda: None,
     replace_advantages: Advantages | None = None,
+    cluster: Cluster = ALONE,
 ) -> LearnerResult:
-    """Runs the learner on this thread."""
+    """Runs the learner, or process 0 of it, on this thread."""
     watcher = report.Watcher(run.workdir, run.cfg.learner.steps)
     with jax.set_mesh(mesh), metrics.output_kept(run.workdir / "logs" / "learner.log"):
         return run_learner(
-            TrainingConfig(
-                run.cfg.learner,
-                run.cfg.algorithm,
-                run.curriculum,
-                temperature=run.cfg.actor.rollout.temperature,
-                forbidden_ids=run.make_chat(model).vocabulary(model.cfg.vocab_size).forbidden_ids,
-                seed=run.cfg.seed,
-            ),
+            training_of(run, model),
             model,
             RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step),
             stop,
             mesh=mesh,
+            cluster=cluster,
             on_ready=on_ready,
             on_step=watcher,
             on_wait=watcher.waiting,
             replace_advantages=replace_advantages,
         )
+
+
+def training_of(run: Run, model: loading.PolicyModel) -> TrainingConfig:
+    return TrainingConfig(
+        run.cfg.learner,
+        run.cfg.algorithm,
+        run.curriculum,
+        temperature=run.cfg.actor.rollout.temperature,
+        forbidden_ids=run.make_chat(model).vocabulary(model.cfg.vocab_size).forbidden_ids,
+        seed=run.cfg.seed,
+    )
 
 
 def run_all(
@@ -270,16 +279,32 @@ def make_cold_start(
     return run.load_model(mesh, path)
 
 
-def run_learner_role(run: Run, stop: threading.Event) -> None:
-    """Runs the learner; actors in other processes write the shards."""
+def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) -> int:
+    """Runs the learner, or one process of it; actors in other processes write the shards.
+
+    Returns: the exit code.
+    """
     mesh = make_mesh(run.cfg.mesh)
     model = run.load_model(mesh, Path(run.cfg.model.path))
     if run.cfg.cold_start.steps:
         model = make_cold_start(run, model, mesh, stop)
-    result = learn(run, model, mesh, stop)
-    run.log("learner_ended", step=result.step, **result.accounting)
-    if not result.finished:
-        raise RestartError(f"stopped after step {result.step}; run the same command to continue")
+    if cluster.leads:
+        result = learn(run, model, mesh, stop, cluster=cluster)
+        step, finished = result.step, result.finished
+        run.log("learner_ended", step=step, **result.accounting)
+    else:
+        log = run.workdir / "logs" / f"learner-{cluster.index}.log"
+        directory = RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step)
+        with jax.set_mesh(mesh), metrics.output_kept(log):
+            step, finished = follow_learner(
+                training_of(run, model), model, directory, cluster, run.cfg.cluster, mesh=mesh
+            )
+    if finished:
+        return 0
+    if cluster.count > 1:
+        print(f"preempted at step {step}; run the same command again to continue", flush=True)
+        return run.cfg.cluster.preempted_exit_code
+    raise RestartError(f"stopped after step {step}; run the same command to continue")
 
 
 def run_actor_role(run: Run, stop: threading.Event, first: int, actors: int) -> None:
@@ -388,22 +413,37 @@ _RESUME_FROM = flags.DEFINE_string(
 _CHECKPOINT = flags.DEFINE_integer(
     "checkpoint", None, "step of the checkpoint for --role=eval or --resume_from", lower_bound=0
 )
+_CLUSTER = flags.DEFINE_string(
+    "cluster",
+    "auto",
+    "how the processes of a learner on several hosts find each other: auto, none (this process is "
+    f"alone), or one of {', '.join(cluster.methods())}",
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", "", "HOST:PORT of process 0, where no cluster is detected"
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "processes of the learner, with --coordinator", lower_bound=1
+)
+_PROCESS_INDEX = flags.DEFINE_integer(
+    "process_index", None, "number of this process, from 0, with --coordinator", lower_bound=0
+)
 _STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval/<stage>.json")
 
 
-def run_role(role: Role, run: Run, stop: threading.Event) -> int:
+def run_role(role: Role, run: Run, stop: threading.Event, group: Cluster) -> int:
     """Runs the role; returns the exit code."""
     actions: dict[str, Callable[[], Any]] = {
         "all": lambda: run_all(run, stop, actors=_ACTORS.value),
-        "learner": lambda: run_learner_role(run, stop),
+        "learner": lambda: run_learner_role(run, stop, group),
         "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
         "eval": lambda: run_eval_role(run, stop, _STAGE.value, _CHECKPOINT.value),
     }
     if role == "verifier":
         return run_verifier_role(run)
     platform_flags.keep_freed_memory()
-    actions[role]()
-    return 0
+    code = actions[role]()
+    return code if role == "learner" else 0
 
 
 def _check_checkpoint_flags(learns: bool) -> None:
@@ -415,6 +455,74 @@ def _check_checkpoint_flags(learns: bool) -> None:
         raise ConfigError("--checkpoint is for --role=eval, or goes with --resume_from")
     if source and not (Path(source) / CHECKPOINTS).is_dir():
         raise ConfigError(f"--resume_from={source}: has no {CHECKPOINTS}/; give a run's workdir")
+
+
+def _membership(learns: bool) -> cluster.Membership | None:
+    """Raises: ConfigError."""
+    if learns:
+        return cluster.find(
+            _CLUSTER.value, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_INDEX.value
+        )
+    if _COORDINATOR.value:
+        raise ConfigError("--coordinator is for the processes of a learner, --role=learner or all")
+    return None
+
+
+def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, group: Cluster) -> int:
+    """Opens the run and runs the role of the command line; returns the exit code."""
+
+    def on_lost() -> None:
+        if group.count > 1:
+            group.end("error: another process holds the learner's lease", RestartError.exit_code)
+        stop.set()
+
+    leads = learns and group.leads
+    lease = only_learner(open_store(workdir), on_lost) if leads else contextlib.nullcontext()
+    with lease:
+        # Before config.json is written: the corrected command can then use the workdir.
+        if learns:
+            make_mesh(cfg.mesh)
+        whole = cfg
+        if _ROLE.value != "verifier":
+            check_user_code(cfg, learns=learns)
+            whole = completed(cfg, functools.partial(print, flush=True))
+            check_model(whole)
+        if leads or not learns:
+            run_id = open_run(workdir, cfg, learns=learns)
+            group.tell("run", run_id)
+        else:
+            run_id = group.wait_for("run")
+        resume_from = Path(_RESUME_FROM.value) if _RESUME_FROM.value else None
+        run = Run(whole, workdir, run_id, None, resume_from, _CHECKPOINT.value)
+        if _ROLE.value != "verifier":  # the server handles these signals itself
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, lambda *_: stop.set())
+        return run_role(cast(Role, _ROLE.value), run, stop, group)
+
+
+def _run_in_cluster(
+    cfg: RunConfig, workdir: Path, stop: threading.Event, membership: cluster.Membership
+) -> int:
+    """`_run` as one process of a learner on several hosts: if one fails, all end."""
+    group = cluster.join(membership, cfg.cluster)
+    with group.watched(stop, cfg.cluster):
+        try:
+            if _ROLE.value == "all":
+                raise ConfigError(
+                    "--role=all runs in one process; on several hosts use --role=learner, and "
+                    "--role=actor beside it"
+                )
+            facts = {
+                **cluster.code_facts(),
+                "config": json.loads(reading.resolved_config_json(cfg)),
+            }
+            group.compare(facts, cfg.cluster.start_timeout_s)
+            code = _run(cfg, workdir, True, stop, group)
+        except Exception as error:  # the others wait for this process: tell them why it ends
+            group.end_after(error)
+            raise
+    group.leave()
+    return code
 
 
 def main(argv: list[str]) -> int:
@@ -433,25 +541,14 @@ def main(argv: list[str]) -> int:
         workdir = reading.workdir_of(_WORKDIR.value)
         learns = _ROLE.value in ("all", "learner")
         _check_checkpoint_flags(learns)
-        lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
-        with lease:
-            # Before config.json is written: the corrected command can then use the workdir.
-            if learns:
-                make_mesh(cfg.mesh)
-            whole = cfg
-            if _ROLE.value != "verifier":
-                check_user_code(cfg, learns=learns)
-                whole = completed(cfg, functools.partial(print, flush=True))
-                check_model(whole)
-            run_id = open_run(workdir, cfg, learns=learns)
-            resume_from = Path(_RESUME_FROM.value) if _RESUME_FROM.value else None
-            run = Run(whole, workdir, run_id, None, resume_from, _CHECKPOINT.value)
-            if _ROLE.value != "verifier":  # the server handles these signals itself
-                for signum in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(signum, lambda *_: stop.set())
-            if _EXIT_WITH_PARENT.value:
-                processes.stop_with_parent(_EXIT_WITH_PARENT.value, stop)
-            return run_role(cast(Role, _ROLE.value), run, stop)
+        membership = _membership(learns)
+        if membership is not None and not _EXIT_WITH_PARENT.value:
+            return cluster.run_in_child(processes.command_of_this_process(), membership)
+        if _EXIT_WITH_PARENT.value:
+            processes.stop_with_parent(_EXIT_WITH_PARENT.value, stop)
+        if membership is None:
+            return _run(cfg, workdir, learns, stop, ALONE)
+        return _run_in_cluster(cfg, workdir, stop, membership)
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

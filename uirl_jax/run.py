@@ -46,13 +46,16 @@ from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
+# Sections that say where a run computes and not what: a restart may change them.
+PLACEMENT = ("mesh", "cluster")
 
 
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     """Returns the run's id; the first role writes config.json.
 
     A config with more `learner.steps` than before extends the run, with the learning rate schedule
-    of the new length; the previous final evaluation is renamed to its version.
+    of the new length; the previous final evaluation is renamed to its version. The sections of
+    PLACEMENT may differ: a run may continue on another mesh.
 
     Args:
       learns: whether this role holds the learner's lease; only then a run is extended.
@@ -70,6 +73,7 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
         raise ConfigError(
             f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
         ) from None
+    known |= {section: resolved[section] for section in PLACEMENT}
     differences = sorted(_differences(known, resolved, "config"))
     extends = _extends(known, resolved, differences)
     if extends and learns:

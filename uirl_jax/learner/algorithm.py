@@ -253,9 +253,8 @@ def update(
                 steps.score(learner_step.params_of(state), frozen, arrays)
                 for arrays in _on_device(minibatch.batches, mesh)
             ]
-        jax.block_until_ready([minibatch.scored for minibatch in minibatches])
-        if cfg.kl_in_reward or cfg.has_critic:
-            for minibatch in minibatches:
+            jax.block_until_ready(minibatch.scored)
+            if cfg.kl_in_reward or cfg.has_critic:
                 minibatch.scores_here = _to_host(minibatch.scored)
         scored_s = time.monotonic() - started_s
     if chosen is not None:

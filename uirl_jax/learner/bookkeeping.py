@@ -36,9 +36,10 @@ from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.state import TrainState
 from uirl_jax.metrics import MetricsWriter, key_values, last_object
-from uirl_jax.models import weights
+from uirl_jax.models import sharding, weights
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.queue import QUARANTINE, ShardQueue
+from uirl_jax.shards.reader import RecordRef
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import open_store
 
@@ -131,6 +132,11 @@ class Bookkeeping:
             self._curriculum.count(self._tallies, group)
         return groups
 
+    @property
+    def refs(self) -> dict[str, RecordRef]:
+        """Where the records taken since the last `save` are, by episode."""
+        return self._queue.taken_from | self._replay.taken_from
+
     def allow_extra(self, more: int, regular: int) -> bool:
         """Allows actors to start `more` groups beyond those trained so far.
 
@@ -205,18 +211,20 @@ class Bookkeeping:
         }
         self._checkpointer.save(step, state, meta)
         self._saved.append(meta)
+        self._queue.taken_from.clear()
+        self._replay.taken_from.clear()
 
-    def publish(self, step: int, state: TrainState) -> None:
-        """Publishes what is trained as the policy that actors sample with, in the dtypes that they
-        hold it in: the learner's own is float32."""
-        trained = jax.tree.map(
-            lambda leaf, held: leaf.astype(held.dtype), state.trainable, self._model.trainable
-        )
+    def publish(self, step: int, policy: Mapping[str, np.ndarray]) -> None:
+        """Publishes the policy that actors sample with.
+
+        Args:
+          policy: of `policy_of`.
+        """
         policy_sync.publish(
             self._store,
             version=step,
             step=step,
-            arrays=weights.adapters_to_numpy(trained),
+            arrays=dict(policy),
             kind="adapters" if self._model.trains == "adapters" else "weights",
             base_hash=self._model.base_hash,
             run_id=self._run.run_id,
@@ -247,6 +255,17 @@ class Bookkeeping:
         return self._queue.accounting()
 
 
+def policy_of(state: TrainState, model: PolicyModel) -> dict[str, np.ndarray]:
+    """What is trained, by leaf, in the dtypes that actors hold it in: the learner's are float32.
+
+    All processes of the learner call it together: each may hold a part.
+    """
+    trained = jax.tree.map(
+        lambda leaf, held: leaf.astype(held.dtype), state.trainable, model.trainable
+    )
+    return weights.adapters_to_numpy(sharding.to_host(trained))
+
+
 @contextlib.contextmanager
 def restore(
     run: RunDirectory,
@@ -263,19 +282,10 @@ def restore(
       CheckpointError: there are checkpoints and all are damaged; or the one to resume from cannot
         be read, or belongs to another base model.
     """
-    checkpointer = Checkpointer(
-        run.workdir / CHECKPOINTS, keep=keep.checkpoints, keep_every=keep.every
-    )
-    metrics_writer = MetricsWriter(run.workdir)
-    with checkpointer, metrics_writer:
-        restored = checkpointer.restore_latest(learner_state.abstract(state))
-        meta = None
-        if restored:
-            state, meta = restored.arrays, restored.meta
-            for line in restored.skipped:
-                print(key_values("checkpoint_skipped", reason=line), flush=True)
-        elif run.resume_from is not None:
-            state, meta = _resume(run.resume_from, run.resume_step, model, state)
+    with (
+        restored_state(run, model, state, keep) as (checkpointer, state, meta, is_fresh),
+        MetricsWriter(run.workdir) as metrics_writer,
+    ):
         metrics_writer.truncate_from(int(state.step) + 1)
         books = Bookkeeping(
             run,
@@ -285,9 +295,31 @@ def restore(
             metrics_writer,
             meta,
             keep,
-            is_fresh=restored is None,
+            is_fresh=is_fresh,
         )
         yield books, state
+
+
+@contextlib.contextmanager
+def restored_state(
+    run: RunDirectory, model: PolicyModel, state: TrainState, keep: Keep
+) -> Iterator[tuple[Checkpointer, TrainState, dict[str, Any] | None, bool]]:
+    """Opens the checkpoints; yields them, the state, its data cursor and whether there was none.
+
+    All processes of the learner call it together. Args and Raises: as `restore`.
+    """
+    with Checkpointer(
+        run.workdir / CHECKPOINTS, keep=keep.checkpoints, keep_every=keep.every
+    ) as checkpointer:
+        restored = checkpointer.restore_latest(learner_state.abstract(state))
+        meta = None
+        if restored:
+            state, meta = restored.arrays, restored.meta
+            for line in restored.skipped:
+                print(key_values("checkpoint_skipped", reason=line), flush=True)
+        elif run.resume_from is not None:
+            state, meta = _resume(run.resume_from, run.resume_step, model, state)
+        yield checkpointer, state, meta, restored is None
 
 
 # Counters of single actors; of everything else the actors' mean is taken.

@@ -208,7 +208,7 @@ def _first_rows(rows: list[packing.Row], at: list[int]) -> dict[str, int]:
 def _place_screens(
     first_rows: Mapping[str, int], rows: int, image_rows: int, parts: int
 ) -> dict[str, int]:
-    """Screenshot -> its row: in the part of its first row, or in the emptiest one if that is full."""
+    """Screenshot -> its row, in the part of its first row, or in the emptiest if that is full."""
     if image_rows % parts or rows % parts:
         return {key: row for row, key in enumerate(first_rows)}
     size, used = image_rows // parts, collections.Counter[int]()

@@ -15,7 +15,7 @@ from typing import Any
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import reader, record
 from uirl_jax.shards.journal import JOURNAL, Journal, Line
-from uirl_jax.shards.reader import SHARDS, Entry
+from uirl_jax.shards.reader import SHARDS, Entry, RecordRef
 from uirl_jax.store import Store
 from uirl_jax.types import Trajectory
 
@@ -93,6 +93,8 @@ class ShardQueue:
         self._consumed = _split_digests(state["consumed"])  # trained or stale
         self._waiting: set[bytes] = set()  # digests of pending records
         self._groups: list[_Group] = []
+        # Where the records of the groups taken last are, by episode; the caller may clear it.
+        self.taken_from: dict[str, RecordRef] = {}
         self._shards: dict[str, _Shard] = {}
         self._noticed = {line.shard for line in self._journal.lines}
         self._resume(state)
@@ -296,13 +298,18 @@ class ShardQueue:
             self._counts[outcome] += 1
 
     def _read_group(self, group: _Group) -> list[Trajectory]:
-        shard = self._shards[group.shard]
+        shard, name = self._shards[group.shard], _stored(group.shard)
         assert shard.layout is not None  # a shard with groups was admitted
         try:
-            return [
-                reader.read_entry(self._store, _stored(group.shard), entry, shard.layout)
+            records = [
+                reader.read_entry(self._store, name, entry, shard.layout)
                 for _, entry in group.entries
             ]
+            for trajectory, (_, entry) in zip(records, group.entries, strict=True):
+                self.taken_from[trajectory.episode_id] = RecordRef(
+                    name, entry.offset, entry.size_bytes, trajectory.episode_id
+                )
+            return records
         except (OSError, ShardError, RecordError) as error:
             raise _LostShardError(group.shard, str(error)) from None
 

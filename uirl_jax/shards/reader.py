@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, record
@@ -29,6 +30,15 @@ class Entry:
     group_id: str
     oldest_version: int  # -1 if no turn was sampled by a policy
     newest_version: int
+
+
+class RecordRef(NamedTuple):
+    """Where the record of an episode is; JSON."""
+
+    name: str  # of the shard, in the store
+    offset: int  # of its frame
+    size_bytes: int
+    episode_id: str
 
 
 def shard_names(store: Store) -> list[str]:
@@ -92,6 +102,13 @@ def read_entry(store: Store, name: str, entry: Entry, layout: record.TokenLayout
     if episode_digest(trajectory.episode_id) != entry.episode_digest:
         raise ShardError(f"the episode at byte {entry.offset} changed since the shard was scanned")
     return trajectory
+
+
+def read_ref(store: Store, ref: RecordRef, layout: record.TokenLayout) -> Trajectory:
+    """A record by its reference. Raises ShardError, RecordError or OSError."""
+    digest = episode_digest(ref.episode_id)
+    entry = Entry(ref.offset, ref.size_bytes, digest, "", oldest_version=-1, newest_version=-1)
+    return read_entry(store, ref.name, entry, layout)
 
 
 def records_by_header(store: Store, name: str) -> int:

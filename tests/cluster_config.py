@@ -1,0 +1,22 @@
+"""A learner of several processes on records that were written before: no actor, no verifier."""
+
+from ml_collections import ConfigDict
+
+from tests import tiny_config
+
+
+def get_config():
+    cfg = tiny_config.get_config()
+    cfg.evaluation.episodes = 0
+    cfg.learner.steps = 20
+    cfg.learner.groups_per_step = 2
+    cfg.learner.max_staleness = 1000  # all records are of version 0
+    cfg.learner.batch.rows = 8
+    cfg.learner.batch.row_lengths = (112,)
+    cfg.learner.batch.sampled_lengths = ()
+    cfg.learner.batch.image_rows = (8,)
+    cfg.learner.batch.patch_lengths = (16,)
+    cfg.learner.optimizer.lr = 1e-2
+    cfg.engine.image_row_patches = 16
+    cfg.cluster = ConfigDict({"heartbeat_s": 10, "start_timeout_s": 60})
+    return cfg
