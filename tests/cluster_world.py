@@ -117,33 +117,52 @@ def free_port() -> int:
 
 
 def start(
-    workdir: Path, values: Values, *, processes: int, devices: int = 1
+    workdir: Path, values: Values, *, processes: int, **how: Any
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a learner; their output goes to <workdir>-<index>.txt."""
-    port, started = free_port(), []
-    for index in range(processes):
-        cluster = [
-            f"--coordinator=127.0.0.1:{port}",
-            f"--num_processes={processes}",
-            f"--process_index={index}",
-        ]
-        log = output_of(workdir, index).open("w")
-        started.append(
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "uirl_jax.main", "--role=learner"),
-                    *(f"--config={CONFIG}", f"--workdir={workdir}"),
-                    *(cluster if processes > 1 else []),
-                    *flags_of(values),
-                ],
-                cwd=ROOT,
-                env=environment(devices),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+    """Starts all processes of a learner; see `start_one`."""
+    port = free_port()
+    return [
+        start_one(workdir, values, index, processes=processes, port=port, **how)
+        for index in range(processes)
+    ]
+
+
+def start_one(
+    workdir: Path,
+    values: Values,
+    index: int,
+    *,
+    processes: int,
+    port: int,
+    devices: int = 1,
+    module: str = "uirl_jax.main",
+    directly: bool = False,
+) -> subprocess.Popen[str]:
+    """Starts one process of a learner; its output goes to <workdir>-<index>.txt.
+
+    Args:
+        directly: without the parent that each process of a cluster has, which saves its imports.
+    """
+    cluster = [
+        f"--coordinator=127.0.0.1:{port}",
+        f"--num_processes={processes}",
+        f"--process_index={index}",
+    ]
+    with output_of(workdir, index).open("w") as log:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", module, "--role=learner"),
+                *(f"--config={CONFIG}", f"--workdir={workdir}"),
+                *(cluster if processes > 1 else []),
+                *([f"--exit_with_parent={os.getpid()}"] if directly else []),
+                *flags_of(values),
+            ],
+            cwd=ROOT,
+            env=environment(devices),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-    return started
 
 
 def output_of(workdir: Path, index: int) -> Path:
@@ -151,7 +170,7 @@ def output_of(workdir: Path, index: int) -> Path:
 
 
 def wait(started: Sequence[subprocess.Popen[str]], timeout_s: float = 180.0) -> list[int]:
-    """Exit codes; what does not end in time is killed, as None is not."""
+    """Exit codes; what does not end in time is killed. Raises: subprocess.TimeoutExpired."""
     deadline_s = time.monotonic() + timeout_s
     try:
         return [p.wait(max(0.1, deadline_s - time.monotonic())) for p in started]

@@ -17,6 +17,7 @@ Since an abort cannot be caught, each process of a cluster runs as the child of 
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import hashlib
 import importlib.metadata
@@ -32,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -41,11 +42,13 @@ import jax
 from jax._src import clusters, distributed
 
 from uirl_jax.errors import ConfigError, RestartError, UirlError
-from uirl_jax.metrics import key_values
 
 _POLL_S = 0.2  # between two looks at the messages of other processes: 0.5 ms each
 _LAST_WORDS_S = 5.0  # process 0 holds the messages: it waits so long until the others read its own
 _KEY = "uirl"
+_ADVICE = "start all processes again with the same command"
+# Parts of the messages of a collective whose other end is gone: on a CPU, a GPU, a TPU.
+_LOST = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection reset by peer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,8 @@ def join(membership: Membership, cfg: ClusterConfig) -> "Cluster":
     """
     # SIGTERM is handled by `main`. JAX's own service would swallow it until every process asks.
     jax.config.update("jax_enable_preemption_service", False)
+    # When another host is lost, JAX aborts: a Python traceback of every thread explains nothing.
+    faulthandler.disable()
     bind = _bind_address(membership.coordinator) if membership.process == 0 else None
     try:
         jax.distributed.initialize(
@@ -190,6 +195,7 @@ class Cluster:
     def __init__(self, index: int = 0, count: int = 1, client: Any = None) -> None:
         self.index, self.count = index, count
         self._client = client
+        self._ending = threading.Lock()
 
     @property
     def leads(self) -> bool:
@@ -289,7 +295,7 @@ class Cluster:
             ended.set()
             thread.join()
 
-    def end(self, reason: str, exit_code: int) -> None:
+    def end(self, reason: str, exit_code: int) -> NoReturn:
         """Ends all processes with this reason: tells it, prints it, and does not return.
 
         A process that fails cannot leave in the ordinary way: JAX would wait for the others, which
@@ -298,22 +304,20 @@ class Cluster:
         self.tell("failed", json.dumps([self.index, socket.gethostname(), reason, exit_code]))
         self._end_with(self._failure() or [self.index, "", reason, exit_code])
 
-    def end_after(self, error: Exception) -> None:
-        """`end` for an exception of this process, or for the other's that caused it."""
+    def end_after(self, error: Exception) -> NoReturn:
+        """`end` for an exception of this process, or for the failure of another that caused it."""
+        lost = _is_lost_connection(error)
         # A process that ends breaks the collectives of the others: its reason is the better one.
-        deadline_s = time.monotonic() + 2.0
-        while not isinstance(error, UirlError) and time.monotonic() < deadline_s:
-            if (failure := self._failure()) is not None:
-                self._end_with(failure)
+        deadline_s = time.monotonic() + (_LAST_WORDS_S if lost else 0.0)
+        while (failure := self._failure()) is None and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
+        if failure is not None:
+            self._end_with(failure)
+        if lost:
+            reason = f"another process is lost ({_first_line(error)}); {_ADVICE}"
+            self.end(f"error: {reason}", RestartError.exit_code)
         if isinstance(error, UirlError):
             self.end(f"error: {error}", error.exit_code)
-        if _is_lost_connection(error):
-            self.end(
-                f"error: another process of the learner is lost ({_first_line(error)}); start all "
-                "of them again with the same command",
-                RestartError.exit_code,
-            )
         sys.excepthook(type(error), error, error.__traceback__)
         self.end(f"error: {type(error).__name__}: {_first_line(error)}", 1)
 
@@ -329,7 +333,8 @@ class Cluster:
         text = self.ask("failed")
         return None if text is None else json.loads(text)
 
-    def _end_with(self, failure: list[Any]) -> None:
+    def _end_with(self, failure: list[Any]) -> NoReturn:
+        self._ending.acquire()  # by the first thread; another one waits here for the end
         index, host, reason, exit_code = failure
         where = "" if index == self.index else f" (process {index} on {host})"
         print(f"{reason}{where}", file=sys.stderr if exit_code else sys.stdout, flush=True)
@@ -350,10 +355,10 @@ ALONE = Cluster()
 
 def _is_lost_connection(error: Exception) -> bool:
     """Whether an exception is what a collective raises when another process is gone."""
-    text = str(error)
-    return isinstance(error, RuntimeError | ValueError) and any(
-        part in text for part in ("Gloo", "Connection", "UNAVAILABLE", "DEADLINE_EXCEEDED", "NCCL")
-    )
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:  # Orbax's error in one of ours
+        causes.append(cause)
+    return any(part in str(cause) for cause in causes for part in _LOST)
 
 
 def _first_line(error: BaseException) -> str:
@@ -414,14 +419,10 @@ def run_in_child(command: Sequence[str], membership: Membership) -> int:
         signal.SIGKILL: "by hand, or by the system for lack of memory",
     }
     name = signal.Signals(-code).name
+    cause = causes.get(signal.Signals(-code), "see above")
     print(
-        key_values(
-            "process_ended",
-            process=f"{membership.process} of {membership.processes}",
-            signal=name,
-            cause=causes.get(signal.Signals(-code), "see above"),
-            advice="start all processes again with the same command",
-        ),
+        f"error: process {membership.process} of {membership.processes} ended by {name} "
+        f"({cause}); {_ADVICE}",
         file=sys.stderr,
         flush=True,
     )

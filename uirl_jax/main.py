@@ -520,7 +520,6 @@ def _run_in_cluster(
             code = _run(cfg, workdir, True, stop, group)
         except Exception as error:  # the others wait for this process: tell them why it ends
             group.end_after(error)
-            raise
     group.leave()
     return code
 
