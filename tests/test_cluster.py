@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests import cluster_world, tiny_model
-from uirl_jax import cluster
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.cluster import ClusterConfig, Membership
 from uirl_jax.errors import ConfigError
+from uirl_jax.learner import cluster
+from uirl_jax.learner.cluster import ClusterConfig, Membership
 
 STEPS = 20
 # name -> (processes, devices of each, mesh)

@@ -10,11 +10,11 @@ from typing import Literal
 
 from uirl_jax import user_code
 from uirl_jax.actor.rollout import RolloutConfig
-from uirl_jax.cluster import ClusterConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner.algorithm import AlgorithmConfig
+from uirl_jax.learner.cluster import ClusterConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.learner.curriculum import MAX_ENTRIES, CurriculumConfig
 from uirl_jax.learner.training import LearnerConfig

@@ -7,10 +7,10 @@ stand in the same order as in `loop`: each of them is one of all processes toget
 
 import jax
 
-from uirl_jax.cluster import Cluster, ClusterConfig
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
 from uirl_jax.learner.bookkeeping import RunDirectory, policy_of
+from uirl_jax.learner.cluster import Cluster, ClusterConfig
 from uirl_jax.learner.hosts import ENDED, Hosts
 from uirl_jax.learner.training import TrainingConfig, prepare
 from uirl_jax.shards.layout import layout_of

@@ -20,10 +20,10 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from uirl_jax.cluster import Cluster
 from uirl_jax.errors import RecordError, RestartError, ShardError
 from uirl_jax.families.border import Inputs
 from uirl_jax.learner.algorithm import Chosen
+from uirl_jax.learner.cluster import Cluster
 from uirl_jax.metrics import key_values
 from uirl_jax.models import sharding
 from uirl_jax.shards import batching

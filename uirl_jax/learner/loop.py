@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from uirl_jax import user_code
-from uirl_jax.cluster import ALONE, Cluster
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner.algorithm import AlgorithmConfig, Group
 from uirl_jax.learner.bookkeeping import Bookkeeping, RunDirectory, policy_of
+from uirl_jax.learner.cluster import ALONE, Cluster
 from uirl_jax.learner.hosts import ENDED, STOPPED, Hosts
 from uirl_jax.learner.mfu import step_flops, utilisation, weights_in_products
 from uirl_jax.learner.own_rewards import OwnRewards

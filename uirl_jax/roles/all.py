@@ -1,0 +1,135 @@
+"""A whole run in one process: verifier, evaluations, cold start, actor and learner, report."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import threading
+from pathlib import Path
+
+from uirl_jax import evaluation, metrics, report
+from uirl_jax.actor.journal import run_totals
+from uirl_jax.actor.random_engine import RandomEngine
+from uirl_jax.errors import RestartError
+from uirl_jax.families import loading
+from uirl_jax.learner.algorithm import Advantages
+from uirl_jax.learner.loop import LearnerResult
+from uirl_jax.players import BackgroundLoop, Players
+from uirl_jax.roles.actor import start_actors
+from uirl_jax.roles.eval import keep_best, note_result
+from uirl_jax.roles.learner import learn, make_cold_start, make_mesh
+from uirl_jax.roles.verifier import bundled_server
+from uirl_jax.run import Run
+
+
+def run_all(
+    run: Run,
+    stop: threading.Event,
+    *,
+    actors: int = 1,
+    replace_advantages: Advantages | None = None,
+) -> evaluation.EvalResult | None:
+    """A whole run: verifier, base evaluation, cold start, RL, final evaluation, report.
+
+    Args:
+      actors: number of actors on this host: number 0 in this process, the others in their own.
+    Returns: the evaluation of the run's final model.
+    """
+    cfg = run.cfg
+    mesh = make_mesh(cfg.mesh)
+    with contextlib.ExitStack() as stack:
+        if cfg.verifier.is_bundled:
+            stack.enter_context(bundled_server(run, "verifier.log", cfg.verifier.port))
+        background = stack.enter_context(BackgroundLoop())
+        model = run.load_model(mesh, Path(cfg.model.path))
+
+        def enter_players(model: loading.PolicyModel) -> Players:
+            players = run.make_players(model, "all")
+            background.run(players.__aenter__())
+            stack.callback(lambda: background.run(players.__aexit__()))
+            return players
+
+        players = enter_players(model)
+        if cfg.evaluation.random:
+            chance = RandomEngine(players.chat)
+            background.run(run.measure(players, evaluation.CHANCE, stop, chance))
+        measured = background.run(run.measure(players, "before", stop))
+        note_result(run, 0, measured)
+        if cfg.cold_start.steps:
+            model = make_cold_start(run, model, mesh, stop)
+            players = enter_players(model)
+            measured = background.run(run.measure(players, "cold_start", stop))
+
+        async_stop = asyncio.Event()
+        acting: list[concurrent.futures.Future[dict[str, float]]] = []
+
+        def begin_acting() -> None:
+            acting.append(background.start(run.act(players, async_stop, 0)))
+            # Stop the learner if the actor fails; it would wait for records forever.
+            acting[0].add_done_callback(lambda future: future.exception() and stop.set())
+            if actors > 1:
+                stack.enter_context(start_actors(run, range(1, actors)))
+
+        try:
+            result = learn(run, model, mesh, stop, begin_acting, replace_advantages)
+        finally:
+            background.start(_set(async_stop))
+            if acting:
+                acting[0].result()
+        if not result.finished:
+            raise RestartError(
+                f"stopped after step {result.step} of {cfg.learner.steps}; "
+                "run the same command again to continue"
+            )
+        version, adapters = players.take_policy()
+        if cfg.learner.steps:  # without steps the model is the one evaluated last
+            measured = background.run(run.measure(players, "after", stop))
+            note_result(run, result.step, measured)
+            keep_best(run, players, version, adapters, measured)
+        peak_rss_gib = metrics.peak_rss_gib()  # while the verifier is still running
+    _conclude(run, result, peak_rss_gib)
+    return measured
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
+    """Writes summary.json and report.html, and prints the final table."""
+    results = evaluation.read_results(run.workdir)
+    summary_path = run.workdir / evaluation.SUMMARY_FILE
+    page = run.workdir / "report.html"
+    # An existing summary is from the process that finished the run; its peak memory is kept.
+    if not _is_json_object(summary_path):  # or it is damaged
+        episodes = run_totals(run.workdir, run.run_id)
+        content = evaluation.summary(
+            results,
+            seed=run.cfg.seed,
+            train_seconds=result.train_seconds,
+            peak_rss_gib=peak_rss_gib,
+            accounting=result.accounting,
+            lost=episodes["lost"],
+            env_error=episodes["env_error"],
+            report=page,
+            facts=report.machine_facts(),
+        )
+        evaluation.write_summary(run.workdir, content)
+    content = json.loads(summary_path.read_text(encoding="utf-8"))
+    report.write_report(run.workdir)
+    print()
+    print(evaluation.format_table(list(results.values())))
+    print()
+    print(f"episodes: {evaluation.format_episodes(content['episodes'])}")
+    print(
+        f"training: {metrics.format_duration(content['train_seconds'])}, "
+        f"peak memory {content['peak_rss_gib']:.2f} GiB"
+    )
+    print(f"report:   {page}", flush=True)
+
+
+def _is_json_object(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
