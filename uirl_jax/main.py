@@ -28,7 +28,7 @@ from uirl_jax import platform_flags
 from uirl_jax.actor import processes
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.errors import ConfigError, RestartError, UirlError
+from uirl_jax.errors import ConfigError, RestartError, StoppedError, UirlError
 from uirl_jax.learner import cluster
 from uirl_jax.learner.bookkeeping import CHECKPOINTS
 from uirl_jax.learner.cluster import ALONE, Cluster
@@ -89,7 +89,7 @@ _STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval
 def run_role(role: Role, run: Run, stop: threading.Event, group: Cluster) -> int:
     """Runs the role; returns the exit code."""
     actions: dict[str, Callable[[], Any]] = {
-        "all": lambda: run_all(run, stop, actors=_ACTORS.value),
+        "all": lambda: run_all(run, stop, actors=_ACTORS.value, cluster=group),
         "learner": lambda: run_learner_role(run, stop, group),
         "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
         "eval": lambda: run_eval_role(run, stop, _STAGE.value, _CHECKPOINT.value),
@@ -97,8 +97,8 @@ def run_role(role: Role, run: Run, stop: threading.Event, group: Cluster) -> int
     if role == "verifier":
         return run_verifier_role(run)
     platform_flags.keep_freed_memory()
-    code = actions[role]()
-    return code if role == "learner" else 0
+    actions[role]()
+    return 0
 
 
 def _check_checkpoint_flags(learns: bool) -> None:
@@ -162,10 +162,11 @@ def _run_in_cluster(
     group = cluster.join(membership, cfg.cluster)
     with group.watched(stop, cfg.cluster):
         try:
-            if _ROLE.value == "all":
+            if cfg.cold_start.steps:
                 raise ConfigError(
-                    "--role=all runs in one process; on several hosts use --role=learner, and "
-                    "--role=actor beside it"
+                    f"cold_start.steps={cfg.cold_start.steps}: a cold start runs in one process; "
+                    "run it first, on one host with --config.learner.steps=0, and set model.path "
+                    "to its cold_start/model and cold_start.steps=0 here"
                 )
             facts = {
                 **cluster.code_facts(),
@@ -173,6 +174,8 @@ def _run_in_cluster(
             }
             group.compare(facts, cfg.cluster.start_timeout_s)
             code = _run(cfg, workdir, True, stop, group)
+        except StoppedError as stopped:
+            group.end(str(stopped), cfg.cluster.preempted_exit_code)
         except Exception as error:  # the others wait for this process: tell them why it ends
             group.end_after(error)
     group.leave()

@@ -5,13 +5,16 @@ programs run on the rows of this process's devices. The calls that touch devices
 stand in the same order as in `loop`: each of them is one of all processes together.
 """
 
+from collections.abc import Callable
+
 import jax
 
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
 from uirl_jax.learner.bookkeeping import RunDirectory, policy_of
 from uirl_jax.learner.cluster import Cluster, ClusterConfig
-from uirl_jax.learner.hosts import ENDED, Hosts
+from uirl_jax.learner.hosts import ENDED, PUBLISHED, Hosts
+from uirl_jax.learner.loop import LearnerResult
 from uirl_jax.learner.training import TrainingConfig, prepare
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import open_store
@@ -25,10 +28,13 @@ def follow_learner(
     cluster_cfg: ClusterConfig,
     *,
     mesh: jax.sharding.Mesh,
-) -> tuple[int, bool]:
+    on_ready: Callable[[], None] = lambda: None,
+) -> LearnerResult:
     """Takes part in every step until process 0 ends the run.
 
-    Returns: the last step, and whether the run has ended; False: it was stopped.
+    Args:
+      on_ready: as of `run_learner`.
+    Returns: how the run ended; its accounting is process 0's and empty here.
     Raises:
       CheckpointError: as `run_learner`.
       RestartError: a file that process 0 has named is not visible here.
@@ -44,6 +50,8 @@ def follow_learner(
         if is_fresh:
             checkpointer.save(step, state, {})
         policy_of(state, model)
+        cluster.wait_for(PUBLISHED)
+        on_ready()
         while not (decision := hosts.next_decision(timeout_s)).ends:
             batches = hosts.build(decision, layout_of(model.cfg), timeout_s)
             state, _, _ = algorithm.update(
@@ -52,4 +60,4 @@ def follow_learner(
             step += 1
             checkpointer.save(step, state, {})
             policy_of(state, model)
-        return decision.step, decision.ends == ENDED
+        return LearnerResult(decision.step, decision.ends == ENDED, {}, 0.0)

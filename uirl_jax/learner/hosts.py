@@ -38,6 +38,7 @@ T = TypeVar("T")
 DECISIONS = "decisions"
 KEPT_DECISIONS = 3  # of the last steps, for a look at what was trained
 SCHEMA = 1
+PUBLISHED = "published"  # the key under which process 0 tells that its first policy is
 # Why no step follows.
 ENDED = "ended"  # the last step is done, or a callback has ended the run
 STOPPED = "stopped"  # by a signal: the same command continues the run

@@ -24,7 +24,7 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner.algorithm import AlgorithmConfig, Group
 from uirl_jax.learner.bookkeeping import Bookkeeping, RunDirectory, policy_of
 from uirl_jax.learner.cluster import ALONE, Cluster
-from uirl_jax.learner.hosts import ENDED, STOPPED, Hosts
+from uirl_jax.learner.hosts import ENDED, PUBLISHED, STOPPED, Hosts
 from uirl_jax.learner.mfu import step_flops, utilisation, weights_in_products
 from uirl_jax.learner.own_rewards import OwnRewards
 from uirl_jax.learner.replay import is_replayed
@@ -122,6 +122,7 @@ def run_learner(
             books.save(step, state)
         policy = policy_of(state, model)
         books.publish(step, policy)
+        cluster.tell(PUBLISHED, str(step))
         on_ready()
 
         progress = Progress("training", cfg.learner.steps, first_step=step)

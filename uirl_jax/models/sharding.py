@@ -201,6 +201,32 @@ def rows_here(mesh: Mesh, rows: int) -> set[int]:
     return {row for index in indices if index for row in range(*index[0].indices(rows))}
 
 
+def held_here(tree: Any, mesh: Mesh) -> Any:
+    """Arrays of the mesh of all processes as arrays of this process's devices, without a copy.
+
+    This process can then compute with them alone.
+
+    Raises: ConfigError: fsdp or model spans processes, so that its devices hold parts of arrays.
+    """
+    local = mesh.local_mesh
+    for axis in ("fsdp", "model"):
+        if local.shape[axis] != mesh.shape[axis]:
+            raise ConfigError(
+                f"mesh.{axis}={mesh.shape[axis]} spans several hosts, of which each has "
+                f"{local.shape[axis]}: sampling on every host needs the whole model there; set "
+                "mesh.fsdp and mesh.model to what one host's devices hold, or use --role=learner "
+                "with actors on hosts of their own"
+            )
+
+    def held(x: jax.Array) -> jax.Array:
+        assert isinstance(x.sharding, NamedSharding)
+        parts = [shard.data for shard in x.addressable_shards]
+        sharding = NamedSharding(local, x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return jax.tree.map(held, tree)
+
+
 def to_host(tree: Any) -> Any:
     """numpy copies of whole arrays, also of those whose parts other processes hold.
 

@@ -45,5 +45,5 @@ def run_actor_role(run: Run, stop: threading.Event, first: int, actors: int) -> 
 def start_actors(
     run: Run, numbers: Sequence[int]
 ) -> contextlib.AbstractContextManager[processes.ActorProcesses]:
-    command = [*processes.command_of_this_process(), "--role=actor", "--actors=1"]
+    command = [*processes.command_of_this_process(), "--role=actor", "--actors=1", "--coordinator="]
     return processes.actor_processes(command, numbers, run.workdir / "logs")

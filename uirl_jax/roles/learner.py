@@ -8,7 +8,7 @@ import jax
 
 from uirl_jax import metrics, report
 from uirl_jax.config.schema import MeshConfig
-from uirl_jax.errors import RestartError
+from uirl_jax.errors import StoppedError
 from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.bookkeeping import RunDirectory
@@ -21,32 +21,29 @@ from uirl_jax.models import sharding
 from uirl_jax.run import Run
 
 
-def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) -> int:
+def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) -> None:
     """Runs the learner, or one process of it; actors in other processes write the shards.
 
-    Returns: the exit code.
+    Raises: StoppedError: `stop` was set, here or in another process.
     """
     mesh = make_mesh(run.cfg.mesh)
     model = run.load_model(mesh, Path(run.cfg.model.path))
     if run.cfg.cold_start.steps:
         model = make_cold_start(run, model, mesh, stop)
+    result = learn(run, model, mesh, stop, cluster=cluster)
     if cluster.leads:
-        result = learn(run, model, mesh, stop, cluster=cluster)
-        step, finished = result.step, result.finished
-        run.log("learner_ended", step=step, **result.accounting)
-    else:
-        log = run.workdir / "logs" / f"learner-{cluster.index}.log"
-        directory = RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step)
-        with jax.set_mesh(mesh), metrics.output_kept(log):
-            step, finished = follow_learner(
-                training_of(run, model), model, directory, cluster, run.cfg.cluster, mesh=mesh
-            )
-    if finished:
-        return 0
-    if cluster.count > 1:
-        print(f"preempted at step {step}; run the same command again to continue", flush=True)
-        return run.cfg.cluster.preempted_exit_code
-    raise RestartError(f"stopped after step {step}; run the same command to continue")
+        run.log("learner_ended", step=result.step, **result.accounting)
+    check_finished(run, result, cluster)
+
+
+def check_finished(run: Run, result: LearnerResult, cluster: Cluster) -> None:
+    """Raises: StoppedError: the learner was stopped before its last step."""
+    if not result.finished:
+        how = "preempted at" if cluster.count > 1 else "stopped after"
+        raise StoppedError(
+            f"{how} step {result.step} of {run.cfg.learner.steps}; run the same command again to "
+            "continue"
+        )
 
 
 def learn(
@@ -58,13 +55,26 @@ def learn(
     replace_advantages: Advantages | None = None,
     cluster: Cluster = ALONE,
 ) -> LearnerResult:
-    """Runs the learner, or process 0 of it, on this thread."""
-    watcher = report.Watcher(run.workdir, run.cfg.learner.steps)
-    with jax.set_mesh(mesh), metrics.output_kept(run.workdir / "logs" / "learner.log"):
+    """Runs the learner, or one process of it, on this thread."""
+    training = training_of(run, model)
+    directory = RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step)
+    log = "learner.log" if cluster.leads else f"learner-{cluster.index}.log"
+    with jax.set_mesh(mesh), metrics.output_kept(run.workdir / "logs" / log):
+        if not cluster.leads:
+            return follow_learner(
+                training,
+                model,
+                directory,
+                cluster,
+                run.cfg.cluster,
+                mesh=mesh,
+                on_ready=on_ready,
+            )
+        watcher = report.Watcher(run.workdir, run.cfg.learner.steps)
         return run_learner(
-            training_of(run, model),
+            training,
             model,
-            RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step),
+            directory,
             stop,
             mesh=mesh,
             cluster=cluster,
