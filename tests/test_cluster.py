@@ -54,7 +54,7 @@ def state_of(workdir: Path) -> dict[str, np.ndarray]:
 
 
 def losses_of(workdir: Path) -> list[float]:
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     return [row["learner/loss"] for row in rows]
 
