@@ -174,14 +174,7 @@ def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
     }
     if mesh is None:
         return jax.tree.map(jnp.asarray, arrays)
-    shardings = sharding.batch_shardings(mesh, arrays)
-    if jax.process_count() == 1:
-        return jax.device_put(arrays, shardings)
-
-    def place(array: np.ndarray, placed: jax.sharding.Sharding) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, placed, lambda index: array[index])
-
-    return jax.tree.map(place, arrays, shardings)
+    return jax.tree.map(sharding.place, arrays, sharding.batch_shardings(mesh, arrays))
 
 
 def make_steps(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -199,6 +200,16 @@ def rows_here(mesh: Mesh, rows: int) -> set[int]:
     spec = partition_spec(("batch",), (rows,), dict(mesh.shape))
     indices = NamedSharding(mesh, spec).addressable_devices_indices_map((rows,)).values()
     return {row for index in indices if index for row in range(*index[0].indices(rows))}
+
+
+def place(array: np.ndarray, placed: jax.sharding.Sharding) -> jax.Array:
+    """An array on its devices; with several processes each reads the part of its own.
+
+    `jax.device_put` would compare the whole array between processes, over the network.
+    """
+    if placed.is_fully_addressable:
+        return jax.device_put(array, placed)
+    return jax.make_array_from_callback(array.shape, placed, lambda index: array[index])
 
 
 def held_here(tree: Any, mesh: Mesh) -> Any:
