@@ -144,6 +144,8 @@ def join(membership: Membership, cfg: ClusterConfig) -> "Cluster":
     """
     # SIGTERM is handled by `main`. JAX's own service would swallow it until every process asks.
     jax.config.update("jax_enable_preemption_service", False)
+    # On a CPU, programs that run at once would mix up their messages: gloo has one channel.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     # When another host is lost, JAX aborts: a Python traceback of every thread explains nothing.
     faulthandler.disable()
     bind = _bind_address(membership.coordinator) if membership.process == 0 else None
