@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import cluster_world, tiny_model
+from tests import tiny_model
+from tools.bench import cluster_world
 from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner import cluster

@@ -5,6 +5,7 @@ programs run on the rows of this process's devices. The calls that touch devices
 stand in the same order as in `loop`: each of them is one of all processes together.
 """
 
+import time
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ from uirl_jax.learner.cluster import Cluster, ClusterConfig
 from uirl_jax.learner.hosts import ENDED, PUBLISHED, Hosts
 from uirl_jax.learner.loop import LearnerResult
 from uirl_jax.learner.training import TrainingConfig, prepare
+from uirl_jax.metrics import key_values
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import open_store
 
@@ -52,12 +54,18 @@ def follow_learner(
         policy_of(state, model)
         cluster.wait_for(PUBLISHED)
         on_ready()
+        first_step, host_cpu_s = step, 0.0
         while not (decision := hosts.next_decision(timeout_s)).ends:
+            started_s = time.process_time()
             batches = hosts.build(decision, layout_of(model.cfg), timeout_s)
+            host_cpu_s += time.process_time() - started_s
             state, _, _ = algorithm.update(
                 None, batches, cfg.algorithm, steps, state, model.frozen, mesh=mesh, seed=cfg.seed
             )
             step += 1
             checkpointer.save(step, state, {})
             policy_of(state, model)
+        steps_here = max(1, step - first_step)
+        line = key_values("followed", step=step, host_cpu_s_a_step=host_cpu_s / steps_here)
+        print(line, flush=True)
         return LearnerResult(decision.step, decision.ends == ENDED, {}, 0.0)

@@ -129,7 +129,7 @@ def run_learner(
         saved_s = 0.0
         while step < cfg.learner.steps and not stop.is_set() and not ended:
             # ---------------------------------------------------------------- take
-            step_started_s = time.monotonic()
+            step_started_s, cpu_started_s = time.monotonic(), time.process_time()
             groups, taken = _take(cfg, books, own_rewards, step, policy, stop, on_wait)
             if stop.is_set():
                 break
@@ -140,6 +140,7 @@ def run_learner(
                 chosen = algorithm.choose(groups, cfg.algorithm)
                 batches = hosts.decide(step + 1, chosen, books.refs)
                 batched_s = time.monotonic() - step_started_s - waited_s
+                host_cpu_s = time.process_time() - cpu_started_s
                 state, metrics, tokens = update(chosen, batches, state=state)
                 check_finite(step + 1, metrics)
             except TrainingError as error:
@@ -155,6 +156,7 @@ def run_learner(
                 **_describe(taken, cfg.algorithm, step - 1),
                 **own_rewards.metrics(),
                 "time/batches_s": batched_s,
+                "time/host_cpu_s": host_cpu_s,
                 **books.describe(),
                 **_speed(saved_s, waited_s, learnt_s, tokens),
                 **utilisation(flops, learnt_s, mesh.devices.flatten().tolist()),

@@ -1,4 +1,7 @@
-"""Runs a learner of several processes on this machine, on records that were written before."""
+"""Runs a learner of several processes on this machine, on records that were written before.
+
+For `hosts` and for the tests of such learners.
+"""
 
 import hashlib
 import io
@@ -14,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests import cluster_config
+from tools.bench import cluster_config
 from uirl_jax.actor.admission import group_id
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
@@ -27,7 +30,7 @@ from uirl_jax.store import open_store
 from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
 Values = Mapping[str, Any]  # of the config, by dotted name
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("cluster_config.py")
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -95,7 +98,7 @@ def write_records(
 
 
 def config_of(values: Values) -> RunConfig:
-    """The config of tests/cluster_config.py with its overrides, as `main` reads it."""
+    """The config of tools/bench/cluster_config.py with its overrides, as `main` reads it."""
     cfg = cluster_config.get_config()
     cfg.update_from_flattened_dict({f"{name}": value for name, value in values.items()})
     return reading.from_config(RunConfig, cfg)

@@ -2,11 +2,15 @@
 
 from ml_collections import ConfigDict
 
-from tests import tiny_config
+from configs import quickstart
 
 
 def get_config():
-    cfg = tiny_config.get_config()
+    cfg = quickstart.get_config()
+    cfg.actor.group_size = 4
+    cfg.actor.rollout.max_new_tokens = 8
+    cfg.engine.max_new_tokens = 8
+    cfg.engine.context_lengths = (96,)
     cfg.evaluation.episodes = 0
     cfg.learner.steps = 20
     cfg.learner.groups_per_step = 2
