@@ -94,7 +94,7 @@ ask_for_slice() {
   answer=$("$@" 2>&1) && return
   printf '%s\n' "$answer" >&2
   delete_slice
-  forget "slice $NAME in $ZONE"
+  forget "slice $NAME in $ZONE" # also where the request left nothing
   case $answer in
     *[Qq]uota* | *RESOURCE_EXHAUSTED*)
       die "no quota for $CHIPS chips of $ACCELERATOR, $PROVISIONING, in $ZONE: see docs/tpu_setup.md; nothing was made"
@@ -104,7 +104,7 @@ ask_for_slice() {
 }
 
 wait_for_slice() {
-  local start=$SECONDS
+  local start=$SECONDS reason
   while :; do
     read_state
     [ "$DRY_RUN" = no ] || {
@@ -118,9 +118,9 @@ wait_for_slice() {
       FAILED)
         # shellcheck disable=SC2046
         read_cloud "slice $NAME" $(tpus describe) --format='value(state.failedData.error.message)'
+        reason=${ANSWER:-no reason given}
         delete_slice
-        forget "slice $NAME in $ZONE"
-        die "the request failed and was deleted: ${ANSWER:-no reason given}"
+        die "the request failed and was deleted: $reason"
         ;;
       SUSPENDING | SUSPENDED) die "slice $NAME was preempted; launch/tpu_vm.sh watch asks for it again" ;;
     esac
@@ -169,7 +169,8 @@ status() {
   fi
 }
 
-# One look of `watch`: 0 go on, 10 the run has ended, 11 a mistake of the user's, others a failure.
+# One look of `watch`: 0 go on, 10 the run has ended, 11 a mistake of the user's, 12 stopped by hand,
+# others a failure.
 look() {
   read_state
   echo "state=${STATE:-none}"
@@ -179,10 +180,9 @@ look() {
       worker_states
       case $STATES in
         *state=failed*) exit 11 ;;
-        *state=running* | *state=restarting* | *state=missing* | '') ;;
         *state=stopped*) exit 12 ;;
-        *) exit 10 ;;
       esac
+      [ -z "$STATES" ] || grep -qv ' state=ended ' <<<"$STATES" || exit 10
       ;;
   esac
 }

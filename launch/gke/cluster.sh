@@ -102,6 +102,7 @@ up() {
 make_token() {
   exists "secret $SECRET" kubectl --context="gke_${PROJECT}_${ZONE}_$CLUSTER" get secret "$SECRET" \
     --namespace="$NAME" --output=name && return
+  MADE+=("secret $SECRET")
   show openssl rand -hex 32 '|' kubectl create secret generic "$SECRET" --from-file=verifier_token=/dev/stdin
   [ "$DRY_RUN" = yes ] ||
     openssl rand -hex 32 | tr -d '\n' | kube create secret generic "$SECRET" --namespace="$NAME" \
