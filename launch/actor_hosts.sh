@@ -23,29 +23,30 @@ up() {
     "$ACTOR_IMAGE_FAMILY" --project="$ACTOR_IMAGE_PROJECT" --format='value(name)' || [ "$DRY_RUN" = yes ] ||
     die "ACTOR_IMAGE_FAMILY=$ACTOR_IMAGE_FAMILY: none in $ACTOR_IMAGE_PROJECT; gcloud compute images list --project=$ACTOR_IMAGE_PROJECT --no-standard-images"
   actor_line
-  upload_files actor "$LINE"
-  host_metadata actor "$ACTOR_EXTRA"
+  upload_files "$GROUP" "$LINE"
+  host_metadata "$GROUP" "$ACTOR_EXTRA"
   [ "$ACTOR_PROVISIONING" != spot ] || provisioning=(--provisioning-model=SPOT --instance-termination-action=STOP)
   # Hosts with GPUs cannot be moved while they run.
-  make_hosts actor "$ACTOR_HOSTS" --machine-type="$ACTOR_MACHINE" --image-project="$ACTOR_IMAGE_PROJECT" \
+  make_hosts "$GROUP" "$ACTOR_HOSTS" --machine-type="$ACTOR_MACHINE" --image-project="$ACTOR_IMAGE_PROJECT" \
     --image-family="$ACTOR_IMAGE_FAMILY" --boot-disk-size="${ACTOR_DISK_GB}GB" \
-    --maintenance-policy=TERMINATE --service-account="$RUN_ACCOUNT" ${provisioning[@]+"${provisioning[@]}"}
+    --maintenance-policy=TERMINATE --tags="$NAME-actor" --service-account="$RUN_ACCOUNT" ${provisioning[@]+"${provisioning[@]}"}
 }
 
 begin "up start status logs stop delete" "$@"
+GROUP=$NAME-$ACTOR_GROUP
 check_project
 case $COMMAND in
   up) up ;;
   start)
     actor_line
-    upload_files actor "$LINE"
-    on_hosts actor "$ACTOR_HOSTS" "sudo bash /opt/uirl/files/host_boot.sh"
+    upload_files "$GROUP" "$LINE"
+    on_hosts "$GROUP" "$ACTOR_HOSTS" "sudo bash /opt/uirl/files/host_boot.sh"
     ;;
   status)
-    list_hosts actor
-    on_hosts actor "$ACTOR_HOSTS" "sudo bash /opt/uirl/files/host.sh state"
+    list_hosts "$GROUP"
+    on_hosts "$GROUP" "$ACTOR_HOSTS" "sudo bash /opt/uirl/files/host.sh state"
     ;;
-  logs) on_host actor "$LOGS_OF" "sudo bash /opt/uirl/files/host.sh logs" ;;
-  stop) on_hosts actor "$ACTOR_HOSTS" "sudo bash /opt/uirl/files/host.sh stop" ;;
-  delete) delete_hosts actor ;;
+  logs) on_host "$GROUP" "$LOGS_OF" "sudo bash /opt/uirl/files/host.sh logs" ;;
+  stop) on_hosts "$GROUP" "$ACTOR_HOSTS" "sudo bash /opt/uirl/files/host.sh stop" ;;
+  delete) delete_hosts "$GROUP" ;;
 esac

@@ -40,11 +40,14 @@ begin() {
 }
 
 check_values() {
-  local word='^[a-z]([-a-z0-9]*[a-z0-9])?$' number='^[0-9]+$' name
+  local word='^[a-z]([-a-z0-9]*[a-z0-9])?$' number='^[0-9]+$' name value
   [[ $PROJECT =~ $word ]] || die "PROJECT=$PROJECT: not the id of a project"
   [[ $ZONE =~ ^[a-z]+-[a-z]+[0-9]+-[a-z0-9]+$ ]] || die "ZONE=$ZONE: not a zone, such as us-east5-b"
-  [[ $NAME =~ $word ]] && [ ${#NAME} -le 20 ] ||
-    die "NAME=$NAME: at most 20 lower-case letters, digits and hyphens, first a letter"
+  for name in NAME SLICE ACTOR_GROUP; do
+    value=${!name}
+    [[ $value =~ $word ]] && [ ${#value} -le 20 ] ||
+      die "$name=${!name}: at most 20 lower-case letters, digits and hyphens, first a letter"
+  done
   [[ $BUCKET =~ ^[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9]$ ]] ||
     die "BUCKET=$BUCKET: not the name of a bucket; write it without gs://"
   [[ $RUN =~ ^[A-Za-z0-9_-]+$ ]] && [ "$RUN" != launch ] ||
@@ -228,16 +231,16 @@ build_wheel() {
   WHEEL=dist/uirl_jax-$version-py3-none-any.whl
 }
 
-# upload_files ROLE COMMAND: the wheel, the host's scripts, a config of the user's own, and
-# ROLE.command, the shell line that the hosts of this role run.
+# upload_files GROUP COMMAND: the wheel, the host's scripts, a config of the user's own, and
+# GROUP.command, the shell line that these hosts run.
 upload_files() {
-  local role=$1 line=$2 files
+  local group=$1 line=$2 files
   build_wheel
   files=("$WHEEL" launch/host.sh launch/host_boot.sh)
   [ ! -f "$CONFIG" ] || files+=("$CONFIG")
   run gcloud storage cp "${files[@]}" "$FILES/" || die "could not copy the files of the hosts to $FILES/"
   put_text "$FILES/wheel.name" "${WHEEL##*/}" # the folder may hold wheels of other versions
-  put_text "$FILES/$role.command" "$line"
+  put_text "$FILES/$group.command" "$line"
 }
 
 # Sets VERIFIER_URLS, as Python writes a tuple.
@@ -286,10 +289,10 @@ actor_line() {
   LINE+=" --actor=\$(($ACTOR_FIRST + UIRL_INDEX * $ACTORS_PER_HOST)) --actors=$ACTORS_PER_HOST --cluster=none"
 }
 
-# host_metadata ROLE EXTRA: sets METADATA, what host_boot.sh and host.sh read on the host.
+# host_metadata GROUP EXTRA: sets METADATA, what host_boot.sh and host.sh read on the host.
 host_metadata() {
-  METADATA=uirl-source=$FILES,uirl-role=$1,uirl-extra=$2
-  [ "$1" != verifier ] && [ "$VERIFIERS" != pool ] || METADATA+=,uirl-secret=$SECRET
+  METADATA=uirl-source=$FILES,uirl-group=$1,uirl-extra=$2
+  [ "$2" != browser ] && [ "$VERIFIERS" != pool ] || METADATA+=,uirl-secret=$SECRET
 }
 
 # ------------------------------------------------------------------------------- groups of hosts
@@ -301,14 +304,14 @@ make_account() {
       --display-name="$2"
 }
 
-# make_hosts KIND COUNT TEMPLATE_FLAG...: a managed instance group NAME-KIND of hosts NAME-KIND-0,
-# NAME-KIND-1, ...: the number in its name is the host's own, also when the group makes it again.
+# make_hosts GROUP COUNT TEMPLATE_FLAG...: a managed instance group of hosts GROUP-0, GROUP-1, ...:
+# the number in its name is the host's own, also when the group makes it again.
 make_hosts() {
-  local group=$NAME-$1 count=$2 index
+  local group=$1 count=$2 index
   shift 2
   exists "template $group" gcloud compute instance-templates describe "$group" --project="$PROJECT" ||
     create "template $group" gcloud compute instance-templates create "$group" --project="$PROJECT" \
-      --region="$REGION" --subnet="$NETWORK" --no-address --tags="$group" \
+      --region="$REGION" --subnet="$NETWORK" --no-address \
       --scopes=https://www.googleapis.com/auth/cloud-platform --metadata="$METADATA" \
       --metadata-from-file=startup-script=launch/host_boot.sh "$@"
   exists "group $group" gcloud compute instance-groups managed describe "$group" \
@@ -323,9 +326,9 @@ make_hosts() {
   done
 }
 
-# delete_hosts KIND: the group with its hosts, and its template.
+# delete_hosts GROUP: with its hosts and its template.
 delete_hosts() {
-  local group=$NAME-$1
+  local group=$1
   remove "group $group" gcloud compute instance-groups managed describe "$group" \
     --project="$PROJECT" --zone="$ZONE" -- gcloud compute instance-groups managed delete "$group" \
     --project="$PROJECT" --zone="$ZONE" --quiet
@@ -334,20 +337,20 @@ delete_hosts() {
 }
 
 list_hosts() {
-  run gcloud compute instance-groups managed list-instances "$NAME-$1" --project="$PROJECT" --zone="$ZONE"
+  run gcloud compute instance-groups managed list-instances "$1" --project="$PROJECT" --zone="$ZONE"
 }
 
-# on_host KIND INDEX COMMAND: over ssh, through IAP: the hosts have no public address.
+# on_host GROUP INDEX COMMAND: over ssh, through IAP: the hosts have no public address.
 on_host() {
-  run gcloud compute ssh "$NAME-$1-$2" --project="$PROJECT" --zone="$ZONE" --tunnel-through-iap \
+  run gcloud compute ssh "$1-$2" --project="$PROJECT" --zone="$ZONE" --tunnel-through-iap \
     --quiet --command="$3"
 }
 
-# on_hosts KIND COUNT COMMAND: one after the other; goes on where one fails, and says which.
+# on_hosts GROUP COUNT COMMAND: one after the other; goes on where one fails, and says which.
 on_hosts() {
   local index failed=''
   for ((index = 0; index < $2; index++)); do
-    on_host "$1" "$index" "$3" || failed+=" $NAME-$1-$index"
+    on_host "$1" "$index" "$3" || failed+=" $1-$index"
   done
   [ -z "$failed" ] || die "failed on$failed"
 }

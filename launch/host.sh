@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs on a host in the cloud, as root: installs the wheel and runs the host's role as the systemd
+# Runs on a host in the cloud, as root: installs the wheel and runs the host's command as the systemd
 # unit `uirl`. host_boot.sh calls it at every boot, launch/*.sh over ssh.
 #
 #     host.sh boot        install what changed, start or restart the unit; nothing where nothing changed
@@ -15,6 +15,7 @@ HOME_DIR=/opt/uirl
 FILES=$HOME_DIR/files
 VENV=$HOME_DIR/venv
 UNIT=/etc/systemd/system/uirl.service
+TOKEN=/run/uirl/verifier_token
 
 metadata() {
   curl -sf -H 'Metadata-Flavor: Google' \
@@ -59,9 +60,9 @@ fetch_token() {
   local secret
   secret=$(metadata uirl-secret)
   [ -n "$secret" ] || return 0
-  mkdir -p /run/uirl
-  (umask 077 && gcloud secrets versions access latest --secret="$secret" >/run/uirl/verifier_token)
-  chown -R uirl /run/uirl
+  mkdir -p ${TOKEN%/*}
+  (umask 077 && gcloud secrets versions access latest --secret="$secret" >$TOKEN)
+  chown -R uirl ${TOKEN%/*}
 }
 
 # A TPU belongs to root on some images; memory is locked for its DMA; pages of 2 MiB start it faster.
@@ -88,24 +89,29 @@ UNIT
 }
 
 boot() {
-  local role index content
-  role=$(metadata uirl-role)
+  local group extra index content
+  group=$(metadata uirl-group)
+  extra=$(metadata uirl-extra)
   index=$(hostname -s | sed -n 's/.*-\([0-9]*\)$/\1/p')
   id uirl >/dev/null 2>&1 || useradd --system --create-home --home-dir $HOME_DIR/work uirl
   mkdir -p $HOME_DIR/work
-  [ "$role" != verifier ] || install_browser
-  install "$(metadata uirl-extra)"
+  [ "$extra" != browser ] || install_browser
+  install "$extra"
   fetch_token
-  content=$(unit "$role" "${index:-0}")
-  content+=$'\n'"# $(cat "$FILES/$role.command" $HOME_DIR/installed | sha256sum)"
+  content=$(unit "$group" "${index:-0}")
+  # What the command reads once, at its start.
+  content+=$'\n'"# $({
+    cat "$FILES/$group.command" $HOME_DIR/installed
+    [ ! -f $TOKEN ] || cat $TOKEN
+  } | sha256sum)"
   if [ "$content" = "$(cat $UNIT 2>/dev/null)" ] && systemctl is-active --quiet uirl; then
-    echo "already running: $role"
+    echo "already running: $group"
     return
   fi
   echo "$content" >$UNIT
   systemctl daemon-reload
   systemctl restart uirl
-  echo "started: $role"
+  echo "started: $group"
 }
 
 versions() {

@@ -21,13 +21,13 @@ cd "$(dirname "$0")/.."
 
 WATCH_FAILURES=5 # failed attempts in a row after which `watch` gives up
 
-tpus() { echo gcloud compute tpus queued-resources "$1" "$NAME" --project="$PROJECT" --zone="$ZONE"; }
+tpus() { echo gcloud compute tpus queued-resources "$1" "$SLICE" --project="$PROJECT" --zone="$ZONE"; }
 
 # Sets STATE: empty where the slice does not exist.
 read_state() {
   STATE=
   # shellcheck disable=SC2046 # the words of the command
-  exists "slice $NAME" $(tpus describe) --format='value(state.state)' && STATE=$ANSWER
+  exists "slice $SLICE" $(tpus describe) --format='value(state.state)' && STATE=$ANSWER
   return 0
 }
 
@@ -35,7 +35,7 @@ check_slice() {
   find_slice
   [ "$SLICES" -ge 1 ] || die "SLICES=$SLICES: at least 1"
   [ "$ROLE" != actor ] || [ "$((VMS * SLICES))" -eq 1 ] ||
-    die "ROLE=actor: ACCELERATOR=$ACCELERATOR has $((VMS * SLICES)) VMs; actors run on slices of one VM, such as v6e-8, each with its own NAME and ACTOR_FIRST"
+    die "ROLE=actor: ACCELERATOR=$ACCELERATOR has $((VMS * SLICES)) VMs; actors run on slices of one VM, such as v6e-8, each with its own SLICE and ACTOR_FIRST"
 }
 
 check_cloud() {
@@ -49,37 +49,37 @@ check_cloud() {
 
 delete_slice() {
   # shellcheck disable=SC2046
-  remove "slice $NAME in $ZONE" $(tpus describe) -- $(tpus delete) --force --quiet
+  remove "slice $SLICE in $ZONE" $(tpus describe) -- $(tpus delete) --force --quiet
 }
 
 create_slice() {
   local words
   learner_line
-  upload_files "$ROLE" "$LINE"
+  upload_files "$SLICE" "$LINE"
   read_state
   case $STATE in
     '') ;;
     FAILED | SUSPENDED) delete_slice ;;
     *)
-      echo "slice $NAME exists: $STATE"
-      MADE+=("slice $NAME in $ZONE")
+      echo "slice $SLICE exists: $STATE"
+      MADE+=("slice $SLICE in $ZONE")
       return
       ;;
   esac
-  host_metadata "$ROLE" tpu
+  host_metadata "$SLICE" tpu
   # shellcheck disable=SC2207
   words=($(tpus create) --accelerator-type="$ACCELERATOR_TYPE" --runtime-version="$RUNTIME_VERSION")
   if [ "$SLICES" -eq 1 ]; then
-    words+=(--node-id="$NAME")
+    words+=(--node-id="$SLICE")
   else
-    words+=(--node-count="$SLICES" --node-prefix="$NAME")
+    words+=(--node-count="$SLICES" --node-prefix="$SLICE")
   fi
   case $PROVISIONING in
     spot) words+=(--spot) ;;
     reserved) words+=(--reserved) ;;
   esac
   words+=(--valid-until-duration="${WAIT_S}s" --network="$NETWORK" --subnetwork="$NETWORK" --internal-ips
-    --tags="$NAME-learner" --service-account="$RUN_ACCOUNT"
+    --tags="$NAME-${ROLE/all/learner}" --service-account="$RUN_ACCOUNT"
     --scopes=https://www.googleapis.com/auth/cloud-platform --metadata="$METADATA"
     --metadata-from-file=startup-script=launch/host_boot.sh)
   ask_for_slice "${words[@]}"
@@ -88,13 +88,13 @@ create_slice() {
 # A refusal deletes what the request may have left.
 ask_for_slice() {
   local answer
-  MADE+=("slice $NAME in $ZONE")
+  MADE+=("slice $SLICE in $ZONE")
   show "$@"
   [ "$DRY_RUN" = no ] || return 0
   answer=$("$@" 2>&1) && return
   printf '%s\n' "$answer" >&2
   delete_slice
-  forget "slice $NAME in $ZONE" # also where the request left nothing
+  forget "slice $SLICE in $ZONE" # also where the request left nothing
   case $answer in
     *[Qq]uota* | *RESOURCE_EXHAUSTED*)
       die "no quota for $CHIPS chips of $ACCELERATOR, $PROVISIONING, in $ZONE: see docs/tpu_setup.md; nothing was made"
@@ -114,15 +114,15 @@ wait_for_slice() {
     echo "state=${STATE:-none} waited_s=$((SECONDS - start))"
     case $STATE in
       ACTIVE) return ;;
-      '') die "slice $NAME does not exist; launch/tpu_vm.sh create asks for it" ;;
+      '') die "slice $SLICE does not exist; launch/tpu_vm.sh create asks for it" ;;
       FAILED)
         # shellcheck disable=SC2046
-        read_cloud "slice $NAME" $(tpus describe) --format='value(state.failedData.error.message)'
+        read_cloud "slice $SLICE" $(tpus describe) --format='value(state.failedData.error.message)'
         reason=${ANSWER:-no reason given}
         delete_slice
         die "the request failed and was deleted: $reason"
         ;;
-      SUSPENDING | SUSPENDED) die "slice $NAME was preempted; launch/tpu_vm.sh watch asks for it again" ;;
+      SUSPENDING | SUSPENDED) die "slice $SLICE was preempted; launch/tpu_vm.sh watch asks for it again" ;;
     esac
     [ $((SECONDS - start)) -lt "$WAIT_S" ] || {
       delete_slice
@@ -162,7 +162,7 @@ worker_states() {
 
 status() {
   read_state
-  [ "$DRY_RUN" = yes ] || echo "slice $NAME: ${STATE:-does not exist}"
+  [ "$DRY_RUN" = yes ] || echo "slice $SLICE: ${STATE:-does not exist}"
   if [ "$STATE" = ACTIVE ] || [ "$DRY_RUN" = yes ]; then
     worker_states
     [ "$DRY_RUN" = yes ] || echo "${STATES:-no worker answered}"
@@ -189,7 +189,7 @@ look() {
 
 watch() {
   local failures=0 code
-  MADE+=("slice $NAME in $ZONE")
+  MADE+=("slice $SLICE in $ZONE")
   while :; do
     code=0
     (look) || code=$?
@@ -228,7 +228,7 @@ case $COMMAND in
   start)
     check_project
     learner_line
-    upload_files "$ROLE" "$LINE"
+    upload_files "$SLICE" "$LINE"
     start_workers
     ;;
   status) status ;;

@@ -67,7 +67,7 @@ open_firewall() {
 }
 
 delete() {
-  delete_hosts verifier
+  delete_hosts "$GROUP"
   remove "firewall rule $NAME-verifier" gcloud compute firewall-rules describe "$NAME-verifier" \
     --project="$PROJECT" -- gcloud compute firewall-rules delete "$NAME-verifier" \
     --project="$PROJECT" --quiet
@@ -79,6 +79,7 @@ delete() {
 }
 
 begin "up urls start status logs stop delete" "$@"
+GROUP=$NAME-verifier
 [ "$COMMAND" = urls ] || check_project
 case $COMMAND in
   up)
@@ -89,10 +90,10 @@ case $COMMAND in
     grant_files
     open_firewall
     verifier_line
-    upload_files verifier "$LINE"
-    host_metadata verifier browser
-    make_hosts verifier "$VERIFIER_HOSTS" --machine-type="$VERIFIER_MACHINE" --image-project=debian-cloud \
-      --image-family=debian-12 --boot-disk-size=50GB --service-account="$VERIFIER_ACCOUNT"
+    upload_files "$GROUP" "$LINE"
+    host_metadata "$GROUP" browser
+    make_hosts "$GROUP" "$VERIFIER_HOSTS" --machine-type="$VERIFIER_MACHINE" --image-project=debian-cloud \
+      --image-family=debian-12 --boot-disk-size=50GB --tags="$NAME-verifier" --service-account="$VERIFIER_ACCOUNT"
     ;;
   urls)
     verifier_urls
@@ -100,14 +101,14 @@ case $COMMAND in
     ;;
   start)
     verifier_line
-    upload_files verifier "$LINE"
-    on_hosts verifier "$VERIFIER_HOSTS" "sudo bash /opt/uirl/files/host_boot.sh"
+    upload_files "$GROUP" "$LINE"
+    on_hosts "$GROUP" "$VERIFIER_HOSTS" "sudo bash /opt/uirl/files/host_boot.sh"
     ;;
   status)
-    list_hosts verifier
-    on_hosts verifier "$VERIFIER_HOSTS" "sudo bash /opt/uirl/files/host.sh state"
+    list_hosts "$GROUP"
+    on_hosts "$GROUP" "$VERIFIER_HOSTS" "sudo bash /opt/uirl/files/host.sh state"
     ;;
-  logs) on_host verifier "$LOGS_OF" "sudo bash /opt/uirl/files/host.sh logs" ;;
-  stop) on_hosts verifier "$VERIFIER_HOSTS" "sudo bash /opt/uirl/files/host.sh stop" ;;
+  logs) on_host "$GROUP" "$LOGS_OF" "sudo bash /opt/uirl/files/host.sh logs" ;;
+  stop) on_hosts "$GROUP" "$VERIFIER_HOSTS" "sudo bash /opt/uirl/files/host.sh stop" ;;
   delete) delete ;;
 esac

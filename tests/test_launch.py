@@ -112,7 +112,7 @@ def test_workers_run_one_command_from_the_bucket(cloud):
     ]
     metadata = value_of(cloud.calls()[-1], "metadata")
     assert metadata == (
-        "uirl-source=gs://my-project-uirl/launch/run1,uirl-role=all,uirl-extra=tpu,"
+        "uirl-source=gs://my-project-uirl/launch/run1,uirl-group=uirl,uirl-extra=tpu,"
         "uirl-secret=uirl-verifier-token"
     )
 
@@ -123,6 +123,24 @@ def test_a_config_of_the_users_own_is_copied_to_the_hosts(cloud, tmp_path):
     cloud.run("tpu_vm.sh", "create", CONFIG=str(config))
     assert [call for call in cloud.calls() if "cp" in call and str(config) in call]
     assert "--config=/opt/uirl/files/mine.py" in cloud.stdin()[1]
+
+
+def test_a_second_slice_and_group_share_the_runs_account_and_have_their_own_commands(cloud):
+    assert cloud.run("tpu_vm.sh", "up").returncode == 0
+    second = {"SLICE": "more", "ROLE": "actor", "ACTOR_FIRST": "100"}
+    assert cloud.run("tpu_vm.sh", "create", **second).returncode == 0
+    assert cloud.run("actor_hosts.sh", "up", ACTOR_HOSTS="1").returncode == 0
+    values = {"ACTOR_GROUP": "cheap", "ACTOR_HOSTS": "1", "ACTOR_FIRST": "50"}
+    assert cloud.run("actor_hosts.sh", "up", **values).returncode == 0
+    calls = [call for call in cloud.calls() if {"create", "cp"} & set(call)]
+    accounts = {value_of(call, "service-account") for call in calls} - {None}
+    assert accounts == {"uirl-run@my-project.iam.gserviceaccount.com"}
+    tags = [value_of(call, "tags") for call in calls if value_of(call, "tags")]
+    assert tags == ["uirl-learner", "uirl-actor", "uirl-actor", "uirl-actor"]
+    commands = [call[-1] for call in calls if call[-1].endswith(".command")]
+    folder = "gs://my-project-uirl/launch/run1"
+    names = ("uirl", "more", "uirl-actor", "uirl-cheap")
+    assert commands == [f"{folder}/{name}.command" for name in names]
 
 
 def test_without_a_wheel_one_is_built_from_the_folder(cloud):
@@ -377,7 +395,7 @@ DRY_RUNS = ROOT / "docs" / "launch_dry_runs.md"
 
 
 def test_the_page_of_dry_runs_is_what_the_scripts_print(cloud):
-    blocks = re.findall(r"```\n\$ (.+?)\n(.*?)```", DRY_RUNS.read_text(), re.DOTALL)
+    blocks = re.findall(r"```\n\$ (.+?[^\\\\])\n(.*?)```", DRY_RUNS.read_text(), re.DOTALL)
     assert len(blocks) == 3
     for command, output in blocks:
         environment = {"PATH": "/usr/bin:/bin", "UIRL_ENV": VALUES["UIRL_ENV"]}

@@ -26,7 +26,7 @@ class Host:
         self.files = folder / "opt" / "files"
         for path in (self.bin, self.files, folder / "metadata", folder / "run"):
             path.mkdir(parents=True)
-        self.metadata(role="learner", extra="tpu")
+        self.metadata(group="learner", extra="tpu")
         self.program("curl", f'cat "{folder}/metadata/${{@: -1}}" 2>/dev/null')
         self.program(
             "systemctl", 'case "$*" in *is-active*) [ -e active ];; *restart*) touch active;; esac'
@@ -133,7 +133,7 @@ def test_boot_restarts_where_something_changed(host, change):
 
 
 def test_boot_keeps_the_token_from_other_users(host):
-    host.metadata(role="verifier", extra="browser", secret="uirl-verifier-token")
+    host.metadata(group="verifier", extra="browser", secret="uirl-verifier-token")
     host.command("verifier", LINE)
     assert host.run("boot").returncode == 0
     token = host.folder / "run" / "uirl" / "verifier_token"
@@ -141,6 +141,9 @@ def test_boot_keeps_the_token_from_other_users(host):
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert "gcloud secrets versions access latest --secret=uirl-verifier-token" in host.log()
     assert "0123456789abcdef" not in host.unit()
+    assert host.run("boot").stdout == "already running: verifier\n"
+    host.program("gcloud", "echo another token")
+    assert host.run("boot").stdout == "started: verifier\n"
 
 
 @pytest.mark.parametrize(
