@@ -289,7 +289,8 @@ actor_line() {
   LINE+=" --actor=\$(($ACTOR_FIRST + UIRL_INDEX * $ACTORS_PER_HOST)) --actors=$ACTORS_PER_HOST --cluster=none"
 }
 
-# host_metadata GROUP EXTRA: sets METADATA, what host_boot.sh and host.sh read on the host.
+# host_metadata GROUP EXTRAS: sets METADATA, what host_boot.sh and host.sh read on the host. Extras
+# are joined by +: a comma would end the value.
 host_metadata() {
   METADATA=uirl-source=$FILES,uirl-group=$1,uirl-extra=$2
   [ "$2" != browser ] && [ "$VERIFIERS" != pool ] || METADATA+=,uirl-secret=$SECRET

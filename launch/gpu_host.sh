@@ -26,7 +26,7 @@ command=(.venv/bin/python -m uirl_jax.main "$@")
 [[ " $* " == *" --role=actor "* ]] || command+=(--config.cluster.preempted_exit_code=75)
 
 if [ $dry_run = yes ]; then
-  echo ".venv/bin/python -m pip install -e '.[cuda]'"
+  echo ".venv/bin/python -m pip install -e '.[cuda,gcs]'"
   printf '%s ' "${command[@]}"
   echo
   exit
@@ -41,7 +41,7 @@ driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1
   exit 1
 }
 make_environment .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cuda]'
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cuda,gcs]'
 
 child=
 stopping=no

@@ -36,14 +36,14 @@ make_environment() {
   UV_PYTHON_INSTALL_DIR=$HOME_DIR/python $HOME_DIR/uv/uv venv --seed --python=3.12 "$VENV"
 }
 
-# install EXTRA: the wheel with its dependencies. A wheel of the same version may hold other code.
+# install EXTRAS: the wheel with its dependencies. A wheel of the same version may hold other code.
 install() {
-  local wheel sum
+  local wheel sum extras=${1//+/,}
   wheel=$FILES/$(cat "$FILES/wheel.name")
   sum="$(sha256sum <"$wheel" | cut -c1-16) $1"
   [ "$(cat $HOME_DIR/installed 2>/dev/null)" != "$sum" ] || return 0
   make_environment
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$wheel${1:+[$1]}"
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$wheel${extras:+[$extras]}"
   "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheel"
   echo "$sum" >$HOME_DIR/installed
 }

@@ -66,7 +66,7 @@ create_slice() {
       return
       ;;
   esac
-  host_metadata "$SLICE" tpu
+  host_metadata "$SLICE" tpu+gcs
   # shellcheck disable=SC2207
   words=($(tpus create) --accelerator-type="$ACCELERATOR_TYPE" --runtime-version="$RUNTIME_VERSION")
   if [ "$SLICES" -eq 1 ]; then

@@ -112,7 +112,7 @@ def test_workers_run_one_command_from_the_bucket(cloud):
     ]
     metadata = value_of(cloud.calls()[-1], "metadata")
     assert metadata == (
-        "uirl-source=gs://my-project-uirl/launch/run1,uirl-group=uirl,uirl-extra=tpu,"
+        "uirl-source=gs://my-project-uirl/launch/run1,uirl-group=uirl,uirl-extra=tpu+gcs,"
         "uirl-secret=uirl-verifier-token"
     )
 

@@ -26,7 +26,7 @@ class Host:
         self.files = folder / "opt" / "files"
         for path in (self.bin, self.files, folder / "metadata", folder / "run"):
             path.mkdir(parents=True)
-        self.metadata(group="learner", extra="tpu")
+        self.metadata(group="learner", extra="tpu+gcs")
         self.program("curl", f'cat "{folder}/metadata/${{@: -1}}" 2>/dev/null')
         self.program(
             "systemctl", 'case "$*" in *is-active*) [ -e active ];; *restart*) touch active;; esac'
@@ -96,7 +96,7 @@ def test_boot_installs_the_wheel_and_starts_the_unit(host):
     process = host.run("boot")
     assert process.returncode == 0 and process.stdout == "started: learner\n", process.stderr
     pip = [line for line in host.log() if "-m pip install" in line]
-    assert pip[0].endswith("uirl_jax-0.1.0.whl[tpu]")
+    assert pip[0].endswith("uirl_jax-0.1.0.whl[tpu,gcs]")
     assert "--no-deps --force-reinstall" in pip[1]
     unit = host.unit()
     for line in (

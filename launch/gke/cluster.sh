@@ -124,7 +124,7 @@ build_image() {
 
 image() {
   build_wheel
-  build_image "$IMAGE" browser,tpu
+  build_image "$IMAGE" browser,tpu,gcs
   [ "$ACTOR_HOSTS" -eq 0 ] || build_image "$ACTOR_IMAGE" cuda
 }
 
