@@ -146,9 +146,9 @@ start_workers() {
   on_workers all "sudo bash /opt/uirl/files/host.sh versions"
   read_cloud "versions" "${SSH[@]}"
   [ "$DRY_RUN" = no ] || return 0
-  hosts=$(grep -c '^uirl-versions ' <<<"$ANSWER") || true
+  hosts=$(grep -c 'uirl-versions host=' <<<"$ANSWER") || true
   [ "$hosts" -eq $((VMS * SLICES)) ] || die "$hosts of $((VMS * SLICES)) hosts answered: $ANSWER"
-  different=$(sed -n 's/^uirl-versions host=[^ ]* //p' <<<"$ANSWER" | sort | uniq -c)
+  different=$(sed -n 's/.*uirl-versions host=[^ ]* //p' <<<"$ANSWER" | sort | uniq -c)
   [ "$(wc -l <<<"$different")" -eq 1 ] || die "the hosts hold different versions: $ANSWER"
   echo "started on $hosts hosts:$different"
 }
@@ -157,7 +157,7 @@ start_workers() {
 worker_states() {
   on_workers all "sudo bash /opt/uirl/files/host.sh state"
   read_cloud "workers" "${SSH[@]}"
-  STATES=$(grep '^uirl-state ' <<<"$ANSWER") || true
+  STATES=$(grep -o 'uirl-state host=.*' <<<"$ANSWER") || true
 }
 
 status() {

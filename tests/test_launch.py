@@ -6,6 +6,7 @@ test_launch_tools.py, what a host runs in test_launch_hosts.py.
 
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -115,6 +116,39 @@ def test_workers_run_one_command_from_the_bucket(cloud):
         "uirl-source=gs://my-project-uirl/launch/run1,uirl-group=uirl,uirl-extra=tpu+gcs,"
         "uirl-secret=uirl-verifier-token"
     )
+
+
+def test_the_command_takes_every_flag_of_the_hosts(cloud):
+    """The flags and config keys of learner and actors, read as the command reads them."""
+    assert cloud.run("tpu_multislice.sh", "create", VERIFIERS="pool").returncode == 0
+    assert cloud.run("actor_hosts.sh", "up", VERIFIERS="pool").returncode == 0
+    read = (
+        "from uirl_jax import main; from uirl_jax.config import reading; "
+        "from uirl_jax.config.schema import RunConfig; import sys; "
+        "reading.parse_flags(sys.argv); "
+        "cfg = reading.from_config(RunConfig, main._CONFIG.value); "
+        "print(main._ROLE.value, main._ACTOR.value, cfg.cluster.preempted_exit_code, cfg.mesh.data,"
+        " cfg.verifier.urls[1], cfg.verifier.token_file, cfg.model.path)"
+    )
+    lines = [text for text in cloud.stdin() if text.startswith("exec ")]
+    shown = []
+    for line in lines:
+        rest = line.removeprefix("exec /opt/uirl/venv/bin/uirl-jax")
+        process = subprocess.run(
+            ["bash", "-c", f'UIRL_INDEX=3; "$PYTHON" -c "$READ" {rest}'],
+            env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "READ": read}
+            | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr
+        shown.append(process.stdout.split())
+    rest = [
+        "http://uirl-verifier-1.us-east5-b.c.my-project.internal:8123",
+        "/run/uirl/verifier_token",
+        "hf://Qwen/Qwen2-VL-2B-Instruct",
+    ]
+    assert shown == [["learner", "0", "75", "2", *rest], ["actor", "3", "0", "1", *rest]]
 
 
 def test_a_config_of_the_users_own_is_copied_to_the_hosts(cloud, tmp_path):
