@@ -7,12 +7,15 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.launch_world import ROOT
+from tests.launch_world import ROOT, FakeCloud
 
 LINE = "exec /opt/uirl/venv/bin/uirl-jax --config=x --role=learner\n"
 
@@ -187,6 +190,49 @@ def test_the_startup_script_gives_up_with_a_reason(host):
     process = host.run(script="host_boot.sh")
     assert process.returncode == 1
     assert "error: could not copy gs://bucket/launch/run1: check the bucket" in process.stderr
+
+
+def test_the_verifiers_command_answers_its_own_name_and_token_alone(tmp_path):
+    """The real server, by the line that verifier hosts run."""
+    cloud = FakeCloud(tmp_path / "cloud")
+    assert cloud.run("verifier_hosts.sh", "up", VERIFIER_PORT="0").returncode == 0
+    (line,) = [text for text in cloud.stdin() if text.startswith("exec ")]
+    token, port_file = tmp_path / "token", tmp_path / "port"
+    token.write_text("0123456789abcdef" * 4 + "\n")
+    line = line.replace("/opt/uirl/venv/bin/python", sys.executable).strip()
+    line = line.replace("/run/uirl/verifier_token", str(token)).replace("0.0.0.0", "127.0.0.1")
+    hostname = tmp_path / "bin" / "hostname"
+    hostname.parent.mkdir()
+    hostname.write_text("#!/bin/bash\necho uirl-verifier-1\n")
+    hostname.chmod(0o755)
+    environment = {"PATH": f"{hostname.parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", f"{line} --port-file={port_file} --warm-browsers=0"]
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not port_file.exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            url = f"http://127.0.0.1:{int(port_file.read_text())}/openapi.json"
+
+            def status(host: str, secret: str) -> int:
+                headers = {"Host": host, "Authorization": f"Bearer {secret}"}
+                try:
+                    with urllib.request.urlopen(
+                        urllib.request.Request(url, headers=headers)
+                    ) as answer:
+                        return answer.status
+                except urllib.error.HTTPError as error:
+                    error.close()
+                    return error.code
+
+            name = "uirl-verifier-1.us-east5-b.c.my-project.internal:8123"
+            good = token.read_text().strip()
+            assert status(name, good) == 200
+            assert status(name, good[::-1]) == 401
+            assert status(name.replace("-1.", "-2."), good) in (403, 421)
+        finally:
+            process.terminate()
 
 
 # ------------------------------------------------------------------------------------- GPU hosts
