@@ -2,6 +2,7 @@
 the system (systemctl, curl, nvidia-smi, srun) are stand-ins that record their calls.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -318,13 +319,18 @@ def test_gpu_host_hands_sigterm_on_and_waits_for_the_save(repository):
     with subprocess.Popen(
         ["bash", str(repository.folder / "launch/gpu_host.sh"), *FLAGS],
         env=repository.environment(),
+        start_new_session=True,
     ) as process:
-        deadline = time.monotonic() + 30
-        while not (repository.folder / "started").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 75
+        try:
+            deadline = time.monotonic() + 30
+            while not (repository.folder / "started").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 75
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert (repository.folder / "saved").exists()
 
 
