@@ -128,7 +128,7 @@ read_cloud() {
   shift
   show "$@"
   ANSWER=
-  [ "$DRY_RUN" = yes ] || ANSWER=$("$@" 2>&1) || die "$what: $ANSWER"
+  [ "$DRY_RUN" = yes ] || ANSWER=$("$@" 2>&1) || die "$what: ${ANSWER//$'\n'/ }"
 }
 
 # exists WHAT COMMAND...: whether the command that describes it finds it; other failures end the script.
@@ -140,9 +140,10 @@ exists() {
   [ "$DRY_RUN" = no ] || return 1
   ANSWER=$("$@" 2>&1) && return 0
   case $ANSWER in
+    *PERMISSION_DENIED* | *" 403"* | *"denied"*) ;; # these add "(or it may not exist)"
     *NOT_FOUND* | *NotFound* | *"not found"* | *"not exist"* | *"HTTPError 404"*) return 1 ;;
   esac
-  die "$what: $ANSWER"
+  die "$what: ${ANSWER//$'\n'/ }"
 }
 
 # create WHAT COMMAND...: named as made before it is called, since a call that fails may have made it.

@@ -323,10 +323,28 @@ def test_a_bucket_or_network_that_is_missing_is_named_with_its_script(tmp_path, 
     assert changes(cloud.calls()) == []
 
 
-def test_a_bucket_without_permission_is_refused_with_gclouds_words(cloud):
-    text = "HTTPError 403: someone does not have storage.buckets.get access"
-    error = cloud.run("tpu_vm.sh", "up", FAIL_AT="2", FAIL_TEXT=text)
-    assert f"error: BUCKET=my-project-uirl: ERROR: (gcloud) {text}" in error.stderr
+@pytest.mark.parametrize(
+    ("call", "value", "text"),
+    [
+        (
+            "1",
+            "PROJECT=my-project",
+            "PERMISSION_DENIED: someone does not have permission to access projects instance "
+            "[my-project] (or it may not exist): The caller does not have permission",
+        ),
+        (
+            "2",
+            "BUCKET=my-project-uirl",
+            "HTTPError 403: someone does not have storage.buckets.get access to the Google Cloud "
+            "Storage bucket.\nPermission denied on resource (or it may not exist).",
+        ),
+    ],
+)
+def test_what_may_not_be_read_is_refused_in_one_line_with_gclouds_words(cloud, call, value, text):
+    process = cloud.run("tpu_vm.sh", "up", FAIL_AT=call, FAIL_TEXT=text)
+    line = text.replace("\n", " ")
+    assert error_of(process) == f"error: {value}: ERROR: (gcloud) {line}"
+    assert changes(cloud.calls()) == []
 
 
 def test_a_slice_that_the_zone_does_not_offer_is_refused(cloud):

@@ -4,6 +4,7 @@ the system (systemctl, curl, nvidia-smi, srun) are stand-ins that record their c
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import stat
@@ -175,6 +176,16 @@ def test_state_says_what_the_unit_does(host, active, code, state):
 def test_state_before_the_first_boot_is_missing(host):
     host.program("systemctl", 'case "$*" in *ActiveState*) echo inactive;; *) echo 0;; esac')
     assert "state=missing" in host.run("state").stdout
+
+
+def test_versions_are_one_line_without_what_differs_between_equal_hosts(host):
+    host.run("boot")
+    python = host.folder / "opt" / "venv" / "bin" / "python"
+    host.program("python", f'exec "{sys.executable}" "$@"', python)  # the real one
+    process = host.run("versions")
+    assert process.returncode == 0, process.stderr
+    line = r"uirl-versions host=\S+ python=3\S+ jax=0\S+ jaxlib=0\S+ libtpu=\S+ wheel=\w{16}\n"
+    assert re.fullmatch(line, process.stdout)
 
 
 def test_the_startup_script_copies_the_files_and_hands_over(host):
