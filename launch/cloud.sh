@@ -14,6 +14,8 @@ MADE=() # what this run made or may have made; named in the last line if the scr
 begin() {
   local usage=$1 file
   shift
+  [ $((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1])) -ge 404 ] ||
+    die "bash $BASH_VERSION is too old, 4.4 is needed; macOS: brew install bash"
   if [ "${1:-}" = --dry-run ]; then
     DRY_RUN=yes
     shift
@@ -37,6 +39,7 @@ begin() {
   trap finish EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM
+  trap 'exit 129' HUP # the terminal was closed
 }
 
 check_values() {

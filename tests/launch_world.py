@@ -83,17 +83,19 @@ class FakeCloud:
 
     def run(self, script: str, *arguments: str, **values: str) -> subprocess.CompletedProcess[str]:
         """Runs launch/<script> with the fake tools first on PATH."""
-        kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
-        environment = kept | VALUES | {"WHEEL": str(self.wheel), "FAKE_CLOUD": str(self.folder)}
-        environment["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         return subprocess.run(
             [str(ROOT / "launch" / script), *arguments],
-            env=environment | values,
+            env=self.environment() | values,
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=60,
         )
+
+    def environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
+        kept["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        return kept | VALUES | {"WHEEL": str(self.wheel), "FAKE_CLOUD": str(self.folder)}
 
     def calls(self) -> list[list[str]]:
         """Every call so far, with the tool's name first."""

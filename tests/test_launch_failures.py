@@ -2,9 +2,12 @@
 same command goes on from there. Commands repeated, and dry runs.
 """
 
+import signal
+import subprocess
+
 import pytest
 
-from tests.launch_world import BUCKET, FakeCloud, Scenario, changes, named, printed_commands
+from tests.launch_world import BUCKET, ROOT, FakeCloud, Scenario, changes, named, printed_commands
 
 POOL = {"VERIFIERS": "pool"}
 SPOT = {"ACCELERATOR": "v6e-8", "PROVISIONING": "spot"}
@@ -125,3 +128,23 @@ def test_other_commands_succeed_and_fail_with_one_line(tmp_path, scenario):
         values = scenario.values | {"FAIL_AT": str(number)}
         process = cloud.run(scenario.script, scenario.command, **values)
         assert process.returncode != 0 and "injected failure" in process.stderr, number
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_script_that_is_interrupted_names_what_it_made(tmp_path, signum):
+    cloud = FakeCloud(tmp_path / "cloud")
+    cloud.answer("slice_states", "WAITING_FOR_RESOURCES")
+    with subprocess.Popen(
+        [ROOT / "launch/tpu_vm.sh", "up"],
+        env=cloud.environment() | {"POLL_S": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("state=WAITING_FOR_RESOURCES"):
+                break
+        process.send_signal(signum)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signum
+    assert "slice uirl in us-east5-b" in errors.splitlines()[-1]
