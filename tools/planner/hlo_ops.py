@@ -49,8 +49,8 @@ def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> 
 def kernel_flops(kernel: Instruction, operands: list[Instruction]) -> float:
     """Splash attention: 2 products a query and key forward, 3 for dq, 4 for dk and dv.
 
-    A causal kernel is given the queries' positions beside the two sides' segments; it skips the
-    tiles above the diagonal (int8[1,q,k] has an entry a tile).
+    A causal kernel is given the queries' positions beside the two sides' segments, and an entry a
+    tile (int8[1,q,k]); it skips the tiles after a query's.
     Source: jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel.
     """
     products = next(
@@ -61,9 +61,26 @@ def kernel_flops(kernel: Instruction, operands: list[Instruction]) -> float:
         return 0.0
     q, k = floats[0].dims, floats[1].dims
     causal = sum(o.arrays[0].dtype == "s32" for o in operands) > 2
-    tiles = next((o.arrays[0].dims[-1] for o in operands if o.arrays[0].dtype == "s8"), 1)
-    share = (tiles + 1) / (2 * tiles) if causal else 1.0
+    tiles = next((o.arrays[0].dims for o in operands if o.arrays[0].dtype == "s8"), None)
+    share = _causal_share(q[-2], k[-2], tiles[-2:]) if causal and tiles else 1.0
     return 2.0 * products * math.prod(q) * k[-2] * share
+
+
+def _causal_share(queries: int, keys: int, tiles: tuple[int, ...]) -> float:
+    """The part of a causal kernel's tiles that it computes.
+
+    The last query attends to all keys: those that the queries exceed are a cache's, before them.
+    Twice as many keys as queries are the row's, given twice, for shared prompts (models.splash).
+    """
+    q_tiles, kv_tiles = tiles
+    if keys == 2 * queries:
+        keys, kv_tiles = keys // 2, kv_tiles // 2
+    q_tile, kv_tile = queries // q_tiles, keys // kv_tiles
+    computed = sum(
+        min(kv_tiles, 1 + (keys - queries + (i + 1) * q_tile - 1) // kv_tile)
+        for i in range(q_tiles)
+    )
+    return computed / (q_tiles * kv_tiles)
 
 
 def sent_bytes(kind: str, collective: Instruction, operands: list[Instruction]) -> float:
