@@ -81,7 +81,7 @@ def compiled_for_properties(implementation):
     return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(layout=layouts(PROPERTY_TOKENS))
 def test_shared_prompts_equals_plain_for_every_layout(layout):
     qkv = test_attention.random_qkv(1, PROPERTY_TOKENS, 4, 2, 8)
@@ -95,6 +95,32 @@ def test_shared_prompts_equals_plain_for_every_layout(layout):
         splash._BLOCK = original
     got, expected = ([out, *gradients] for (_, out), gradients in results)
     test_attention.assert_close(got, expected, test_attention.TOLERANCE[jnp.float32])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(layout=layouts(64))
+def test_no_tile_with_a_pair_to_attend_to_is_skipped(layout):
+    block = 8
+    mask_tt = np.asarray(attention.segment_mask(*layout, causal=True))[0]
+    segments_bt, prefixes_bt = (jnp.asarray(ids_bt) for ids_bt in layout)
+    shared_tt = mask_tt & (layout[0][0][:, None] != layout[0][0])
+    halves = [x.reshape(8, block, 8, block).any((1, 3)) for x in (shared_tt, mask_tt & ~shared_tt)]
+    starts_bt = splash._starts(segments_bt)
+    needed_qk = np.asarray(splash._needed_tiles(segments_bt, prefixes_bt, starts_bt, block))[0]
+    own_qk = needed_qk[:, 8:]
+    assert not (halves[0] & ~needed_qk[:, :8]).any()
+    np.testing.assert_array_equal(own_qk, halves[1])
+
+
+def test_a_group_is_computed_in_the_tiles_of_its_prompt_and_of_each_sequence():
+    """A prompt of 64 tokens, eight sequences of 64 after it, in tiles of 32."""
+    segments_bt = jnp.repeat(jnp.arange(1, 10), 64)[None]
+    needed_qk = splash._needed_tiles(
+        segments_bt, jnp.ones_like(segments_bt), splash._starts(segments_bt), 32
+    )[0]
+    prompt, own = needed_qk[:, :18], needed_qk[:, 18:]
+    assert prompt[2:, :2].all() and prompt.sum() == 16 * 2
+    assert own.sum() == 9 * 3
 
 
 def test_shared_prompts_takes_rows_that_its_columns_can_name(monkeypatch):

@@ -69,8 +69,9 @@ def kernel_flops(kernel: Instruction, operands: list[Instruction]) -> float:
 def _causal_share(queries: int, keys: int, tiles: tuple[int, ...]) -> float:
     """The part of a causal kernel's tiles that it computes.
 
-    The last query attends to all keys: those that the queries exceed are a cache's, before them.
-    Twice as many keys as queries are the row's, given twice, for shared prompts (models.splash).
+    The last query attends to all keys: more keys than queries are a cache's, before them. Twice as
+    many are the row's, given twice, for shared prompts (models.splash): which of these tiles are
+    computed depends on the row, and all that a causal row could need are counted.
     """
     q_tiles, kv_tiles = tiles
     if keys == 2 * queries:

@@ -83,7 +83,8 @@ def attend_with_prefix(
         attended to           x x . . . .   . . . . x x
 
     A segment that is its own prefix finds nothing in the first half, so no key counts twice. The
-    kernel computes twice the products of `attend`; gradients of the two halves are added.
+    kernel skips tiles that hold nothing to attend to, so a row costs what its prompts and sequences
+    cost, not what all of its tokens would against each other. Gradients of the halves are added.
 
     Args:
       segment_ids_bt: int32[B,T], segments contiguous.
@@ -101,23 +102,22 @@ def attend_with_prefix(
         )
     segments_bt, prefixes_bt = (_pad_ids(x, padding) for x in (segment_ids_bt, prefix_segments_bt))
     kernel = _make_kernel(_PrefixMask((width, 2 * width)), heads, block, block, interpret)
+    start_bt = _starts(segments_bt)
+    columns_bt = (jnp.arange(width) << _COLUMN_BITS) | start_bt
+    needed_bqk = _needed_tiles(segments_bt, prefixes_bt, start_bt, block)
 
-    def one_row(
-        q_nth: jax.Array, k_ksh: jax.Array, v_ksh: jax.Array, ids: Any, columns_t: jax.Array
-    ) -> Any:
-        return _with_columns(kernel, columns_t)(q_nth, k_ksh, v_ksh, ids)
+    def one_row(row: tuple[jax.Array, jax.Array, Any]) -> Any:
+        columns_t, needed_qk, arguments = row
+        return _for_row(kernel, columns_t, needed_qk)(*arguments)
 
     k_bksh, v_bksh = (
         jnp.concatenate([_kernel_layout(x_btkh, padding)] * 2, axis=2)
         for x_btkh in (k_btkh, v_btkh)
     )
-    out_bnth = jax.vmap(one_row)(
-        _kernel_layout(_scaled(q_btnh), padding),
-        k_bksh,
-        v_bksh,
-        pallas.SegmentIds(prefixes_bt, jnp.concatenate([segments_bt, prefixes_bt], axis=1)),
-        _columns(segments_bt),
-    )
+    ids = pallas.SegmentIds(prefixes_bt, jnp.concatenate([segments_bt, prefixes_bt], axis=1))
+    arguments = (_kernel_layout(_scaled(q_btnh), padding), k_bksh, v_bksh, ids)
+    # A loop, and not vmap: the tiles to skip are not the same in all rows.
+    out_bnth = jax.lax.map(one_row, (columns_bt, needed_bqk, arguments))
     return out_bnth.transpose(0, 2, 1, 3)[:, :tokens]
 
 
@@ -128,9 +128,8 @@ def attend_with_prefix(
 class _PrefixMask(pallas.Mask):
     """What `attend_with_prefix` draws, without the ids.
 
-    `__getitem__` is asked while tracing, for the tiles that the kernel skips: those after the
-    query, in either half. `mask_function` is computed in the kernel, of the columns that
-    `_with_columns` puts in the place of q_sequence.
+    It is computed in the kernel, of the columns that `_for_row` puts in the place of q_sequence.
+    Which tiles are skipped is said there too: to the kernel's maker every one is needed.
     """
 
     size: tuple[int, int]
@@ -148,8 +147,8 @@ class _PrefixMask(pallas.Mask):
         return self._attended
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-        rows, columns = (np.arange(n)[part] for n, part in zip(self.size, idx, strict=True))
-        return rows[:, None] >= columns % self.size[0]
+        rows, columns = (range(n)[part] for n, part in zip(self.size, idx, strict=True))
+        return np.broadcast_to(True, (len(rows), len(columns)))
 
     def _attended(self, columns: jax.Array, key: jax.Array) -> jax.Array:
         start = columns & (MAX_SHARED_TOKENS - 1)
@@ -157,18 +156,55 @@ class _PrefixMask(pallas.Mask):
         return (key < start) | ((key >= width + start) & (key <= width + own))
 
 
-def _columns(segments_bt: jax.Array) -> jax.Array:
-    """int32[B,T]: the column where a token's segment starts, and its own, in one number."""
-    index_bt = jnp.broadcast_to(jnp.arange(segments_bt.shape[1]), segments_bt.shape)
-    starts_bt = jnp.diff(segments_bt, axis=1, prepend=segments_bt[:, :1]) != 0
-    start_bt = jax.lax.cummax(jnp.where(starts_bt, index_bt, 0), axis=1)
-    return (index_bt << _COLUMN_BITS) | start_bt
+def _starts(segments_bt: jax.Array) -> jax.Array:
+    """int32[B,T]: the column where the token's segment starts."""
+    index_t = jnp.arange(segments_bt.shape[1])
+    is_first_bt = jnp.diff(segments_bt, axis=1, prepend=segments_bt[:, :1]) != 0
+    return jax.lax.cummax(jnp.where(is_first_bt, index_t, 0), axis=1)
 
 
-def _with_columns(kernel: Any, columns_t: jax.Array) -> Any:
-    """The kernel for one row: its q_sequence, a constant of the mask, becomes the row's own."""
+def _needed_tiles(
+    segments_bt: jax.Array, prefixes_bt: jax.Array, start_bt: jax.Array, block: int
+) -> jax.Array:
+    """bool[B,Q,2Q]: the tiles of queries and keys, given twice, that hold a pair to attend to.
+
+    Some more may be named: of the first half all whose segments lie around a query's prefix.
+    """
+    batch, tokens = segments_bt.shape
+    tiles_bqt = segments_bt.reshape(batch, tokens // block, block)
+    first_k = jnp.arange(0, tokens, block)
+    lowest_b1k, highest_b1k = tiles_bqt.min(axis=2)[:, None], tiles_bqt.max(axis=2)[:, None]
+    prefix_bt1, start_bt1 = prefixes_bt[..., None], start_bt[..., None]
+    prefix_btk = (lowest_b1k <= prefix_bt1) & (prefix_bt1 <= highest_b1k)
+    prefix_btk &= (first_k < start_bt1) & (prefix_bt1 != segments_bt[..., None])
+    prefix_bqk = prefix_btk.reshape(batch, tokens // block, block, -1).any(axis=2)
+    # A tile's queries attend within their segments to all from the first one's start to the last.
+    own_bqk = (first_k + block > start_bt[:, ::block, None]) & (first_k <= first_k[:, None])
+    return jnp.concatenate([prefix_bqk, own_bqk], axis=2)
+
+
+def _for_row(kernel: Any, columns_t: jax.Array, needed_qk: jax.Array) -> Any:
+    """The kernel with the mask of one row in the place of the one that it was made with.
+
+    data_next is the tile of keys (backward for keys: of queries) that is in fast memory while a
+    tile is computed or skipped: of a skipped one the last that was needed, which moves nothing.
+    """
     infos, options = kernel.tree_flatten()
-    return type(kernel)(*(info._replace(q_sequence=columns_t) for info in infos), **options)
+    forward, dq, dkv = (
+        info._replace(
+            data_next=_last_needed(needed_qk, axis)[None],
+            block_mask=needed_qk.astype(jnp.int8)[None],
+            q_sequence=columns_t,
+        )
+        for info, axis in zip(infos, (1, 1, 0), strict=True)
+    )
+    return type(kernel)(forward, dq, dkv, **options)
+
+
+def _last_needed(needed_qk: jax.Array, axis: int) -> jax.Array:
+    index_qk = jax.lax.broadcasted_iota(jnp.int32, needed_qk.shape, axis)
+    # At most 128 tiles: MAX_SHARED_TOKENS twice, in tiles of 512.
+    return jax.lax.cummax(jnp.where(needed_qk, index_qk, 0), axis=axis).astype(jnp.int8)
 
 
 # --------------------------------------------------------------------------------------- the kernel
