@@ -308,7 +308,7 @@ def test_auto_for_a_tpu_compiles_to_splash_without_scores(
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # libtpu asks a server of the cloud otherwise
     topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:2x2")
     mesh = sharding.make_mesh(data=1, fsdp=2, model=2, devices=list(topology.devices))
-    rows, tokens = 2, 2000
+    rows, tokens = 2, 3000
 
     def array(*shape, dtype=dtype, axes=("batch", None, "wide", None)) -> jax.ShapeDtypeStruct:
         spec = sharding.partition_spec(axes, shape, dict(mesh.shape))

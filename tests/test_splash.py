@@ -123,12 +123,13 @@ def test_a_group_is_computed_in_the_tiles_of_its_prompt_and_of_each_sequence():
     assert own.sum() == 9 * 3
 
 
-def test_shared_prompts_takes_rows_that_its_columns_can_name(monkeypatch):
+def test_shared_prompts_are_splash_in_rows_where_it_wins_and_its_columns_have_names(monkeypatch):
     """Above, auto is plain XLA; asked for by name, an error."""
     monkeypatch.setattr(splash, "MAX_SHARED_TOKENS", 128)
+    monkeypatch.setattr(attention, "_PLAIN_SHARED_TOKENS", 64)
     device = AbstractDevice(device_kind="tpu", num_cores=1, platform="tpu")
     mesh = AbstractMesh((1, 1, 1), sharding.MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
-    for tokens, kernel in ((128, True), (129, False)):
+    for tokens, kernel in ((64, False), (65, True), (128, True), (129, False)):
         q_btnh = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.bfloat16)
         ids_bt = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
