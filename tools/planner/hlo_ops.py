@@ -2,8 +2,17 @@
 
 import math
 import re
+from collections.abc import Callable
 
 from tools.planner.hlo_text import Instruction
+
+# Bytes sent of n members' collective, of the bytes that one of them holds before it; by the ring.
+_SENT: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: n - 1,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+}
 
 
 def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
@@ -90,11 +99,30 @@ def sent_bytes(kind: str, collective: Instruction, operands: list[Instruction]) 
     inside = sum(array.size_bytes for operand in operands for array in operand.arrays)
     if kind == "collective-permute":
         return float(inside)
-    if members < 2:
-        return 0.0
-    if kind == "all-gather":
-        return float(inside * (members - 1))
-    return inside * (members - 1) / members * (2 if kind == "all-reduce" else 1)
+    return inside * _SENT[kind](members)
+
+
+def between_slices(
+    send: Instruction, operands: list[Instruction]
+) -> tuple[str, float, float] | None:
+    """(kind, 1, bytes that one device sends to other slices); None: the host alone receives it.
+
+    libtpu writes a collective over slices as one inside the slice, and a transfer of each device's
+    part through the hosts, here of device 0 ... 7 of the slices 1 and 2:
+
+        _xla_megascale_target="{1,2}x{0:7}", _xla_megascale_transfer_type="ALL_REDUCE"
+    """
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.rest)
+    if not transfer:
+        return None
+    kind = transfer[1].lower().replace("_", "-")
+    target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.rest)
+    slices = sum(
+        int(last or first) - int(first) + 1
+        for first, _, last in (part.partition(":") for part in target[1].split(","))
+    )
+    inside = sum(array.size_bytes for array in operands[0].arrays)
+    return kind, 1.0, inside * _SENT.get(kind, lambda n: 1.0)(slices)
 
 
 def group_size(rest: str) -> int:
