@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from uirl_jax.errors import ModelError
-from uirl_jax.models import attention, sharding
+from uirl_jax.models import attention, sharding, splash
 
 # How far a kernel may be from the plain implementation, as a part of the largest number there.
 # float32: sums in another order, measured 1e-6. bfloat16: its numbers are 2**-8 apart; plain rounds
@@ -53,19 +53,27 @@ def random_qkv(rows, tokens, heads, kv_heads, head_dim, dtype=jnp.float32) -> li
     ]
 
 
-def output_and_gradients(qkv, segment_ids_bt, *, causal, implementation, placed=None) -> list:
+def output_and_gradients(
+    qkv, segment_ids_bt, prefix_segments_bt=None, *, causal, implementation, placed=None
+) -> list:
     """[B,T,N,H], and the gradients of q, k and v of a sum with random weights; float32."""
     weights_btnh = np.random.default_rng(1).normal(size=qkv[0].shape).astype(np.float32)
 
     @functools.partial(jax.jit, in_shardings=placed)
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
-    def run(q_btnh, k_btkh, v_btkh, segment_ids_bt):
+    def run(q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt):
         out_btnh = attention.attention(
-            q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=causal, implementation=implementation
+            q_btnh,
+            k_btkh,
+            v_btkh,
+            segment_ids_bt,
+            causal=causal,
+            prefix_segments_bt=prefix_segments_bt,
+            implementation=implementation,
         )
         return jnp.sum(out_btnh.astype(jnp.float32) * weights_btnh), out_btnh
 
-    (_, out_btnh), gradients = run(*qkv, segment_ids_bt)
+    (_, out_btnh), gradients = run(*qkv, segment_ids_bt, prefix_segments_bt)
     assert {x.dtype for x in (out_btnh, *gradients)} == {qkv[0].dtype}
     return [np.asarray(x.astype(jnp.float32)) for x in (out_btnh, *gradients)]
 
@@ -185,7 +193,7 @@ def test_attention_in_causal_blocks_equals_the_whole(tokens, monkeypatch):
     ],
 )
 def test_splash_interpreted_equals_plain(dtype, head_dim, kv_heads, causal, monkeypatch):
-    monkeypatch.setattr(attention, "_SPLASH_BLOCK", 128)  # two blocks, the second one padded
+    monkeypatch.setattr(splash, "_BLOCK", 128)  # two blocks, the second one padded
     segment_ids_bt = packed_rows(200)
     qkv = random_qkv(3, 200, 4, kv_heads, head_dim, dtype)
     run = functools.partial(output_and_gradients, qkv, segment_ids_bt, causal=causal)
@@ -193,7 +201,7 @@ def test_splash_interpreted_equals_plain(dtype, head_dim, kv_heads, causal, monk
 
 
 def check_four_devices() -> None:
-    """The body of the test below, in a process of its own: the device count is fixed at start."""
+    """The body of a test below, in a process of its own: the device count is fixed at start."""
     mesh = sharding.make_mesh(data=1, fsdp=2, model=2)
     for rows, heads, kv_heads in (
         (2, 4, 2),  # everything is cut
@@ -207,6 +215,7 @@ def check_four_devices() -> None:
             NamedSharding(mesh, sharding.partition_spec(a, x.shape, dict(mesh.shape)))
             for a, x in zip(axes, (*qkv, segment_ids_bt), strict=True)
         )
+        placed += (None,)  # no prefixes
         with jax.set_mesh(mesh):
             got = output_and_gradients(
                 qkv, segment_ids_bt, causal=True, implementation="splash", placed=placed
@@ -214,14 +223,11 @@ def check_four_devices() -> None:
         assert_close(got, expected, 1e-5)
 
 
-def test_splash_on_four_fake_devices_equals_one():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+def in_a_process(check: str, devices: int) -> None:
+    """Runs module.function of tests on so many fake devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from tests import test_attention; test_attention.check_four_devices()",
-        ],
+        [sys.executable, "-c", f"from tests import {check.split('.')[0]}; {check}()"],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,
@@ -229,6 +235,10 @@ def test_splash_on_four_fake_devices_equals_one():
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_splash_on_four_fake_devices_equals_one():
+    in_a_process("test_attention.check_four_devices", 4)
 
 
 @pytest.mark.parametrize(
@@ -279,30 +289,40 @@ def test_cudnn_without_a_gpu_is_a_model_error():
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "head_dim", "causal"),
+    ("chip", "dtype", "heads", "kv_heads", "head_dim", "mask"),
     [
-        (jnp.bfloat16, 12, 2, 128, True),  # the text tower of the 2B model
-        (jnp.bfloat16, 16, 16, 80, False),  # the vision tower
-        (jnp.float32, 4, 1, 64, True),
+        ("v5e", jnp.bfloat16, 12, 2, 128, "causal"),  # the text tower of the 2B model
+        ("v5e", jnp.bfloat16, 16, 16, 80, "full"),  # the vision tower
+        ("v5e", jnp.float32, 4, 1, 64, "causal"),
+        ("v5e", jnp.bfloat16, 12, 2, 128, "shared"),
+        ("v6e", jnp.bfloat16, 12, 2, 128, "shared"),
+        ("v6e", jnp.float32, 4, 1, 64, "shared"),
     ],
 )
-def test_auto_for_v5e_compiles_to_splash_without_scores(
-    dtype, heads, kv_heads, head_dim, causal, monkeypatch
+def test_auto_for_a_tpu_compiles_to_splash_without_scores(
+    chip, dtype, heads, kv_heads, head_dim, mask, monkeypatch
 ):
     pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
     from jax.experimental import topologies
 
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # libtpu asks a server of the cloud otherwise
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:2x2")
     mesh = sharding.make_mesh(data=1, fsdp=2, model=2, devices=list(topology.devices))
-    rows, tokens = 2, 2000
+    rows, tokens = 2, 3000
 
     def array(*shape, dtype=dtype, axes=("batch", None, "wide", None)) -> jax.ShapeDtypeStruct:
         spec = sharding.partition_spec(axes, shape, dict(mesh.shape))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def loss(q_btnh, k_btkh, v_btkh, segment_ids_bt):
-        out_btnh = attention.attention(q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=causal)
+        out_btnh = attention.attention(
+            q_btnh,
+            k_btkh,
+            v_btkh,
+            segment_ids_bt,
+            causal=mask != "full",
+            prefix_segments_bt=segment_ids_bt if mask == "shared" else None,
+        )
         return jnp.sum(jnp.square(out_btnh.astype(jnp.float32)))
 
     kv_btkh = array(rows, tokens, kv_heads, head_dim)

@@ -55,6 +55,41 @@ def test_make_mesh_names_and_types_every_axis():
     assert mesh.size == len(jax.devices())
 
 
+@dataclasses.dataclass(frozen=True)
+class SliceDevice:
+    """What a mesh over slices asks of a device."""
+
+    id: int
+    slice_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v9"  # unknown: in the order of the list, without a torus
+    process_index: int = 0
+
+
+def two_slices(platform: str, of: int) -> list[SliceDevice]:
+    """Listed in turn, as no runtime does: the mesh must group them by itself."""
+    return [SliceDevice(i, i % 2, platform) for i in range(2 * of)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 1), (-1, 2, 1)])
+def test_make_mesh_over_slices_splits_data_alone_over_them(sizes):
+    mesh = sharding.make_mesh(*sizes, devices=two_slices("cpu", 4))
+    assert (mesh.axis_names, mesh.axis_types) == (sharding.MESH_AXES, (AxisType.Auto,) * 3)
+    slice_dfm = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    half = len(slice_dfm) // 2
+    assert (slice_dfm[:half] == 0).all() and (slice_dfm[half:] == 1).all()
+    assert len(set(mesh.devices.flat)) == 8
+
+
+def test_make_mesh_that_would_split_another_axis_over_slices_is_a_config_error():
+    expected = r"2 slices of 4 devices: expected data to be a multiple of 2, e.g. data=2, fsdp=4"
+    with pytest.raises(ConfigError, match=expected):
+        sharding.make_mesh(1, 8, 1, devices=two_slices("tpu", 4))
+    # GPU hosts are slices to JAX, and any axis may cross their network.
+    mesh = sharding.make_mesh(1, 8, 1, devices=two_slices("gpu", 4))
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
+
+
 @pytest.mark.parametrize("sizes", [(3, 1, 1), (-1, -1, 1), (0, 1, 1), (-1, 7, 1)])
 def test_make_mesh_that_does_not_fit_the_devices_is_a_config_error(sizes):
     with pytest.raises(ConfigError, match="mesh of data="):

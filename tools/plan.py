@@ -2,6 +2,7 @@
 
     python -m tools.plan --config=configs/grpo_qwen2vl_2b.py --topology=v5e:2x4
     python -m tools.plan --config=... --topology=v6e:2x4 --search --json=plan.json
+    python -m tools.plan --config=... --topology=2xv5e:4x4 --config.mesh.data=2
     python -m tools.plan --config=... --topology=gpu:8xH100
 
 Needs the `libtpu` wheel (pip install 'jax[tpu]'), no TPU and no weights: the learner's `score` and
@@ -33,7 +34,7 @@ from uirl_jax.run import completed
 _CONFIG = reading.define_config_file(
     RunConfig, help="an experiment, e.g. configs/grpo_qwen2vl_2b.py"
 )
-_TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:2x4, v5p:2x2x1, v6e:4x4, gpu:8xH100, ...")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:2x4, v5p:2x2x1, 2xv6e:4x4, gpu:8xH100, ...")
 _SEARCH = flags.DEFINE_bool("search", False, "also try rows, remat and meshes")
 _MOST = flags.DEFINE_integer("search_compiles", 4, "candidates to compile", lower_bound=1)
 _SAMPLING = flags.DEFINE_bool("sampling", True, "also compile the engine's programs")

@@ -9,6 +9,7 @@ matrix units. Arrays in fast memory (TPU: layouts with S(1) and above) are no HB
 import dataclasses
 import functools
 import re
+from typing import Any
 
 from tools.planner import hlo_ops as ops
 from tools.planner.hlo_text import Array, Instruction, parse
@@ -30,12 +31,16 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Totals of one device. Collectives are by kind: how many, and bytes that leave the device."""
+    """Totals of one device. Collectives are by kind: how many, and bytes that leave the device.
+
+    Those between slices are in `between_slices` alone: hosts carry them over their network.
+    """
 
     flops: float = 0.0  # matrix products
     kernel_flops: float = 0.0  # Pallas attention kernels, by formula: XLA does not know them
     hbm_bytes: float = 0.0
     collectives: tuple[tuple[str, float, float], ...] = ()  # (kind, count, bytes sent)
+    between_slices: tuple[tuple[str, float, float], ...] = ()
     # The bodies of loops whose length only the data decide, taken once: a decode step.
     open_loops: "Cost | None" = None
 
@@ -48,21 +53,13 @@ class Cost:
         return sum(sent for _, _, sent in self.collectives)
 
     def __add__(self, other: "Cost") -> "Cost":
-        kinds = dict.fromkeys(kind for kind, _, _ in (*self.collectives, *other.collectives))
-        both = (*self.collectives, *other.collectives)
         loops = [cost.open_loops for cost in (self, other) if cost.open_loops]
         return Cost(
             self.flops + other.flops,
             self.kernel_flops + other.kernel_flops,
             self.hbm_bytes + other.hbm_bytes,
-            tuple(
-                (
-                    kind,
-                    sum(count for k, count, _ in both if k == kind),
-                    sum(sent for k, _, sent in both if k == kind),
-                )
-                for kind in kinds
-            ),
+            _by_kind((*self.collectives, *other.collectives)),
+            _by_kind((*self.between_slices, *other.between_slices)),
             sum(loops[1:], loops[0]) if loops else None,
         )
 
@@ -72,8 +69,21 @@ class Cost:
             trips * self.kernel_flops,
             trips * self.hbm_bytes,
             tuple((kind, trips * count, trips * sent) for kind, count, sent in self.collectives),
+            tuple((kind, trips * count, trips * sent) for kind, count, sent in self.between_slices),
             self.open_loops,
         )
+
+
+def _by_kind(collectives: tuple[tuple[str, float, float], ...]) -> tuple[Any, ...]:
+    kinds = dict.fromkeys(kind for kind, _, _ in collectives)
+    return tuple(
+        (
+            kind,
+            sum(count for k, count, _ in collectives if k == kind),
+            sum(sent for k, _, sent in collectives if k == kind),
+        )
+        for kind in kinds
+    )
 
 
 class Program:
@@ -228,6 +238,8 @@ class Program:
             return Cost(flops=ops.convolution_flops(instruction, operands))
         if _target(instruction) == "tpu_custom_call":
             return Cost(kernel_flops=ops.kernel_flops(instruction, operands))
+        if instruction.opcode == "send" and (found := ops.between_slices(instruction, operands)):
+            return Cost(between_slices=(found,))
         kind = instruction.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
             channel = re.search(r"channel_id=(\d+)", instruction.rest)

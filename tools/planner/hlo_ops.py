@@ -2,8 +2,17 @@
 
 import math
 import re
+from collections.abc import Callable
 
 from tools.planner.hlo_text import Instruction
+
+# Bytes sent of n members' collective, of the bytes that one of them holds before it; by the ring.
+_SENT: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: n - 1,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+}
 
 
 def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
@@ -49,8 +58,8 @@ def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> 
 def kernel_flops(kernel: Instruction, operands: list[Instruction]) -> float:
     """Splash attention: 2 products a query and key forward, 3 for dq, 4 for dk and dv.
 
-    A causal kernel is given the queries' positions beside the two sides' segments; it skips the
-    tiles above the diagonal (int8[1,q,k] has an entry a tile).
+    A causal kernel is given the queries' positions beside the two sides' segments, and an entry a
+    tile (int8[1,q,k]); it skips the tiles after a query's.
     Source: jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel.
     """
     products = next(
@@ -61,9 +70,27 @@ def kernel_flops(kernel: Instruction, operands: list[Instruction]) -> float:
         return 0.0
     q, k = floats[0].dims, floats[1].dims
     causal = sum(o.arrays[0].dtype == "s32" for o in operands) > 2
-    tiles = next((o.arrays[0].dims[-1] for o in operands if o.arrays[0].dtype == "s8"), 1)
-    share = (tiles + 1) / (2 * tiles) if causal else 1.0
+    tiles = next((o.arrays[0].dims for o in operands if o.arrays[0].dtype == "s8"), None)
+    share = _causal_share(q[-2], k[-2], tiles[-2:]) if causal and tiles else 1.0
     return 2.0 * products * math.prod(q) * k[-2] * share
+
+
+def _causal_share(queries: int, keys: int, tiles: tuple[int, ...]) -> float:
+    """The part of a causal kernel's tiles that it computes.
+
+    The last query attends to all keys: more keys than queries are a cache's, before them. Twice as
+    many are the row's, given twice, for shared prompts (models.splash): which of these tiles are
+    computed depends on the row, and all that a causal row could need are counted.
+    """
+    q_tiles, kv_tiles = tiles
+    if keys == 2 * queries:
+        keys, kv_tiles = keys // 2, kv_tiles // 2
+    q_tile, kv_tile = queries // q_tiles, keys // kv_tiles
+    computed = sum(
+        min(kv_tiles, 1 + (keys - queries + (i + 1) * q_tile - 1) // kv_tile)
+        for i in range(q_tiles)
+    )
+    return computed / (q_tiles * kv_tiles)
 
 
 def sent_bytes(kind: str, collective: Instruction, operands: list[Instruction]) -> float:
@@ -72,11 +99,30 @@ def sent_bytes(kind: str, collective: Instruction, operands: list[Instruction]) 
     inside = sum(array.size_bytes for operand in operands for array in operand.arrays)
     if kind == "collective-permute":
         return float(inside)
-    if members < 2:
-        return 0.0
-    if kind == "all-gather":
-        return float(inside * (members - 1))
-    return inside * (members - 1) / members * (2 if kind == "all-reduce" else 1)
+    return inside * _SENT[kind](members)
+
+
+def between_slices(
+    send: Instruction, operands: list[Instruction]
+) -> tuple[str, float, float] | None:
+    """(kind, 1, bytes that one device sends to other slices); None: the host alone receives it.
+
+    libtpu writes a collective over slices as one inside the slice, and a transfer of each device's
+    part through the hosts, here of device 0 ... 7 of the slices 1 and 2:
+
+        _xla_megascale_target="{1,2}x{0:7}", _xla_megascale_transfer_type="ALL_REDUCE"
+    """
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.rest)
+    if not transfer:
+        return None
+    kind = transfer[1].lower().replace("_", "-")
+    target = re.search(r'_xla_megascale_target="\{([^}]*)\}', send.rest)
+    slices = sum(
+        int(last or first) - int(first) + 1
+        for first, _, last in (part.partition(":") for part in target[1].split(","))
+    )
+    inside = sum(array.size_bytes for array in operands[0].arrays)
+    return kind, 1.0, inside * _SENT.get(kind, lambda n: 1.0)(slices)
 
 
 def group_size(rest: str) -> int:

@@ -1,7 +1,7 @@
-"""The machines that the planner knows: published rates, and devices to compile for.
+"""The machines that the planner knows: published rates, hosts, and devices to compile for.
 
-A TPU slice is compiled for by libtpu, which needs no TPU; a GPU machine has no such compiler here
-and is planned by formula alone.
+A TPU slice, or several, is compiled for by libtpu, which needs no TPU; a GPU machine has no such
+compiler here and is planned by formula alone.
 """
 
 import contextlib
@@ -49,47 +49,112 @@ CHIPS = {
 }
 TPUS = ("v5e", "v5p", "v6e")
 GPUS = ("A100", "H100", "H200")
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine type of Google Cloud with its chips; memory as published."""
+
+    name: str
+    chips: int
+    memory_bytes: float
+
+
+# Slices of more chips than one of these are made of the four-chip hosts. On GKE a 2x4 may be two of
+# these. Source: cloud.google.com/tpu/docs/v5e, v5p, v6e; cloud.google.com/compute/docs/gpus.
+HOSTS = {
+    "v5e": (
+        Host("ct5lp-hightpu-1t", 1, 48 * _GB),
+        Host("ct5lp-hightpu-4t", 4, 192 * _GB),
+        Host("ct5lp-hightpu-8t", 8, 384 * _GB),
+    ),
+    "v5p": (Host("ct5p-hightpu-4t", 4, 448 * _GB),),
+    "v6e": (
+        Host("ct6e-standard-1t", 1, 176 * _GB),
+        Host("ct6e-standard-4t", 4, 720 * _GB),
+        Host("ct6e-standard-8t", 8, 1440 * _GB),
+    ),
+    "A100": (Host("a2-ultragpu-8g", 8, 1360 * _GB),),
+    "H100": (Host("a3-highgpu-8g", 8, 1872 * _GB),),
+    "H200": (Host("a3-ultragpu-8g", 8, 2952 * _GB),),
+}
+_FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+# Of a v5p any three sizes that libtpu knows.
+SLICES = {"v5e": _FLAT_SLICES, "v6e": _FLAT_SLICES}
 _ACCEPTED = (
-    "v5e:2x4, v5e:4x4, v5p:2x2x1, v6e:2x4 (any slice of v5e, v5p or v6e), gpu:8xH100 (of A100, "
-    "H100 or H200)"
+    "v5e:2x4, v5e:4x4, v5p:2x2x1, v6e:2x4 (any slice of v5e, v5p or v6e), 2xv5e:4x4 (two slices), "
+    "gpu:8xH100 (of A100, H100 or H200)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A slice of TPUs or a host of GPUs."""
+    """Slices of TPUs, or hosts of GPUs."""
 
     topology: str
     chip: Chip
-    chips: int
+    chips: int  # of all slices
     devices: tuple[jax.Device, ...] | None  # to compile for; None: planned by formula
+    host: Host
+    slices: int = 1
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.chips // self.host.chips)
 
 
 def find_machine(topology: str) -> Machine:
-    """The machine that a name like v5e:2x4 or gpu:8xH100 stands for.
+    """The machine that a name like v5e:2x4, 2xv5e:4x4 or gpu:8xH100 stands for.
 
     Raises: ConfigError with what is accepted, or that libtpu is not installed.
     """
     gpu = re.fullmatch(r"gpu:(\d+)x(\w+)", topology)
     if gpu and gpu[2] in GPUS and int(gpu[1]) > 0:
-        return Machine(topology, CHIPS[gpu[2]], int(gpu[1]), None)
-    tpu = re.fullmatch(r"(v\w+):(\d+(?:x\d+)+)", topology)
-    if not tpu or tpu[1] not in TPUS:
+        return _gpu_machine(topology, gpu[2], int(gpu[1]))
+    tpu = re.fullmatch(r"(?:(\d+)x)?(v\w+):(\d+(?:x\d+)+)", topology)
+    if not tpu or tpu[2] not in TPUS or tpu[1] == "0":
         raise ConfigError(f"--topology={topology}: not known, accepted are for example {_ACCEPTED}")
+    slices, kind, shape = int(tpu[1] or 1), tpu[2], tpu[3]
+    if shape not in SLICES.get(kind, (shape,)):
+        raise ConfigError(
+            f"--topology={topology}: no slice of {kind}, expected one of {', '.join(SLICES[kind])}"
+        )
+    chips = math.prod(int(size) for size in shape.split("x"))
+    host = _host_of(kind, chips)
+    if host is None:
+        raise ConfigError(
+            f"--topology={topology}: {chips} chips, expected a multiple of the 4 of a host"
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology={topology}: the TPU's compiler is not installed; pip install 'jax[tpu]'"
         )
-    chips = math.prod(int(size) for size in tpu[2].split("x"))
-    devices = _tpu_devices(topology)
-    if len(devices) != chips:
+    devices = _tpu_devices(topology, f"{kind}:{shape}", slices)
+    if len(devices) != slices * chips:
         raise ConfigError(
-            f"--topology={topology}: libtpu makes {len(devices)} devices of {chips} chips"
+            f"--topology={topology}: libtpu makes {len(devices)} devices of {slices * chips} chips"
         )
-    return Machine(topology, CHIPS[tpu[1]], chips, devices)
+    return Machine(topology, CHIPS[kind], slices * chips, devices, host, slices)
 
 
-def _tpu_devices(topology: str) -> tuple[jax.Device, ...]:
+def _gpu_machine(topology: str, kind: str, chips: int) -> Machine:
+    host = HOSTS[kind][0]
+    if chips > host.chips and chips % host.chips:
+        raise ConfigError(
+            f"--topology={topology}: {chips} GPUs, expected up to {host.chips} or a multiple of "
+            f"them: hosts of {host.chips}"
+        )
+    return Machine(topology, CHIPS[kind], chips, None, host)
+
+
+def _host_of(kind: str, chips: int) -> Host | None:
+    """The machine type that a slice of so many chips is made of; None: of no whole number."""
+    hosts = {host.chips: host for host in HOSTS[kind]}
+    return hosts.get(chips, None if chips % 4 else hosts[4])
+
+
+def _tpu_devices(topology: str, one_slice: str, slices: int) -> tuple[jax.Device, ...]:
+    """Args: topology: as asked for; one_slice: its libtpu name."""
     from jax.experimental import topologies
 
     # libtpu asks a server of the cloud otherwise, and says on stderr that it is not there.
@@ -104,7 +169,9 @@ def _tpu_devices(topology: str) -> tuple[jax.Device, ...]:
         os.environ.setdefault(name, value)
     try:
         with _quiet_stderr():
-            found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+            found = topologies.get_topology_desc(
+                platform="tpu", topology_name=one_slice, num_slices=slices
+            )
     except Exception as error:  # libtpu raises nothing narrower
         reason = " ".join(str(error).split())
         if "lockfile" in reason or "in use" in reason:

@@ -8,11 +8,16 @@ compiled, the compiler's numbers count.
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
+
+from tools.planner.machines import Machine
 from tools.planner.programs import Run, chip_bytes
 from uirl_jax.families.loading import held_dtype
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
+from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
 
 _LOGITS_BYTES = 256 * 2**20  # of a chip's logits that are held at once (scoring.token_logprobs)
@@ -144,6 +149,36 @@ def resident(run: Run) -> tuple[float, float, float]:
     # Whole on every chip: any row may look up any screenshot.
     table = tokens * run.model.cfg.hidden_size * _activation_bytes(run)
     return chip_bytes(run.model.frozen), chip_bytes(run.state), chip_bytes(run.batch) + table
+
+
+def rows_on_a_host(run: Run, machine: Machine) -> int:
+    """Rows of a batch that the chips of one host compute; chips along the model axis share rows."""
+    sizes = dict(run.mesh.shape)
+    across = sizes["data"] * sizes["fsdp"]
+    parts = max(1, min(machine.chips, machine.host.chips) // sizes["model"])
+    return run.cfg.learner.batch.rows * min(parts, across) // across
+
+
+def host_memory(run: Run, machine: Machine) -> dict[str, float]:
+    """Bytes that a learner's process holds on one host beside Python and the TPU's runtime.
+
+    Not at once: the weights come and go before the first batch.
+    """
+    rows, share = run.cfg.learner.batch.rows, rows_on_a_host(run, machine)
+    leaves = weights.leaves_of(run.model.cfg, run.model.frozen, WEIGHTS)
+    state = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.state) if leaf.shape]
+    stored_bytes = 2  # of a bfloat16 weight, as published
+    largest = max(math.prod(leaf.tensor_shape) for leaf in leaves) * stored_bytes
+    return {
+        "its rows of a step": batches_a_step(run) * _whole_bytes(run.batch) * share / rows,
+        "loading: largest tensor, twice": 2.0 * largest,  # as read, and cut for its chips
+        "checkpoint: largest leaf, whole": float(max(state)),
+        "publication: adapters, whole": float(_whole_bytes(run.state.trainable)),
+    }
+
+
+def _whole_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def estimate_memory(run: Run) -> Memory:

@@ -53,7 +53,8 @@ def find_nearest_change(
         failed = [name for name in kind if name in broken]
         if not failed:
             continue
-        changes = plan_search.nearest_changes(cfg, failed[0], sizes["data"] * sizes["fsdp"])
+        across = sizes["data"] * sizes["fsdp"]
+        changes = plan_search.nearest_changes(cfg, failed[0], across, plan["slices"])
         for (words, changed), _ in zip(changes, range(_MOST_CHANGES), strict=False):
             say(f"trying {words}")
             again = tuple(name for name in kind if name in plan["programs"])
@@ -74,7 +75,7 @@ def search(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Ranks the candidates by formula, compiles the first `most`; the best that fits first."""
     ranked = []
-    for words, changed in plan_search.candidates(cfg, machine.chips):
+    for words, changed in plan_search.candidates(cfg, machine.chips, machine.slices):
         run = plan_programs.abstract_run(changed, model_cfg, machine.chips, machine.devices)
         plan = plan_report.plan_by_formula(run, machine)
         if plan["peak_bytes"] <= 1.1 * machine.chip.hbm_bytes:  # the estimate may be too high

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,11 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
 
     Raises: ConfigError where the compiler refuses for another reason than a lack of memory.
     """
+    return [_compile(name, traced.lower(), say) for name, traced in trace_programs(run, names)]
+
+
+def trace_programs(run: Run, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The named programs, to be lowered for the platform of the run's mesh."""
     steps = learner_step.make_steps(
         run.model.graphdef,
         run.optimizer,
@@ -211,20 +216,25 @@ def compile_programs(run: Run, names: Iterable[str], say: Callable[[str], None])
         ),
         jax.tree.map(lambda leaf: leaf.sharding, run.state),
     )
-    done = []
-    with jax.set_mesh(run.mesh):
-        score_args = ((run.state.trainable, None), run.model.frozen, run.batch)
-        for name in names:
+    score_args = ((run.state.trainable, None), run.model.frozen, run.batch)
+    for name in names:
+        with _mesh_of(run):
             if name == "score":
-                lowered = steps.score.lower(*score_args)
+                traced = steps.score.trace(*score_args)
             elif name == "gradients":
                 scored = _scored(run, jax.eval_shape(steps.score, *score_args))
                 at = (jax.ShapeDtypeStruct((), jnp.int32),) * 3
-                lowered = steps.policy_gradients.lower(*score_args, scored, at)
+                traced = steps.policy_gradients.trace(*score_args, scored, at)
             else:
-                lowered = _lower_sampling(run, name)
-            done.append(_compile(name, lowered, say))
-    return done
+                traced = _trace_sampling(run, name)
+            yield name, traced
+
+
+def _mesh_of(run: Run) -> Any:
+    """A context: an abstract mesh has no devices that arrays could be made on."""
+    if isinstance(run.mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(run.mesh)
+    return jax.set_mesh(run.mesh)
 
 
 def _scored(run: Run, scored: Any) -> Any:
@@ -242,7 +252,7 @@ def _scored(run: Run, scored: Any) -> Any:
     return jax.tree.map(place, scored)
 
 
-def _lower_sampling(run: Run, name: str) -> Any:
+def _trace_sampling(run: Run, name: str) -> Any:
     """A program of the engine at its largest sizes."""
     cfg, model = run.cfg.engine, run.model
     sizes = dict(run.mesh.shape)
@@ -277,10 +287,10 @@ def _lower_sampling(run: Run, name: str) -> Any:
         rows = cfg.image_rows[-1]
         images = abstract_images(model.inputs, rows, cfg.image_row_patches)
         tokens = rows * model.inputs.row_tokens(cfg.image_row_patches)
-        return programs.encode.lower(table_md, weights, images, of(jnp.int32, tokens))
+        return programs.encode.trace(table_md, weights, images, of(jnp.int32, tokens))
     if name == "prefill":
         shape = (cfg.prefill_rows[-1], cfg.prefill_lengths[-1])
-        return programs.prefill.lower(
+        return programs.prefill.trace(
             cache,
             weights,
             table_md,
@@ -292,7 +302,7 @@ def _lower_sampling(run: Run, name: str) -> Any:
             span=cfg.slot_positions,
         )
     rows = jax.eval_shape(lambda: engine_programs.no_rows(cfg.batch_sizes[-1], cfg.num_slots))
-    return programs.decode.lower(
+    return programs.decode.trace(
         cache, weights, rows, of(jnp.int32), of(jnp.bool_), span=cfg.slot_positions
     )
 

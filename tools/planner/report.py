@@ -6,10 +6,13 @@ A plan is a plain dictionary, which `--json` writes as it is and `format_plan` p
 import dataclasses
 from typing import Any
 
+import jax
+
 from tools.planner import hlo as plan_hlo
 from tools.planner import model as plan_model
 from tools.planner.machines import Chip, Machine
 from tools.planner.programs import SAMPLING, Compiled, Run, chip_bytes
+from uirl_jax.families.loading import held_dtype
 
 GIB = 2**30
 
@@ -26,6 +29,8 @@ def describe(run: Run, machine: Machine) -> dict[str, Any]:
         "chips": machine.chips,
         "chip": dataclasses.asdict(machine.chip),
         "mesh": dict(run.mesh.shape),
+        "slices": machine.slices,
+        "hosts": _hosts(run, machine),
         "lora_rank": cfg.model.lora.rank,
         "remat": cfg.model.remat,
         "rows": batch.rows,
@@ -40,6 +45,19 @@ def describe(run: Run, machine: Machine) -> dict[str, Any]:
         },
         "model_flops": flops,
         "recomputed_flops": plan_model.recomputed_flops(run),
+    }
+
+
+def _hosts(run: Run, machine: Machine) -> dict[str, Any]:
+    holds = plan_model.host_memory(run, machine)
+    return {
+        "count": machine.hosts,
+        "machine_type": machine.host.name,
+        "chips": min(machine.chips, machine.host.chips),
+        "memory_bytes": machine.host.memory_bytes,
+        "rows": plan_model.rows_on_a_host(run, machine),
+        "holds_bytes": holds,
+        "fits": max(holds.values()) <= machine.host.memory_bytes,
     }
 
 
@@ -112,6 +130,8 @@ def plan_compiled(run: Run, machine: Machine, programs: list[Compiled]) -> dict[
         "peak_bytes": max(entry["peak_bytes"] for entry in entries.values()),
         "fits": all(entry["fits"] for entry in entries.values()),
     }
+    if machine.slices > 1 and all("cost" in entry for entry in entries.values()):
+        plan["between_slices"] = _between_slices(run, machine, plan)
     if len(trained) == 2 and all("cost" in entry for entry in trained):
         rooflines = [entry["cost"]["roofline_s"] for entry in trained]
         plan["step"] = _step(plan, rooflines, machine)
@@ -130,6 +150,32 @@ def plan_compiled(run: Run, machine: Machine, programs: list[Compiled]) -> dict[
     return plan
 
 
+def _between_slices(run: Run, machine: Machine, plan: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that leave a slice in a step, and what the gradient of all weights would be."""
+    chips = machine.chips // machine.slices
+    programs = {
+        name: {
+            kind: plan["batches_a_step"] * chips * entry["sent_bytes"]
+            for kind, entry in plan["programs"][name]["cost"]["between_slices"].items()
+        }
+        for name in ("score", "gradients")
+        if name in plan["programs"]
+    }
+    # Summed over the slices by the ring, once for each batch. The compiler sums in the activations'
+    # dtype, before the gradient becomes float32.
+    ring = 2 * (machine.slices - 1) / machine.slices * plan["batches_a_step"]
+    ring *= held_dtype(run.cfg.model.param_dtype).itemsize
+    return {
+        "sent_bytes": programs,
+        "adapters_gradient_bytes": ring * _sizes(run.state.trainable),
+        "all_weights_gradient_bytes": ring * _sizes(run.model.frozen),
+    }
+
+
+def _sizes(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
 def _cost(cost: plan_hlo.Cost, chip: Chip) -> dict[str, Any]:
     return {
         "flops": cost.total_flops,
@@ -138,6 +184,9 @@ def _cost(cost: plan_hlo.Cost, chip: Chip) -> dict[str, Any]:
         "sent_bytes": cost.sent_bytes,
         "collectives": {
             kind: {"count": count, "sent_bytes": sent} for kind, count, sent in cost.collectives
+        },
+        "between_slices": {
+            kind: {"count": count, "sent_bytes": sent} for kind, count, sent in cost.between_slices
         },
         "roofline_s": _roofline(cost.total_flops, cost.hbm_bytes, cost.sent_bytes, chip),
     }
@@ -177,6 +226,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         f"  rates: {chip['flops_per_s'] / 1e12:.0f} TFLOP/s bf16, "
         f"{chip['hbm_bytes'] / GIB:.2f} GiB at {chip['hbm_bytes_per_s'] / 1e9:.0f} GB/s, links "
         f"{chip['link_bytes_per_s'] / 1e9:.0f} GB/s one way ({chip['source']})",
+        *_format_hosts(plan),
         "",
         "HBM, GiB a chip",
     ]
@@ -206,11 +256,40 @@ def format_plan(plan: dict[str, Any]) -> str:
             f"{sampling['prefill_tokens_per_s']:.0f} tokens/s of prefill, a token at least "
             f"{1e3 * sampling['token_s']:.1f} ms ({sampling['tokens_per_s']:.0f} tokens/s)"
         )
+    if "between_slices" in plan:
+        lines += _format_between_slices(plan)
     verdict = "fits" if plan["fits"] else "does not fit"
     lines.append(
         f"{verdict}: peak {plan['peak_bytes'] / GIB:.2f} of {chip['hbm_bytes'] / GIB:.2f} GiB"
     )
     return "\n".join(lines)
+
+
+def _format_hosts(plan: dict[str, Any]) -> list[str]:
+    hosts = plan["hosts"]
+    slices = f"{plan['slices']} slices, " if plan["slices"] > 1 else ""
+    held = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in hosts["holds_bytes"].items())
+    return [
+        f"  hosts: {slices}{hosts['count']} x {hosts['machine_type']} of {hosts['chips']} chips, "
+        f"{hosts['rows']} rows of a batch each",
+        f"  a host's memory, GiB of {hosts['memory_bytes'] / GIB:.0f}"
+        f"{'' if hosts['fits'] else ', which is too little'}: {held}",
+    ]
+
+
+def _format_between_slices(plan: dict[str, Any]) -> list[str]:
+    between = plan["between_slices"]
+    sent = ", ".join(
+        f"{name} {kind} {size / 1e6:.1f}"
+        for name, kinds in between["sent_bytes"].items()
+        for kind, size in kinds.items()
+    )
+    return [
+        f"a slice sends to the others in a step, MB: {sent or 'nothing'}",
+        "  score: visual tokens, which any row may read; gradients: the sum over the rows",
+        f"  (by formula the adapters' gradient {between['adapters_gradient_bytes'] / 1e6:.1f}; "
+        f"of all weights it would be {between['all_weights_gradient_bytes'] / 1e6:.0f})",
+    ]
 
 
 def _format_programs(plan: dict[str, Any]) -> list[str]:

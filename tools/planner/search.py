@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from uirl_jax.config.schema import MeshConfig, RunConfig
 
 
-def nearest_changes(cfg: RunConfig, program: str, across: int) -> Iterator[tuple[str, RunConfig]]:
+def nearest_changes(
+    cfg: RunConfig, program: str, across: int, slices: int = 1
+) -> Iterator[tuple[str, RunConfig]]:
     """What may make a program fit that does not, the cheapest for the run first.
 
     Args:
@@ -35,17 +37,18 @@ def nearest_changes(cfg: RunConfig, program: str, across: int) -> Iterator[tuple
             with_changes(cfg, rows=rows, images=images),
         )
     if across % 2 == 0:
-        yield "mesh.model=2", with_changes(cfg, mesh=MeshConfig(data=1, fsdp=-1, model=2))
+        mesh = MeshConfig(data=slices, fsdp=-1, model=2)
+        yield "mesh.model=2", with_changes(cfg, mesh=mesh)
 
 
-def candidates(cfg: RunConfig, chips: int) -> Iterator[tuple[str, RunConfig]]:
+def candidates(cfg: RunConfig, chips: int, slices: int = 1) -> Iterator[tuple[str, RunConfig]]:
     """Every mesh, remat policy and number of rows a batch, within bounds."""
     batch = cfg.learner.batch
     images_a_row = -(-batch.image_rows[-1] // batch.rows)
     meshes = [
-        MeshConfig(data, chips // (data * model), model)
+        MeshConfig(slices * data, chips // (slices * data * model), model)
         for data, model in itertools.product((1, 2, 4), (1, 2, 4))
-        if chips % (data * model) == 0
+        if chips % (slices * data * model) == 0
     ]
     for mesh, remat, rows_a_chip in itertools.product(
         meshes, ("full", "dots", "none"), (1, 2, 4, 8)

@@ -9,7 +9,7 @@ by the caller; positions play no role here.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,13 @@ _MAX_SCORES_BYTES = 512 * 2**20
 _CAUSAL_BLOCK = 256
 _MAX_CAUSAL_BLOCKS = 16  # each adds to the compiled program
 
-# At most this many tokens in a tile of the TPU kernel: its float32 scores then take 1 MiB of the
-# 16 MiB of VMEM that a kernel may use.
-_SPLASH_BLOCK = 512
-_TPU_LANES = 128  # tiles are multiples of it
+# Rows of up to so many tokens with shared prompts are plain XLA on a TPU: its scores stay in fast
+# memory, and splash computes whole tiles. By the planner, v5e, 2B, a group of 8 behind 1,000
+# visual tokens: rows of 1,664 tokens 141 ms against 150 ms; of 30,400 tokens 7.1 s against 3.9 s.
+_PLAIN_SHARED_TOKENS = 2048
+
+# Fewer new tokens do not fill a tile of the TPU kernel.
+_SPLASH_TOKENS = 128
 
 # (q, k, v, segments, prefix segments or None) -> [B,T,N,H]
 _Kernel = Callable[..., jax.Array]
@@ -72,8 +75,8 @@ def attention(
         plain = _causal_blocks if causal else masked_attention
         return plain(q_btnh, k_bkth, v_bkth, mask_bts)
     if implementation == "splash":
-        if prefix_segments_bt is not None:
-            raise ModelError("attention by splash: shared prompts are not supported")
+        if prefix_segments_bt is not None and not causal:
+            raise ModelError("attention by splash: shared prompts need causal=True")
         kernel = functools.partial(_splash, causal=causal, interpret=platform() != "tpu")
     else:
         if reason := _why_not_cudnn(q_btnh):
@@ -106,7 +109,7 @@ def cached_attention(
     """
     tokens, positions = q_btnh.shape[1], k_bksh.shape[2]
     if implementation == "auto":
-        fits = tokens >= _TPU_LANES and _for_platform(q_btnh, None) == "splash"
+        fits = tokens >= _SPLASH_TOKENS and _for_platform(q_btnh, None) == "splash"
         implementation = "splash" if fits else "xla"
     if implementation == "xla":
         position_bt = start_b[:, None] + jnp.arange(tokens)
@@ -120,7 +123,9 @@ def cached_attention(
     )
     q_ids_bt = jnp.ones((len(start_b), tokens), jnp.int32)
     before_bs = (jnp.arange(positions) < start_b[:, None]).astype(jnp.int32)
-    kernel = functools.partial(_splash_rows, first=positions, interpret=platform() != "tpu")
+    from uirl_jax.models import splash  # local: see _splash
+
+    kernel = functools.partial(splash.attend, first=positions, interpret=platform() != "tpu")
     kv_ids_bs = jnp.concatenate([before_bs, q_ids_bt], axis=1)
     return _on_every_device(kernel, q_btnh, k_bskh, v_bskh, q_ids_bt, kv_ids_bs)
 
@@ -166,7 +171,12 @@ def _for_platform(q_btnh: jax.Array, prefix_segments_bt: jax.Array | None) -> Im
     if jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1:
         return "xla"  # a kernel needs the sharding of its arrays, which is unknown without a mesh
     if platform() == "tpu" and q_btnh.dtype in (jnp.bfloat16, jnp.float32):
-        return "splash" if prefix_segments_bt is None else "xla"
+        from uirl_jax.models import splash  # local: see _splash
+
+        longest = splash.MAX_SHARED_TOKENS
+        if prefix_segments_bt is None or _PLAIN_SHARED_TOKENS < q_btnh.shape[1] <= longest:
+            return "splash"
+        return "xla"
     if platform() == "gpu" and not _why_not_cudnn(q_btnh):
         return "cudnn"
     return "xla"
@@ -238,82 +248,21 @@ def _splash(
     k_btkh: jax.Array,
     v_btkh: jax.Array,
     segment_ids_bt: jax.Array,
-    prefix_segments_bt: None,
+    prefix_segments_bt: jax.Array | None,
     *,
     causal: bool,
     interpret: bool,
 ) -> jax.Array:
     """attention() by JAX's flash attention for TPUs."""
+    from uirl_jax.models import splash  # local: it imports Pallas, which only a TPU needs
+
+    if prefix_segments_bt is not None:
+        return splash.attend_with_prefix(
+            q_btnh, k_btkh, v_btkh, segment_ids_bt, prefix_segments_bt, interpret=interpret
+        )
     first = 0 if causal else None
     ids_bt = segment_ids_bt
-    return _splash_rows(q_btnh, k_btkh, v_btkh, ids_bt, ids_bt, first=first, interpret=interpret)
-
-
-def _splash_rows(
-    q_btnh: jax.Array,
-    k_bskh: jax.Array,
-    v_bskh: jax.Array,
-    q_ids_bt: jax.Array,
-    kv_ids_bs: jax.Array,
-    *,
-    first: int | None,
-    interpret: bool,
-) -> jax.Array:
-    """Attention of queries to keys of the same id; memory linear in T and S, forward and backward.
-
-    Args:
-      first: query t attends to keys 0 ... first + t; None: to all keys.
-
-    Source: jax.experimental.pallas.ops.tpu.splash_attention.
-    """
-    # A local import: it takes about as long as importing JAX, and only a TPU needs it.
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    tokens, heads, head_dim = q_btnh.shape[1:]
-
-    def padding_and_block(tokens: int) -> tuple[int, int]:
-        # Blocks of equal size need the least padding: 1,100 tokens are 3 blocks of 384.
-        blocks = -(-tokens // _SPLASH_BLOCK)
-        block = -(-tokens // (blocks * _TPU_LANES)) * _TPU_LANES
-        return blocks * block - tokens, block
-
-    (q_padding, q_block), (kv_padding, kv_block) = (
-        padding_and_block(x.shape[1]) for x in (q_btnh, k_bskh)
-    )
-
-    def kernel_layout(x_btnh: jax.Array, padding: int) -> jax.Array:
-        return jnp.pad(x_btnh, ((0, 0), (0, padding), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
-
-    # A segment of its own: the caller's padding must not attend to the padding added here.
-    ids = splash.SegmentIds(
-        *(
-            jnp.pad(ids_bt, ((0, 0), (0, padding)), constant_values=-1)
-            for ids_bt, padding in ((q_ids_bt, q_padding), (kv_ids_bs, kv_padding))
-        )
-    )
-    shape = (tokens + q_padding, k_bskh.shape[1] + kv_padding)
-    mask = splash.FullMask(shape) if first is None else splash.CausalMask(shape, offset=first)
-    kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads),
-        block_sizes=splash.BlockSizes(
-            block_q=q_block,
-            block_kv=kv_block,
-            block_q_dkv=q_block,
-            block_kv_dkv=kv_block,
-            block_q_dq=q_block,
-            block_kv_dq=kv_block,
-        ),
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
-    out_bnth: Any = jax.vmap(kernel)(
-        kernel_layout(q_btnh * head_dim**-0.5, q_padding),  # the kernel does not scale
-        kernel_layout(k_bskh, kv_padding),
-        kernel_layout(v_bskh, kv_padding),
-        ids,
-    )
-    return out_bnth.transpose(0, 2, 1, 3)[:, :tokens]
+    return splash.attend(q_btnh, k_btkh, v_btkh, ids_bt, ids_bt, first=first, interpret=interpret)
 
 
 def _cudnn(

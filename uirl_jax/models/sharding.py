@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
@@ -81,18 +81,58 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int) -> tuple[int, int
 def make_mesh(
     data: int = 1, fsdp: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh of data x fsdp x model devices. Sizes and errors: see mesh_sizes."""
+    """A mesh of data x fsdp x model devices. Sizes and errors: see mesh_sizes.
+
+    Over several slices of TPUs the data axis is split over the slices first, so that only the
+    gradient's sum crosses the network between them.
+
+    Raises: ConfigError: several slices, and data is no multiple of their number.
+    """
     devices = list(jax.devices()) if devices is None else devices
     sizes = mesh_sizes(data, fsdp, model, len(devices))
     # Auto: the compiler decides what the constraints below leave open.
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    axis_types = (AxisType.Auto,) * 3
+    slices = slices_of(devices)
+    if slices == 1:
+        return jax.make_mesh(sizes, MESH_AXES, axis_types=axis_types, devices=devices)
+    return Mesh(_over_slices(sizes, devices, slices), MESH_AXES, axis_types=axis_types)
 
 
-def _nearest(sizes: list[int], devices: int) -> str:
-    """A valid mesh of all devices, as near to the wanted fsdp and model sizes as divides them."""
+def slices_of(devices: Sequence[Any]) -> int:
+    """How many slices the devices are of; JAX's CPU devices have no slice_index."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def _over_slices(sizes: tuple[int, int, int], devices: Sequence[Any], slices: int) -> np.ndarray:
+    """Devices as [data, fsdp, model], those of a slice together along data."""
+    data, fsdp, model = sizes
+    if data % slices == 0:
+        return mesh_utils.create_hybrid_device_mesh(
+            (data // slices, fsdp, model),
+            (slices, 1, 1),
+            devices,
+            # As jax.make_mesh does for v5e: without it 4x4 chips are no mesh of 2 x 8.
+            allow_split_physical_axes=True,
+        )
+    if devices[0].platform != "tpu":
+        # GPU hosts are slices of their own to JAX, and their network may carry any axis.
+        return mesh_utils.create_device_mesh(sizes, devices)
+    example = _nearest([0, fsdp, model], len(devices) // slices, copies=slices)
+    raise ConfigError(
+        f"mesh of data={data}, fsdp={fsdp}, model={model} over {slices} slices of "
+        f"{len(devices) // slices} devices: expected data to be a multiple of {slices}, "
+        f"e.g. {example}"
+    )
+
+
+def _nearest(sizes: list[int], devices: int, copies: int = 1) -> str:
+    """A valid mesh of all devices, as near to the wanted fsdp and model sizes as divides them.
+
+    Args: copies: slices of so many devices.
+    """
     model = math.gcd(sizes[2], devices)
     fsdp = math.gcd(sizes[1], devices // model)
-    return f"data={devices // (model * fsdp)}, fsdp={fsdp}, model={model}"
+    return f"data={copies * devices // (model * fsdp)}, fsdp={fsdp}, model={model}"
 
 
 def partition_spec(
