@@ -6,6 +6,7 @@ Knows nothing of HTTP: it raises `Refused` with the status that the service answ
 import base64
 import bisect
 import dataclasses
+import functools
 import hashlib
 import re
 import time
@@ -37,7 +38,7 @@ class Stored:
     content_type: str = "application/octet-stream"
     metadata: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def md5(self) -> bytes:
         return hashlib.md5(self.content, usedforsecurity=False).digest()
 
@@ -45,7 +46,7 @@ class Stored:
     def etag(self) -> str:
         return f'"{self.md5.hex()}"'
 
-    @property
+    @functools.cached_property
     def crc32c_base64(self) -> str:
         return base64.b64encode(google_crc32c.value(self.content).to_bytes(4, "big")).decode()
 

@@ -112,9 +112,10 @@ def _content_type(call: Call) -> str:
 
 def _metadata(call: Call) -> dict[str, str]:
     return {
-        key.lower().removeprefix("x-goog-meta-"): value
+        key.lower()[len(prefix) :]: value
         for key, value in call.headers.items()
-        if key.lower().startswith("x-goog-meta-")
+        for prefix in ("x-goog-meta-", "x-amz-meta-")
+        if key.lower().startswith(prefix)
     }
 
 
@@ -126,6 +127,8 @@ def _describe(found: Stored) -> dict[str, str]:
         "x-goog-metageneration": "1",
         "x-goog-hash": f"crc32c={found.crc32c_base64}",
         "Content-Type": found.content_type,
+        **{f"x-goog-meta-{key}": value for key, value in found.metadata.items()},
+        **{f"x-amz-meta-{key}": value for key, value in found.metadata.items()},
     }
 
 

@@ -8,8 +8,9 @@ dead holder is detected depends on the store:
   so a supervisor can restart it at once, and pauses of the process do not matter. A renewal checks
   only that the locked file still has its name (someone may have deleted it). Other hosts see the
   lock if the file system supports that: NFS does, a mounted bucket does not.
-- A bucket has no locks. There a renewal would increment a counter in the file, and a claimant
-  would watch the counter for a minute and replace the file if it does not change.
+- `bucket` writes a counter, because a bucket has no locks: see `counted_lease`. A pause can lose
+  such a lease, so what its holder publishes carries a number that grows with every taking
+  (`Store.fence`), and is refused once another process has taken it.
 
 Guarantees: at most one process holds a lease and renews it successfully, and the lease of a dead
 process becomes free eventually.
@@ -20,7 +21,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 from uirl_jax.errors import ConfigError, LeaseHeldError
@@ -29,10 +29,7 @@ from uirl_jax.store.interface import Lease, Store
 logger = logging.getLogger(__name__)
 
 RENEW_S = 10.0
-# `is_alive` holds a free lease for a moment; who claims it then tries again.
-_PROBE = "another actor, which checks whether this one is alive"
-_ATTEMPTS = 5
-_RETRY_S = 0.1
+LEARNER = "learner.lock"
 
 
 def only_learner(
@@ -44,7 +41,7 @@ def only_learner(
         on_lost: called from a thread if another process has taken the lease; must stop the work.
     Raises: ConfigError: another process holds it; the message names the holder.
     """
-    return _hold(store, "learner.lock", "a learner", "use another --workdir", on_lost)
+    return _hold(store, LEARNER, "a learner", "use another --workdir", on_lost)
 
 
 def only_actor(
@@ -59,15 +56,8 @@ def only_actor(
 
 
 def is_alive(store: Store, actor_id: str) -> bool:
-    """Whether a process holds the lease of an actor number.
-
-    If not, the lease is taken and released: an actor that starts in that moment tries again.
-    """
-    try:
-        store.claim(_actor_lease(actor_id), _PROBE).release()
-    except LeaseHeldError:
-        return True
-    return False
+    """Whether a process holds the lease of an actor number."""
+    return store.is_claimed(_actor_lease(actor_id))
 
 
 def _actor_lease(actor_id: str) -> str:
@@ -79,7 +69,7 @@ def _hold(
     store: Store, name: str, who: str, way_out: str, on_lost: Callable[[], None]
 ) -> Iterator[None]:
     try:
-        lease = _claim(store, name, f"process {os.getpid()} on {socket.gethostname()}")
+        lease = store.claim(name, f"process {os.getpid()} on {socket.gethostname()}")
     except LeaseHeldError as error:
         raise ConfigError(
             f"{store.location()}: {who} is running there ({error}); wait for it or stop it, or "
@@ -87,14 +77,6 @@ def _hold(
         ) from None
     with renewed(lease, on_lost):
         yield
-
-
-def _claim(store: Store, name: str, holder: str) -> Lease:
-    for _ in range(_ATTEMPTS - 1):
-        with contextlib.suppress(LeaseHeldError):
-            return store.claim(name, holder)
-        time.sleep(_RETRY_S)
-    return store.claim(name, holder)
 
 
 @contextlib.contextmanager
