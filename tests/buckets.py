@@ -9,8 +9,8 @@ from tools.bucket_emulator import Emulator, Faults, emulator
 from uirl_jax.store.bucket import BucketStore
 from uirl_jax.store.counted_lease import LeaseTimes
 
-# A lease is taken over after half a second instead of a minute.
-SHORT = LeaseTimes(expiry_s=0.6, give_up_s=0.4, renewal_s=0.3, look_s=0.05, sight_s=0.05)
+# A lease is taken over after three seconds instead of a minute.
+SHORT = LeaseTimes(expiry_s=3.0, give_up_s=1.5, request_s=0.3, look_s=0.05, sight_s=0.05)
 
 
 @contextlib.contextmanager

@@ -70,9 +70,8 @@ class BucketStore:
         self._scheme, bucket, self._root = _split(self._address)
         self.poll_s = POLL_S if poll_s is None else poll_s
         self._times = times
-        self._client = _connect(self._scheme, bucket, request_s)
-        # A renewal that hangs must leave time for another one before the lease is lost.
-        self._quick = _connect(self._scheme, bucket, times.renewal_s / 2)
+        self._client = _connect(self._scheme, bucket, request_s, retry_s=2 * request_s)
+        self._quick = _connect(self._scheme, bucket, times.request_s, retry_s=times.request_s)
         self._held: dict[str, CountedLease] = {}
         self._sightings = Sightings(times, lambda: dict(self._versions(LEASES)))
 
@@ -103,7 +102,8 @@ class BucketStore:
         """See the interface. Args: is_urgent: with the short time-outs of a lease."""
         key, client = self._key(name), self._quick if is_urgent else self._client
         nonce = uuid.uuid4().hex
-        for attempt in range(_ATTEMPTS):
+        attempts = 2 if is_urgent else _ATTEMPTS
+        for attempt in range(attempts):
             with self._errors(name):
                 try:
                     result = obstore.put(
@@ -120,7 +120,7 @@ class BucketStore:
                 except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError):
                     raise
                 except BaseError:  # written or not
-                    if attempt == _ATTEMPTS - 1:
+                    if attempt == attempts - 1:
                         raise
                 # A conflict, or the answer of our own write was lost: see above.
                 try:
@@ -336,10 +336,10 @@ def _split(address: str) -> tuple[str, str, str]:
     return scheme, bucket, root
 
 
-def _connect(scheme: str, bucket: str, request_s: float) -> GCSStore | S3Store:
+def _connect(scheme: str, bucket: str, request_s: float, retry_s: float) -> GCSStore | S3Store:
     retry: Any = {
         "max_retries": 10,
-        "retry_timeout": timedelta(seconds=2 * request_s),
+        "retry_timeout": timedelta(seconds=retry_s),
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),
             "max_backoff": timedelta(seconds=min(5.0, request_s)),

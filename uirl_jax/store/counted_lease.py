@@ -5,7 +5,7 @@
 Its holder increments `counter` every 10 s. A process that wants it watches the object for 60 s of
 its own monotonic clock; if it does not change in that time, its holder is dead or away, and the
 process replaces it, conditional on the version it watched. Clocks of hosts are never compared.
-A holder whose renewals failed for 45 s of its own clock gives up before another one can take over.
+A holder whose renewals failed for 40 s of its own clock gives up before another one can take over.
 A process that was killed on this host is recognised at once, by its id and start time.
 
 `generation` grows by one with each taking, also after a release. It is the fencing token: what the
@@ -46,8 +46,10 @@ class LeaseTimes:
     """In seconds; the holder gives up before another process may take the lease."""
 
     expiry_s: float = 60.0  # without a change, before another process takes it
-    give_up_s: float = 45.0  # without a successful renewal, before the holder gives up
-    renewal_s: float = 10.0  # limit of one renewal
+    # Without a successful renewal, before the holder gives up. A renewal takes at most six times
+    # `request_s`, so one that began just before still fails before the expiry.
+    give_up_s: float = 40.0
+    request_s: float = 3.0
     look_s: float = 5.0  # between two looks of a process that waits for it
     sight_s: float = 10.0  # between two listings of all leases
 

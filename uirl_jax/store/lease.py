@@ -85,14 +85,17 @@ def renewed(lease: Lease, on_lost: Callable[[], None], every_s: float = RENEW_S)
     ended = threading.Event()
 
     def renew() -> None:
-        while not ended.wait(every_s):
+        wait_s = every_s
+        while not ended.wait(wait_s):
+            wait_s = every_s
             try:
                 lease.renew()
             except LeaseHeldError as error:
                 logger.error('event=lease_lost holder="%s"', error)
                 on_lost()
                 return
-            except OSError as error:  # possibly temporary: try again
+            except OSError as error:  # possibly temporary: try again soon
+                wait_s = every_s / 4
                 logger.warning('event=lease_not_renewed reason="%s"', error)
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
