@@ -48,6 +48,10 @@ def test_put_is_read_back_whole_and_in_parts(opened):
         file.seek(3)
         assert (file.read(2), file.tell()) == (b"on", 5)
     assert listed() == ["shards/a0/x"]
+    store.put("empty", b"")
+    assert store.read("empty") == b""
+    with store.open("empty") as file:
+        assert file.read() == b""
     assert store.location("shards/a0/x") == f"{store.location()}/shards/a0/x"
     with pytest.raises(FileNotFoundError):
         store.read("shards/a0/y")

@@ -41,6 +41,7 @@ from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.queue import QUARANTINE, ShardQueue
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import open_store
+from uirl_jax.store.lease import learner_fence
 
 CHECKPOINTS = "checkpoints"  # below the workdir
 # The data cursor: the JSON part of a checkpoint.
@@ -202,6 +203,7 @@ class Bookkeeping:
             "replay": dict(self._replay.files),
             "ended": self._ended,
             "base_hash": self._model.base_hash,
+            "lease_generation": learner_fence(self._store),
         }
         self._checkpointer.save(step, state, meta)
         self._saved.append(meta)
@@ -263,6 +265,7 @@ def restore(
       CheckpointError: there are checkpoints and all are damaged; or the one to resume from cannot
         be read, or belongs to another base model.
     """
+    policy_sync.seal(open_store(run.workdir))
     checkpointer = Checkpointer(
         run.workdir / CHECKPOINTS, keep=keep.checkpoints, keep_every=keep.every
     )

@@ -24,6 +24,7 @@ import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
+    GenericError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
@@ -43,6 +44,7 @@ LEASES = "leases"
 TIMES = LeaseTimes()
 _NONCE = "nonce"
 _ATTEMPTS = 6  # of a conditional write whose outcome is not known
+_FINAL = (PermissionDeniedError, UnauthenticatedError, FileNotFoundError)  # repeating helps nothing
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 
 
@@ -63,7 +65,7 @@ class BucketStore:
         address: str,
         *,
         poll_s: float | None = None,
-        request_s: float = 60.0,
+        request_s: float = 30.0,
         times: LeaseTimes = TIMES,
     ) -> None:
         self._address = address.rstrip("/")
@@ -101,10 +103,10 @@ class BucketStore:
     ) -> str:
         """See the interface. Args: is_urgent: with the short time-outs of a lease."""
         key, client = self._key(name), self._quick if is_urgent else self._client
-        nonce = uuid.uuid4().hex
-        attempts = 2 if is_urgent else _ATTEMPTS
-        for attempt in range(attempts):
-            with self._errors(name):
+        nonce, attempts = uuid.uuid4().hex, 2 if is_urgent else _ATTEMPTS
+        unknown: Exception | None = None
+        with self._errors(name):
+            for _ in range(attempts):
                 try:
                     result = obstore.put(
                         client,
@@ -115,13 +117,12 @@ class BucketStore:
                         use_multipart=False,
                     )
                     return _version(result)
-                except (AlreadyExistsError, PreconditionError):
-                    pass
-                except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError):
+                except (AlreadyExistsError, PreconditionError) as error:
+                    unknown = error
+                except _FINAL:
                     raise
-                except BaseError:  # written or not
-                    if attempt == attempts - 1:
-                        raise
+                except BaseError as error:  # written or not
+                    unknown = error
                 # A conflict, or the answer of our own write was lost: see above.
                 try:
                     found = obstore.get(client, key)
@@ -129,13 +130,16 @@ class BucketStore:
                     if version:
                         return ""  # it was deleted
                     continue  # nobody has written: a false conflict, or the request was lost
+                except _FINAL:
+                    raise
+                except BaseError:
+                    continue
                 if found.attributes.get(_NONCE) == nonce:
                     return _version(found.meta)
                 if _version(found.meta) != version:
                     return ""
-        raise StoreUnavailableError(
-            errno.EBUSY, "conflicts are reported that do not exist", self.location(name)
-        )
+        assert unknown is not None
+        raise StoreUnavailableError(errno.EIO, _one_line(str(unknown)), self.location(name))
 
     def read(self, name: str) -> bytes:
         content, _ = self._read(name, self._client)
@@ -150,11 +154,11 @@ class BucketStore:
 
     def _read(self, name: str, client: Any) -> tuple[bytes, str]:
         with self._errors(name):
-            found = obstore.get(client, self._key(name))
-            if found.meta["size"] <= 2 * PART_BYTES:  # else it may take longer than one request may
-                return found.bytes().to_bytes(), _version(found.meta)
-        with self.open(name) as file:
-            return file.read(), _version(found.meta)
+            content, meta = _get(client, self._key(name), most_bytes=2 * PART_BYTES)
+        if content is not None:
+            return content, _version(meta)
+        with self.open(name) as file:  # longer than one request may take
+            return file.read(), _version(meta)
 
     def open(self, name: str) -> io.BufferedIOBase:
         key = self._key(name)
@@ -162,18 +166,14 @@ class BucketStore:
             meta = obstore.head(self._client, key)
 
         def read_range(start: int, stop: int) -> bytes:
+            options: Any = {"range": (start, stop), "if_match": meta["e_tag"]}
             with self._errors(name):
                 try:
-                    found = obstore.get(
-                        self._client,
-                        key,
-                        options={"range": (start, stop), "if_match": meta["e_tag"]},
-                    )
+                    return _get(self._client, key, options)[0] or b""
                 except PreconditionError:
                     raise OSError(
                         errno.ESTALE, "was replaced while it was read", self.location(name)
                     ) from None
-                return found.bytes().to_bytes()
 
         return io.BufferedReader(_Ranges(read_range, meta["size"]), BLOCK_BYTES)
 
@@ -334,6 +334,25 @@ def _split(address: str) -> tuple[str, str, str]:
     if root:
         checked_name(root)
     return scheme, bucket, root
+
+
+def _get(
+    client: Any, key: str, options: Any = None, *, most_bytes: int = PART_BYTES, bodies: int = 4
+) -> tuple[bytes | None, Any]:
+    """Content and metadata; None: the content is longer than `most_bytes`.
+
+    Args: bodies: how often the body may break off; obstore repeats a request, but not its body.
+    """
+    while True:
+        found = obstore.get(client, key, options=options)
+        if options is None and found.meta["size"] > most_bytes:
+            return None, found.meta
+        bodies -= 1
+        try:
+            return found.bytes().to_bytes(), found.meta
+        except GenericError:
+            if not bodies:
+                raise
 
 
 def _connect(scheme: str, bucket: str, request_s: float, retry_s: float) -> GCSStore | S3Store:

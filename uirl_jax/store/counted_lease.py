@@ -88,7 +88,7 @@ class CountedLease:
         """
         watched, since_s = "", 0.0
         while True:
-            content, version = store.read_version(name, is_urgent=True)
+            content, version = store.read_version(name)
             found = _parse(store.location(name), content) if version else None
             now_s = time.monotonic()
             if version != watched:
@@ -100,7 +100,7 @@ class CountedLease:
                 generation = (found.generation if found else 0) + 1
                 mine = _Content(holder, generation, 0, uuid.uuid4().hex, _this_process())
                 started_s = time.monotonic()
-                taken = store.put_version(name, mine.to_bytes(), version, is_urgent=True)
+                taken = store.put_version(name, mine.to_bytes(), version)
                 if taken:
                     lease = cls(store, name, times, mine, taken)
                     lease._renewed_s = started_s
@@ -149,7 +149,7 @@ class CountedLease:
         """Reads the lease from the storage. Raises: as `renew`."""
         with self._lock:
             self._raise_if_lost()
-            content, version = self._store.read_version(self._name, is_urgent=True)
+            content, version = self._store.read_version(self._name)
             self._compare(content, version)
             self._raise_if_lost()
 

@@ -23,7 +23,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from uirl_jax.errors import ConfigError, LeaseHeldError
+from uirl_jax.errors import ConfigError, LeaseHeldError, RestartError
 from uirl_jax.store.interface import Lease, Store
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,20 @@ def only_actor(
     """
     way_out = "give each actor another --actor"
     return _hold(store, _actor_lease(actor_id), f"actor {actor_id}", way_out, on_lost)
+
+
+def learner_fence(store: Store) -> int:
+    """`Store.fence` of the learner's lease; ask right before what only one learner may write.
+
+    Raises: RestartError: this process has lost the lease. OSError: the storage does not answer.
+    """
+    try:
+        return store.fence(LEARNER)
+    except LeaseHeldError as error:
+        raise RestartError(
+            f"{store.location()}: the lease of this learner was lost to {error}; it has written "
+            "nothing since. Is another learner running? If not, run the same command again"
+        ) from None
 
 
 def is_alive(store: Store, actor_id: str) -> bool:
