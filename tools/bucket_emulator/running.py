@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from tools.bucket_emulator.faults import Faults
-from tools.bucket_emulator.objects import Buckets
+from tools.bucket_emulator.objects import Buckets, Condition
 from tools.bucket_emulator.server import Server
 
 START_S = 10.0
@@ -36,6 +36,10 @@ class Emulator:
         """Replaces the content of an object, as a fault of the storage would."""
         objects = self.server.buckets.contents(bucket)
         objects[name] = dataclasses.replace(objects[name], content=content)
+
+    def drop(self, bucket: str, name: str) -> None:
+        """Deletes an object, as a fault of the storage would."""
+        self.server.buckets.delete(bucket, name, Condition())
 
     def counters(self) -> dict[str, Any]:
         return self._call("counters", None)
