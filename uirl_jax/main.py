@@ -45,7 +45,7 @@ from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
 from uirl_jax.players import Adapters, BackgroundLoop, Players, when_set
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
-from uirl_jax.store import open_store
+from uirl_jax.store import StoreUnavailableError, open_store
 from uirl_jax.store.files import new_directory
 from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers.server import supervisor
@@ -461,7 +461,7 @@ def main(argv: list[str]) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "; free disk space, then the same command continues the run" if full else ""
         print(f"error: {where}{error}{advice}", file=sys.stderr)
-        return 1
+        return RestartError.exit_code if isinstance(error, StoreUnavailableError) else 1
 
 
 def command() -> None:

@@ -33,8 +33,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from uirl_jax.errors import PolicyError
-from uirl_jax.store import Store, lease
+from uirl_jax.errors import PolicyError, RestartError
+from uirl_jax.store import Store, StoreUnavailableError, lease
 
 KEEP_VERSIONS = 3
 _CONFLICTS = 3  # of the manifest's conditional write; only the lease's holder writes it
@@ -85,7 +85,7 @@ def publish(
 
     Raises:
         PolicyError: it could not be written; the previous version stays current.
-        RestartError: another learner has the lease.
+        RestartError: another learner has the lease, or the storage does not answer.
     """
     name = f"{POLICY}/{version}/{kind}.safetensors"
     try:
@@ -106,6 +106,11 @@ def publish(
             published_unix_s=time.time(),
         )
         manifest = _replace(store, manifest)
+    except StoreUnavailableError as error:
+        raise RestartError(
+            f"{store.location(name)}: version {version} was not published: {error.strerror}; the "
+            "storage does not answer: run the same command again"
+        ) from error
     except OSError as error:
         raise PolicyError(
             f"{store.location(name)}: version {version} was not published: {error}; the previous "
@@ -240,7 +245,7 @@ async def watch(
 
     Args:
         store: of the run.
-        poll_s: seconds between two reads.
+        poll_s: seconds between two reads; the store may ask for more.
         after_version: the version that the caller already has.
 
     Raises:
@@ -254,7 +259,7 @@ async def watch(
         if manifest is not None and manifest != seen and wanted:
             yield manifest
         seen = manifest
-        await asyncio.sleep(poll_s)
+        await asyncio.sleep(max(poll_s, store.poll_s))
 
 
 def _to_manifest(where: str, fields: Any) -> Manifest:

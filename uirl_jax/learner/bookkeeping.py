@@ -132,6 +132,11 @@ class Bookkeeping:
             self._curriculum.count(self._tallies, group)
         return groups
 
+    @property
+    def poll_s(self) -> float:
+        """Least seconds between two calls of `take` that find nothing."""
+        return self._store.poll_s
+
     def allow_extra(self, more: int, regular: int) -> bool:
         """Allows actors to start `more` groups beyond those trained so far.
 
