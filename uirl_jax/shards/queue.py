@@ -318,10 +318,8 @@ class ShardQueue:
         shard = self._shards[group.shard]
         assert shard.layout is not None  # a shard with groups was admitted
         try:
-            return [
-                reader.read_entry(self._store, _stored(group.shard), entry, shard.layout)
-                for _, entry in group.entries
-            ]
+            entries = [entry for _, entry in group.entries]
+            return reader.read_entries(self._store, _stored(group.shard), entries, shard.layout)
         except StoreUnavailableError:
             raise
         except (OSError, ShardError, RecordError) as error:
