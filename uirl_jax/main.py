@@ -45,7 +45,7 @@ from uirl_jax.learner.loop import LearnerResult, TrainingConfig, run_learner
 from uirl_jax.models import sharding
 from uirl_jax.players import Adapters, BackgroundLoop, Players, when_set
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
-from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store import StoreUnavailableError, mirror, open_store
 from uirl_jax.store.files import new_directory
 from uirl_jax.store.lease import only_learner
 from uirl_jax.verifiers.server import supervisor
@@ -300,7 +300,8 @@ def run_actor_role(run: Run, stop: threading.Event, first: int, actors: int) -> 
             while not (run.workdir / MODEL_DIR).is_dir():
                 if stop.is_set():
                     return
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(max(0.5, run.store.poll_s))
+                run.fetch_cold_start()
         model = run.load_base(None)
         async with run.make_players(model, f"a{first}") as players:
             ended = asyncio.Event()
@@ -373,7 +374,12 @@ _CONFIG = reading.define_config_file(
     "':' and an argument if it takes one (quickstart:enter_text)",
 )
 flags.declare_key_flag("config")  # so that --help lists it
-_WORKDIR = flags.DEFINE_string("workdir", None, "directory for all files of the run")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "directory for all files of the run, or gs://bucket/prefix"
+)
+_LOCAL_DIR = flags.DEFINE_string(
+    "local_dir", "", "for a --workdir in a bucket: directory for the files of this process"
+)
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
 _ACTORS = flags.DEFINE_integer(
@@ -413,8 +419,22 @@ def _check_checkpoint_flags(learns: bool) -> None:
         raise ConfigError("--resume_from is for --role=all and --role=learner")
     if _CHECKPOINT.value is not None and not source and _ROLE.value != "eval":
         raise ConfigError("--checkpoint is for --role=eval, or goes with --resume_from")
-    if source and not (Path(source) / CHECKPOINTS).is_dir():
+    if source and "://" not in source and not (Path(source) / CHECKPOINTS).is_dir():
         raise ConfigError(f"--resume_from={source}: has no {CHECKPOINTS}/; give a run's workdir")
+
+
+def _own_files(role: str, actor: int) -> mirror.Own:
+    """What a role writes beside the store, and the logs of others that it reads."""
+    of_actor = (f"actor/a{actor}-*", f"logs/actor-a{actor}.*", f"logs/actor-{actor}.*")
+    of_evaluation = ("eval/*", "best/version_*", "logs/verifier-eval.log")
+    if role in ("actor", "verifier"):
+        return mirror.Own(f"{role}-{actor}", of_actor if role == "actor" else ())
+    if role == "eval":
+        return mirror.Own(role, of_evaluation)
+    pages = (metrics.METRICS_FILE, evaluation.SUMMARY_FILE, "report.html", "findings.json")
+    folders = ("cold_start/*", "tb/*", "logs/learner.log", "logs/verifier.log")
+    written = (*pages, *folders, *of_evaluation, *(of_actor if role == "all" else ()))
+    return mirror.Own("learner", written, read=("logs/actor-*.jsonl",))
 
 
 def main(argv: list[str]) -> int:
@@ -430,11 +450,11 @@ def main(argv: list[str]) -> int:
                 "--workdir=runs/quickstart"
             )
         cfg = reading.from_config(RunConfig, _CONFIG.value)
-        workdir = reading.workdir_of(_WORKDIR.value)
+        workdir = reading.workdir_of(_WORKDIR.value, _LOCAL_DIR.value)
         learns = _ROLE.value in ("all", "learner")
         _check_checkpoint_flags(learns)
         lease = only_learner(open_store(workdir), stop.set) if learns else contextlib.nullcontext()
-        with lease:
+        with lease, mirror.copied(workdir, open_store, _own_files(_ROLE.value, _ACTOR.value)):
             # Before config.json is written: the corrected command can then use the workdir.
             if learns:
                 make_mesh(cfg.mesh)
@@ -444,7 +464,7 @@ def main(argv: list[str]) -> int:
                 whole = completed(cfg, functools.partial(print, flush=True))
                 check_model(whole)
             run_id = open_run(workdir, cfg, learns=learns)
-            resume_from = Path(_RESUME_FROM.value) if _RESUME_FROM.value else None
+            resume_from = reading.workdir_of(_RESUME_FROM.value) if _RESUME_FROM.value else None
             run = Run(whole, workdir, run_id, None, resume_from, _CHECKPOINT.value)
             if _ROLE.value != "verifier":  # the server handles these signals itself
                 for signum in (signal.SIGTERM, signal.SIGINT):

@@ -15,9 +15,11 @@ import errno
 import io
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import obstore
@@ -31,6 +33,7 @@ from obstore.exceptions import (
 )
 from obstore.store import GCSStore, S3Store
 
+from uirl_jax.store import files
 from uirl_jax.store.counted_lease import CountedLease, LeaseTimes, Sightings
 from uirl_jax.store.interface import StoreUnavailableError, checked_name
 
@@ -218,6 +221,30 @@ class BucketStore:
             ]
         return iter(sorted(pair for pair in found if "/." not in pair[0]))
 
+    def versions(self, prefix: str) -> dict[str, str]:
+        """Version by name of everything below a prefix, by one listing."""
+        return dict(self._versions(prefix))
+
+    # ------------------------------------------------------------------------ whole files
+
+    def upload(self, path: Path, name: str) -> str:
+        """`put` of a local file of any size. Returns: its version."""
+        size_bytes = path.stat().st_size
+        with self._errors(name):
+            result = obstore.put(
+                self._client,
+                self._key(name),
+                path if size_bytes > 2 * PART_BYTES else path.read_bytes(),
+                use_multipart=size_bytes > 2 * PART_BYTES,
+                chunk_size=PART_BYTES,
+            )
+        return _version(result)
+
+    def download(self, name: str, path: Path) -> None:
+        """Writes a content of any size into a local file, atomically."""
+        with self.open(name) as content, files.replacing(path) as (file,):
+            shutil.copyfileobj(content, file, BLOCK_BYTES)
+
     # ------------------------------------------------------------------------ leases
 
     def claim(self, name: str, holder: str) -> CountedLease:
@@ -315,6 +342,11 @@ class _Ranges(io.RawIOBase):
         view[: len(content)] = content
         self._at += len(content)
         return len(content)
+
+
+def check_address(address: str) -> None:
+    """Raises: OSError: it is not the address of a bucket."""
+    _split(address.rstrip("/"))
 
 
 def is_address(workdir: str) -> bool:
