@@ -17,6 +17,7 @@ time. Adapters are megabytes; all weights of a large model would cross the netwo
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -35,12 +36,14 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from uirl_jax.errors import CheckpointError
+from uirl_jax.store import Store, open_store
 
 FORMAT = 1
 # Free space needed besides the arrays: Orbax's metadata, some kilobytes per array, and a reserve.
 SPARE_BYTES = 4 << 20
 # Damaged steps are moved here and not deleted, so that the cause can be investigated.
 DAMAGED_DIR = "damaged"
+_COMMITTED = "commit_success.txt"  # Orbax writes it last, where it cannot rename
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         self._read_only, self._keep = read_only, keep
+        _prepare_bucket(str(directory))
         self._is_bucket = str(directory).startswith("gs://")
         self._directory = epath.Path(directory if self._is_bucket else os.path.abspath(directory))
         self._in_flight: int | None = None
@@ -385,15 +389,46 @@ class Checkpointer:
     def _set_aside(self, steps: list[int]) -> None:
         """Move damaged steps to damaged/<step>-<time>."""
         try:
-            (self._directory / DAMAGED_DIR).mkdir(exist_ok=True)
             for step in steps:
-                source = self._directory / str(step)
-                source.rename(self._directory / DAMAGED_DIR / f"{step}-{time.time_ns()}")
+                target = f"{DAMAGED_DIR}/{step}-{time.time_ns()}"
+                if self._is_bucket:
+                    _move_objects(open_store(str(self._directory)), str(step), target)
+                else:
+                    (self._directory / DAMAGED_DIR).mkdir(exist_ok=True)
+                    (self._directory / str(step)).rename(self._directory / target)
         except OSError as error:
             raise CheckpointError(
                 f"{self._directory}: damaged steps {steps} cannot be moved to {DAMAGED_DIR}/: "
                 f"{_one_line(error)}; move them away by hand"
             ) from error
+
+
+def _prepare_bucket(directory: str) -> None:
+    """Sets up Orbax's access to gs://. Raises: CheckpointError: it cannot write there."""
+    if directory.startswith("s3://"):
+        raise CheckpointError(
+            f"{directory}: checkpoints are written to gs:// or a directory; use a --workdir there"
+        )
+    if directory.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
+        raise CheckpointError(
+            f"{directory}: needs gcsfs, which is not installed; pip install 'uirl_jax[gcs]'"
+        )
+    if directory.startswith("gs://"):
+        from fsspec import config
+
+        # Otherwise gcsfs remembers listings for ever, also of steps that another process has saved
+        # or deleted, and that `_set_aside` has moved.
+        config.conf.setdefault("gs", {})["use_listings_cache"] = False
+
+
+def _move_objects(store: Store, prefix: str, target: str) -> None:
+    """Moves everything below a prefix; a bucket has no directories to rename.
+
+    Orbax's marker of a committed step goes first: killed here, the step is not committed any more.
+    """
+    names = store.names(prefix)
+    for name in sorted(names, key=lambda name: (name != f"{prefix}/{_COMMITTED}", name)):
+        store.move(name, f"{target}/{name.removeprefix(prefix + '/')}")
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

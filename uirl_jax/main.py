@@ -29,16 +29,18 @@ from uirl_jax.actor import processes
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, RestartError, StoppedError, UirlError
+from uirl_jax.evaluation import SUMMARY_FILE
 from uirl_jax.learner import cluster
 from uirl_jax.learner.bookkeeping import CHECKPOINTS
 from uirl_jax.learner.cluster import ALONE, Cluster
+from uirl_jax.metrics import METRICS_FILE
 from uirl_jax.roles.actor import run_actor_role
 from uirl_jax.roles.all import run_all
 from uirl_jax.roles.eval import run_eval_role
 from uirl_jax.roles.learner import make_mesh, run_learner_role
 from uirl_jax.roles.verifier import run_verifier_role
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
-from uirl_jax.store import open_store
+from uirl_jax.store import StoreUnavailableError, mirror, open_store
 from uirl_jax.store.lease import only_learner
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
@@ -53,7 +55,12 @@ _CONFIG = reading.define_config_file(
     "':' and an argument if it takes one (quickstart:enter_text)",
 )
 flags.declare_key_flag("config")  # so that --help lists it
-_WORKDIR = flags.DEFINE_string("workdir", None, "directory for all files of the run")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "directory for all files of the run, or gs://bucket/prefix"
+)
+_LOCAL_DIR = flags.DEFINE_string(
+    "local_dir", "", "for a --workdir in a bucket: directory for the files of this process"
+)
 _ROLE = flags.DEFINE_enum("role", "all", ROLES, "which part of the run this process is")
 _ACTOR = flags.DEFINE_integer("actor", 0, "number of this actor, from 0", lower_bound=0)
 _ACTORS = flags.DEFINE_integer(
@@ -108,8 +115,30 @@ def _check_checkpoint_flags(learns: bool) -> None:
         raise ConfigError("--resume_from is for --role=all and --role=learner")
     if _CHECKPOINT.value is not None and not source and _ROLE.value != "eval":
         raise ConfigError("--checkpoint is for --role=eval, or goes with --resume_from")
-    if source and not (Path(source) / CHECKPOINTS).is_dir():
+    if source and "://" not in source and not (Path(source) / CHECKPOINTS).is_dir():
         raise ConfigError(f"--resume_from={source}: has no {CHECKPOINTS}/; give a run's workdir")
+
+
+def _own_files(role: str, number: int) -> mirror.Own:
+    """What a process writes beside the store, and the logs of others that it reads.
+
+    Args:
+      number: of an actor, or of a process of a learner on several hosts.
+    """
+    of_actor = (f"actor/a{number}-*", f"logs/actor-a{number}.*", f"logs/actor-{number}.*")
+    of_evaluation = ("eval/*", "best/version_*", "logs/verifier-eval.log")
+    if role in ("actor", "verifier"):
+        return mirror.Own(f"{role}-{number}", of_actor if role == "actor" else ())
+    if role == "eval":
+        return mirror.Own(role, of_evaluation)
+    sampled = of_actor if role == "all" else ()
+    if number:
+        logs = (f"logs/learner-{number}.log", f"logs/verifier-{number}.log")
+        return mirror.Own(f"learner-{number}", (*logs, *sampled))
+    pages = (METRICS_FILE, SUMMARY_FILE, "report.html", "findings.json")
+    folders = ("cold_start/*", "tb/*", "logs/learner.log", "logs/verifier.log")
+    written = (*pages, *folders, *of_evaluation, *sampled)
+    return mirror.Own("learner", written, read=("logs/actor-*.jsonl",))
 
 
 def _membership(learns: bool) -> cluster.Membership | None:
@@ -133,7 +162,8 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
 
     leads = learns and group.leads
     lease = only_learner(open_store(workdir), on_lost) if leads else contextlib.nullcontext()
-    with lease:
+    own = _own_files(_ROLE.value, group.index or _ACTOR.value)
+    with lease, mirror.copied(workdir, open_store, own):
         # Before config.json is written: the corrected command can then use the workdir.
         if learns:
             make_mesh(cfg.mesh)
@@ -147,7 +177,7 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
             group.tell("run", run_id)
         else:
             run_id = group.wait_for("run")
-        resume_from = Path(_RESUME_FROM.value) if _RESUME_FROM.value else None
+        resume_from = reading.workdir_of(_RESUME_FROM.value) if _RESUME_FROM.value else None
         run = Run(whole, workdir, run_id, None, resume_from, _CHECKPOINT.value)
         if _ROLE.value != "verifier":  # the server handles these signals itself
             for signum in (signal.SIGTERM, signal.SIGINT):
@@ -176,6 +206,8 @@ def _run_in_cluster(
             code = _run(cfg, workdir, True, stop, group)
         except StoppedError as stopped:
             group.end(str(stopped), cfg.cluster.preempted_exit_code)
+        except (UirlError, OSError) as error:
+            group.end_after(error, *_line_of(error))
         except Exception as error:  # the others wait for this process: tell them why it ends
             group.end_after(error)
     group.leave()
@@ -195,7 +227,7 @@ def main(argv: list[str]) -> int:
                 "--workdir=runs/quickstart"
             )
         cfg = reading.from_config(RunConfig, _CONFIG.value)
-        workdir = reading.workdir_of(_WORKDIR.value)
+        workdir = reading.workdir_of(_WORKDIR.value, _LOCAL_DIR.value)
         learns = _ROLE.value in ("all", "learner")
         _check_checkpoint_flags(learns)
         membership = _membership(learns)
@@ -206,16 +238,22 @@ def main(argv: list[str]) -> int:
         if membership is None:
             return _run(cfg, workdir, learns, stop, ALONE)
         return _run_in_cluster(cfg, workdir, stop, membership)
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        # A disk-full error often has no file name.
-        where = "" if error.filename else f"{_WORKDIR.value}: "
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; free disk space, then the same command continues the run" if full else ""
-        print(f"error: {where}{error}{advice}", file=sys.stderr)
-        return 1
+    except (UirlError, OSError) as error:
+        line, exit_code = _line_of(error)
+        print(line, file=sys.stderr)
+        return exit_code
+
+
+def _line_of(error: UirlError | OSError) -> tuple[str, int]:
+    """What is printed of an error, and the exit code."""
+    if isinstance(error, UirlError):
+        return f"error: {error}", error.exit_code
+    # A disk-full error often has no file name.
+    where = "" if error.filename else f"{_WORKDIR.value}: "
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "; free disk space, then the same command continues the run" if full else ""
+    exit_code = RestartError.exit_code if isinstance(error, StoreUnavailableError) else 1
+    return f"error: {where}{error}{advice}", exit_code
 
 
 def command() -> None:

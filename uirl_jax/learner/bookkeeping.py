@@ -35,13 +35,16 @@ from uirl_jax.learner.algorithm import Group
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.state import TrainState
-from uirl_jax.metrics import MetricsWriter, key_values, last_object
+from uirl_jax.metrics import METRICS_FILE, MetricsWriter, key_values, last_object
 from uirl_jax.models import sharding, weights
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.queue import QUARANTINE, ShardQueue
 from uirl_jax.shards.reader import RecordRef
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import open_store
+from uirl_jax.store.bucket import is_address
+from uirl_jax.store.lease import learner_fence
+from uirl_jax.store.mirror import copy_now
 
 CHECKPOINTS = "checkpoints"  # below the workdir
 # The data cursor: the JSON part of a checkpoint.
@@ -137,6 +140,11 @@ class Bookkeeping:
         """Where the records taken since the last `save` are, by episode."""
         return self._queue.taken_from | self._replay.taken_from
 
+    @property
+    def poll_s(self) -> float:
+        """Least seconds between two calls of `take` that find nothing."""
+        return self._store.poll_s
+
     def allow_extra(self, more: int, regular: int) -> bool:
         """Allows actors to start `more` groups beyond those trained so far.
 
@@ -196,6 +204,8 @@ class Bookkeeping:
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics line."""
         self._metrics_writer.write(step, metrics)
+        # Before the checkpoint: a saved step must not lack its line.
+        copy_now(self._run.workdir, open_store, METRICS_FILE)
 
     def save(self, step: int, state: TrainState) -> None:
         """Commits a checkpoint: the train state and the data cursor."""
@@ -208,6 +218,7 @@ class Bookkeeping:
             "replay": dict(self._replay.files),
             "ended": self._ended,
             "base_hash": self._model.base_hash,
+            "lease_generation": learner_fence(self._store),
         }
         self._checkpointer.save(step, state, meta)
         self._saved.append(meta)
@@ -282,6 +293,7 @@ def restore(
       CheckpointError: there are checkpoints and all are damaged; or the one to resume from cannot
         be read, or belongs to another base model.
     """
+    policy_sync.seal(open_store(run.workdir))
     with (
         restored_state(run, model, state, keep) as (checkpointer, state, meta, is_fresh),
         MetricsWriter(run.workdir) as metrics_writer,
@@ -300,6 +312,11 @@ def restore(
         yield books, state
 
 
+def checkpoints_of(workdir: Path) -> str:
+    """The path or gs:// address of a run's checkpoints."""
+    return open_store(workdir).location(CHECKPOINTS)
+
+
 @contextlib.contextmanager
 def restored_state(
     run: RunDirectory, model: PolicyModel, state: TrainState, keep: Keep
@@ -309,7 +326,7 @@ def restored_state(
     All processes of the learner call it together. Args and Raises: as `restore`.
     """
     with Checkpointer(
-        run.workdir / CHECKPOINTS, keep=keep.checkpoints, keep_every=keep.every
+        checkpoints_of(run.workdir), keep=keep.checkpoints, keep_every=keep.every
     ) as checkpointer:
         restored = checkpointer.restore_latest(learner_state.abstract(state))
         meta = None
@@ -345,8 +362,8 @@ def read_adapters(workdir: Path, step: int | None) -> tuple[int, dict[str, np.nd
 
     Raises: CheckpointError: there is none, or it is damaged.
     """
-    directory = workdir / CHECKPOINTS
-    if not directory.is_dir():
+    directory = checkpoints_of(workdir)
+    if not is_address(directory) and not Path(directory).is_dir():
         raise CheckpointError(f"{directory}: no checkpoint yet; the learner saves one at its start")
     with Checkpointer(directory, read_only=True) as checkpointer:
         found = checkpointer.read_part("trainable/", step)
@@ -358,12 +375,12 @@ def _resume(
     workdir: Path, step: int | None, model: PolicyModel, state: TrainState
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state and the data cursor of another run's checkpoint, without that run's files."""
-    with Checkpointer(workdir / CHECKPOINTS, read_only=True) as checkpointer:
+    with Checkpointer(checkpoints_of(workdir), read_only=True) as checkpointer:
         restored = checkpointer.restore(learner_state.abstract(state), step)
     base_hash = restored.meta.get("base_hash", model.base_hash)
     if base_hash != model.base_hash:
         raise CheckpointError(
-            f"{workdir / CHECKPOINTS}/{restored.step}: its adapters belong to the base model "
+            f"{checkpoints_of(workdir)}/{restored.step}: its adapters belong to the base model "
             f"{base_hash[:8]}, this run's is {model.base_hash[:8]} ({model.path}); set model.path "
             "to that run's base (its cold_start/model, if it has one)"
         )

@@ -41,7 +41,7 @@ import jax
 # whether a cluster is detected without joining it. requirements.txt keeps jax below 0.11.
 from jax._src import clusters, distributed
 
-from uirl_jax.errors import ConfigError, RestartError, UirlError
+from uirl_jax.errors import ConfigError, RestartError
 
 _POLL_S = 0.2  # between two looks at the messages of other processes: 0.5 ms each
 _LAST_WORDS_S = 5.0  # process 0 holds the messages: it waits so long until the others read its own
@@ -310,8 +310,13 @@ class Cluster:
         self.tell("failed", json.dumps([self.index, socket.gethostname(), reason, exit_code]))
         self._end_with(self._failure() or [self.index, "", reason, exit_code])
 
-    def end_after(self, error: Exception) -> NoReturn:
-        """`end` for an exception of this process, or for the failure of another that caused it."""
+    def end_after(self, error: Exception, line: str = "", exit_code: int = 1) -> NoReturn:
+        """`end` for an exception of this process, or for the failure of another that caused it.
+
+        Args:
+          line, exit_code: of an error that is told to the user; without a line it is a bug, whose
+            traceback is printed.
+        """
         lost = _is_lost_connection(error)
         # A process that ends breaks the collectives of the others: its reason is the better one.
         deadline_s = time.monotonic() + (_LAST_WORDS_S if lost else 0.0)
@@ -322,8 +327,8 @@ class Cluster:
         if lost:
             reason = f"another process is lost ({_first_line(error)}); {_ADVICE}"
             self.end(f"error: {reason}", RestartError.exit_code)
-        if isinstance(error, UirlError):
-            self.end(f"error: {error}", error.exit_code)
+        if line:
+            self.end(line, exit_code)
         sys.excepthook(type(error), error, error.__traceback__)
         self.end(f"error: {type(error).__name__}: {_first_line(error)}", 1)
 

@@ -12,6 +12,7 @@ Advantages are computed by process 0 and sent as arrays (`algorithm.update`); ch
 by all processes together. This module decides nothing and computes no loss.
 """
 
+import functools
 import hashlib
 import json
 import time
@@ -29,7 +30,7 @@ from uirl_jax.models import sharding
 from uirl_jax.shards import batching
 from uirl_jax.shards.batching import Part
 from uirl_jax.shards.plan import BatchConfig, BatchPlan
-from uirl_jax.shards.reader import RecordRef, read_ref
+from uirl_jax.shards.reader import RecordRef, read_refs
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.store import Store
 from uirl_jax.types import TrainBatch, Trajectory
@@ -182,11 +183,14 @@ class Hosts:
                 for plan, part in zip(update, parts, strict=True)
                 for number in plan.records(part.rows or (), part.image_rows or ())
             }
+            of_shard: dict[str, list[int]] = {}
             for number in sorted(needed - records.keys()):
-                ref = decision.records[number]
-                records[number] = self._once_visible(
-                    ref.name, lambda ref=ref: read_ref(self._store, ref, layout), timeout_s
-                )
+                of_shard.setdefault(decision.records[number].name, []).append(number)
+            for name, numbers in of_shard.items():
+                refs = [decision.records[number] for number in numbers]
+                read = functools.partial(read_refs, self._store, refs, layout)
+                found = self._once_visible(name, read, timeout_s)
+                records |= dict(zip(numbers, found, strict=True))
             pieces = batching.cut({n: records[n] for n in sorted(needed)}, self._inputs)
             batches.append(
                 [

@@ -274,7 +274,7 @@ def _wait_for_groups(
         if time.monotonic() - started_s >= say_at_s:
             on_wait(say_at_s)
             say_at_s *= 2
-        stop.wait(cfg.poll_s)
+        stop.wait(max(cfg.poll_s, books.poll_s))
     return None
 
 

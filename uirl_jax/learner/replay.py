@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.metrics import key_values
-from uirl_jax.shards.reader import RecordRef, read_entry, scan_shard
+from uirl_jax.shards.reader import RecordRef, read_entries, scan_shard
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import Store
@@ -49,7 +49,7 @@ class Replay:
         name = f"{REPLAY}/{self.files[key]}"
         try:
             header, (entry,) = scan_shard(self._store, name)
-            record = read_entry(self._store, name, entry, header.layout)
+            (record,) = read_entries(self._store, name, [entry], header.layout)
             if header.base_hash != self._base_hash or record.task != group[0].task:
                 raise ShardError(f"{self._store.location(name)}: from another run or task")
         except (OSError, ShardError, RecordError, ValueError) as error:

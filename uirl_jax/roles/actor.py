@@ -29,7 +29,8 @@ def run_actor_role(run: Run, stop: threading.Event, first: int, actors: int) -> 
             while not (run.workdir / MODEL_DIR).is_dir():
                 if stop.is_set():
                     return
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(max(0.5, run.store.poll_s))
+                run.fetch_cold_start()
         model = run.load_base(None)
         async with run.make_players(model, f"a{first}") as players:
             ended = asyncio.Event()
