@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch_world import ROOT, FakeCloud
+from uirl_jax.learner import cluster
 
 LINE = "exec /opt/uirl/venv/bin/uirl-jax --config=x --role=learner\n"
 
@@ -385,3 +386,31 @@ def test_slurm_starts_one_process_for_each_gpu():
         if line.startswith("#SBATCH") and "=" in line
     )
     assert values["ntasks-per-node"] == values["gpus-per-node"]
+
+
+_SLURM = {"JOB_ID": "12", "STEP_NODELIST": "gpu[1-2]", "NTASKS": "16", "PROCID": "11"}
+_OPEN_MPI = {"SIZE": "16", "RANK": "11", "LOCAL_RANK": "3"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (
+            {f"SLURM_{name}": value for name, value in (_SLURM | {"LOCALID": "3"}).items()},
+            ("gpu1:61452", 16, 11, [3]),
+        ),
+        (
+            {f"OMPI_COMM_WORLD_{name}": value for name, value in _OPEN_MPI.items()}
+            | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"},
+            ("10.96.0.1:62624", 16, 11, [3]),
+        ),
+        # Open MPI 5: docs/gpu.md says to number the processes by flags.
+        ({f"OMPI_COMM_WORLD_{name}": value for name, value in _OPEN_MPI.items()}, None),
+    ],
+    ids=["slurm", "open-mpi-4", "open-mpi-5"],
+)
+def test_a_scheduler_gives_every_process_one_gpu_as_the_page_says(monkeypatch, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = cluster.find("auto", "", None, None)
+    assert (tuple(found) if found else None) == expected
