@@ -172,7 +172,7 @@ def output_of(workdir: Path, index: int) -> Path:
     return workdir.with_name(f"{workdir.name}-{index}.txt")
 
 
-def wait(started: Sequence[subprocess.Popen[str]], timeout_s: float = 180.0) -> list[int]:
+def wait(started: Sequence[subprocess.Popen[str]], timeout_s: float = 400.0) -> list[int]:
     """Exit codes; what does not end in time is killed. Raises: subprocess.TimeoutExpired."""
     deadline_s = time.monotonic() + timeout_s
     try:
