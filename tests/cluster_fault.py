@@ -14,7 +14,8 @@ update = algorithm.update
 
 def throwing(*args, **options):
     process, step = map(int, os.environ["THROWS_IN"].split())
-    if jax.process_index() == process and int(args[4].step) + 1 == step:
+    state = options["state"] if "state" in options else args[4]
+    if jax.process_index() == process and int(state.step) + 1 == step:
         raise KeyError("this process throws")
     return update(*args, **options)
 

@@ -7,6 +7,7 @@ records were written before, so that every run trains the same.
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -23,13 +24,14 @@ from uirl_jax.learner import cluster
 from uirl_jax.learner.cluster import ClusterConfig, Membership
 
 STEPS = 20
-# name -> (processes, devices of each, mesh)
-MESHES = {
-    "data": (2, 1, {"mesh.data": 2}),
-    "fsdp": (2, 1, {"mesh.data": 1, "mesh.fsdp": 2}),
-    "data and fsdp": (4, 1, {"mesh.data": 2, "mesh.fsdp": 2}),
-    "model": (2, 2, {"mesh.data": 2, "mesh.model": 2}),
-}
+FEW_STEPS = 8  # of runs that are disturbed
+# (processes, devices of each, mesh)
+MESHES = [
+    pytest.param(2, 1, {"mesh.data": 2}, id="data"),
+    pytest.param(2, 1, {"mesh.data": 1, "mesh.fsdp": 2}, id="fsdp", marks=pytest.mark.slow),
+    pytest.param(4, 1, {"mesh.data": 2, "mesh.fsdp": 2}, id="data and fsdp"),
+    pytest.param(2, 1, {"mesh.data": 1, "mesh.model": 2}, id="model", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,8 @@ def model_dir(tmp_path_factory) -> Path:
     return tiny_model.write(tmp_path_factory.mktemp("model"))
 
 
-def values_of(model_dir: Path, **values) -> dict:
-    return {"model.path": str(model_dir), "learner.steps": STEPS, **values}
+def values_of(model_dir: Path, steps: int = FEW_STEPS, **values) -> dict:
+    return {"model.path": str(model_dir), "learner.steps": steps, **values}
 
 
 def train(workdir: Path, values: dict, **how) -> list[int]:
@@ -50,13 +52,13 @@ def train(workdir: Path, values: dict, **how) -> list[int]:
 def state_of(workdir: Path) -> dict[str, np.ndarray]:
     with Checkpointer(workdir / "checkpoints", read_only=True) as checkpointer:
         restored = checkpointer.read_part("", None)
-    assert restored.step == STEPS
+    assert restored.step in (STEPS, FEW_STEPS)
     return restored.arrays
 
 
 def losses_of(workdir: Path) -> list[float]:
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["learner/loss"] for row in rows]
 
 
@@ -73,26 +75,37 @@ def assert_equal(workdir: Path, expected: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, model_dir) -> Path:
-    """The workdir of one process with two devices."""
+    """The workdir of FEW_STEPS in one process with two devices."""
     workdir = tmp_path_factory.mktemp("undisturbed") / "run"
     assert train(workdir, values_of(model_dir), processes=1, devices=2) == [0]
     return workdir
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_processes_train_as_one_process_does(tmp_path, model_dir, undisturbed, name):
-    processes, devices, mesh = MESHES[name]
+@pytest.fixture(scope="module")
+def long_undisturbed(tmp_path_factory, model_dir) -> Path:
+    """The same with STEPS."""
+    workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(workdir, values_of(model_dir, STEPS), processes=1, devices=2) == [0]
+    return workdir
+
+
+@pytest.mark.parametrize(("processes", "devices", "mesh"), MESHES)
+def test_processes_train_as_one_process_does(
+    tmp_path, model_dir, long_undisturbed, processes, devices, mesh
+):
     workdir = tmp_path / "run"
-    values = values_of(model_dir, **mesh)
+    values = values_of(model_dir, STEPS, **mesh)
     assert train(workdir, values, processes=processes, devices=devices) == [0] * processes
     # Sums over devices are added in another order: 1e-7 of a loss, more in Adam's moments.
-    np.testing.assert_allclose(losses_of(workdir), losses_of(undisturbed), atol=1e-5)
+    losses = losses_of(workdir)
+    assert len(losses) == STEPS
+    np.testing.assert_allclose(losses, losses_of(long_undisturbed), atol=1e-5)
     for (leaf, array), expected in zip(
-        state_of(workdir).items(), state_of(undisturbed).values(), strict=True
+        state_of(workdir).items(), state_of(long_undisturbed).values(), strict=True
     ):
         np.testing.assert_allclose(array, expected, atol=1e-5, err_msg=leaf)
-    if name == "data":  # the same mesh as one process's
-        assert_equal(workdir, undisturbed)
+    if mesh == {"mesh.data": 2}:  # the same mesh as one process's
+        assert_equal(workdir, long_undisturbed)
     assert sorted(path.name for path in (workdir / "decisions").iterdir()) == [
         f"{STEPS - 1:08d}.json",
         f"{STEPS:08d}-end.json",
@@ -117,6 +130,10 @@ def wait_for_step(workdir: Path, step: int, started: list[subprocess.Popen]) -> 
     raise AssertionError(f"no step {step} in time")
 
 
+EITHER = [
+    pytest.param(0, id="process 0", marks=pytest.mark.slow),
+    pytest.param(1, id="process 1"),
+]
 ENDS = [
     pytest.param(1, signal.SIGKILL, id="process 1 killed"),
     pytest.param(0, signal.SIGKILL, id="process 0 killed", marks=pytest.mark.slow),
@@ -148,7 +165,7 @@ def test_processes_end_when_one_is_lost_and_the_same_command_trains_the_same(
     assert_equal(workdir, undisturbed)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", EITHER)
 def test_processes_end_with_the_reason_of_the_one_that_throws(
     tmp_path, model_dir, undisturbed, victim, monkeypatch
 ):
@@ -167,7 +184,7 @@ def test_processes_end_with_the_reason_of_the_one_that_throws(
     assert_equal(workdir, undisturbed)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", EITHER)
 def test_processes_save_the_same_step_after_sigterm_to_one(
     tmp_path, model_dir, undisturbed, victim
 ):
@@ -177,8 +194,11 @@ def test_processes_save_the_same_step_after_sigterm_to_one(
     wait_for_step(workdir, 3, started)
     started[victim].terminate()
     assert cluster_world.wait(started, 30) == [0, 0]
-    lines = {said(workdir, index).splitlines()[-1] for index in range(2)}
-    assert len(lines) == 1 and "preempted at step" in lines.pop()
+    steps = {
+        re.match(r"preempted at step (\d+) of 8;", said(workdir, index).splitlines()[-1])[1]
+        for index in range(2)
+    }
+    assert len(steps) == 1
     assert train(workdir, values, processes=2) == [0, 0]
     assert_equal(workdir, undisturbed)
 
@@ -191,20 +211,21 @@ def test_processes_that_wait_for_records_end_after_sigterm(tmp_path, model_dir):
     wait_for_step(workdir, 1, started)
     started[1].terminate()
     assert cluster_world.wait(started, 30) == [75, 75]
-    assert "preempted at step 1;" in said(workdir, 0)
-    assert "preempted at step 1;" in said(workdir, 1)
+    assert "preempted at step 1 of 8;" in said(workdir, 0)
+    assert "preempted at step 1 of 8;" in said(workdir, 1)
 
 
+@pytest.mark.slow
 def test_run_continues_on_another_mesh_and_number_of_processes(tmp_path, model_dir, undisturbed):
     workdir, values = tmp_path / "run", values_of(model_dir)
     cluster_world.write_records(workdir, values)
     for steps, processes, devices, mesh in (
-        (6, 2, 4, {"mesh.data": 4, "mesh.fsdp": 2}),
-        (11, 4, 1, {"mesh.data": 2, "mesh.fsdp": 2}),
-        (16, 2, 1, {"mesh.data": 1, "mesh.fsdp": 2}),
-        (STEPS, 1, 1, {}),
+        (2, 2, 4, {"mesh.data": 4, "mesh.fsdp": 2}),
+        (4, 4, 1, {"mesh.data": 2, "mesh.fsdp": 2}),
+        (6, 2, 1, {"mesh.data": 1, "mesh.fsdp": 2}),
+        (FEW_STEPS, 1, 1, {}),
     ):
-        values = values_of(model_dir, **mesh) | {"learner.steps": steps}
+        values = values_of(model_dir, steps, **mesh)
         codes = train(workdir, values, processes=processes, devices=devices)
         assert codes == [0] * processes
     np.testing.assert_allclose(losses_of(workdir), losses_of(undisturbed), atol=1e-5)
