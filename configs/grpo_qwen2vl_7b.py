@@ -1,7 +1,7 @@
 """GRPO on Qwen2-VL-7B: configs/grpo_qwen2vl_2b.py, planned for 16 chips.
 
-16 chips of a v5e are several hosts, and a learner runs on one host only: the config can be compiled
-for such a slice and not run on it.
+16 chips of a v5e or v6e are four hosts: the same command runs on each (docs/many_hosts.md). The
+config was compiled for such slices and never run on one.
 
     hf download Qwen/Qwen2-VL-7B-Instruct --local-dir models/Qwen2-VL-7B-Instruct
     python -m uirl_jax.main --config=configs/grpo_qwen2vl_7b.py --workdir=runs/7b \

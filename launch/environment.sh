@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by launch/local.sh and tests/run.sh: creates a virtual environment once, and updates it
 # only when requirements.txt or pyproject.toml changes.
 

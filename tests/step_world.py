@@ -61,7 +61,9 @@ def make_batch(rows: int = 8, tokens: int = 24, images: int = 8, seed: int = 0) 
         prefix_segments_bt=None,
         positions_abt=np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, rows, tokens)).copy(),
         completion_mask_bt=mask_bt,
-        sampled_index_bs=batching.sampled_index(mask_bt, (16, tokens - 10)),
+        sampled_index_bs=batching.sampled_index(
+            mask_bt, 16 if mask_bt.sum(1).max() <= 16 else tokens - 10
+        ),
         vision_index_bt=vision_bt,
         behaviour_logprobs_bt=-rng.exponential(1, (rows, tokens)).astype(np.float32) * mask_bt,
         advantages_bt=rng.normal(0, 1, (rows, 1)).astype(np.float32) * mask_bt,

@@ -20,6 +20,7 @@ LAYERS = (
     {"actor", "learner", "evaluation", "players"},
     {"report", "config"},
     {"run"},
+    {"roles"},
     {"main", "vlm"},
     {"__main__"},
 )

@@ -29,6 +29,8 @@ from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
+from uirl_jax.roles.all import run_all
+from uirl_jax.roles.eval import run_eval_role
 from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
 from uirl_jax.store import open_store
@@ -289,9 +291,9 @@ def test_main_told_to_stop_in_an_evaluation_gives_its_sessions_back(
         watching.start()
         with pytest.raises(RestartError, match=f"stopped in the evaluation of stage '{stage}'"):
             if role == "eval":
-                main.run_eval_role(one_run, stop, "")
+                run_eval_role(one_run, stop, "")
             else:
-                main.run_all(one_run, stop)
+                run_all(one_run, stop)
         watching.join()
         sessions = sessions_at(port_file)
     assert sessions and all(session["stop_time"] for session in sessions.values())
@@ -327,8 +329,8 @@ def test_main_that_dies_around_a_checkpoint_tells_every_step_once(
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints.Checkpointer, "save", save_and_die)
         with pytest.raises(Death):
-            main.run_all(one_run, threading.Event())
-    main.run_all(one_run, threading.Event())
+            run_all(one_run, threading.Event())
+    run_all(one_run, threading.Event())
     assert metric_by_step(tmp_path, "step") == list(range(1, STEPS + 1))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["episodes"]["trained"] == STEPS * GROUPS * MEMBERS

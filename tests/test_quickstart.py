@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from uirl_jax import evaluation, main
+from uirl_jax import evaluation
 from uirl_jax.config import reading, schema
+from uirl_jax.roles.all import run_all
 from uirl_jax.run import Run, open_run
 
 STEPS = 60
@@ -29,7 +30,7 @@ def train(
     cfg.learner.steps = steps
     resolved = reading.from_config(schema.RunConfig, cfg)
     run = Run(resolved, workdir, open_run(workdir, resolved))
-    main.run_all(run, threading.Event(), replace_advantages=advantages)
+    run_all(run, threading.Event(), replace_advantages=advantages)
     return evaluation.read_results(workdir)
 
 

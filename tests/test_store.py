@@ -1,4 +1,7 @@
-"""The local store: whole contents or none, over kills and full disks; no way out of its root."""
+"""The stores: whole contents or none; a directory also over kills and full disks.
+
+`opened` runs a test over a directory and over both kinds of bucket, which are emulated.
+"""
 
 import errno
 import os
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.buckets import bucket_store
 from uirl_jax.errors import UirlError
 from uirl_jax.store import files, open_store
 
@@ -21,26 +25,40 @@ def files_under(directory: Path) -> list[str]:
     return sorted(path.relative_to(directory).as_posix() for path in paths)
 
 
+@pytest.fixture(params=["directory", "gs", "s3"])
+def opened(request, tmp_path, monkeypatch):
+    """(store, function that lists every name in it)."""
+    if request.param == "directory":
+        yield open_store(tmp_path / "run"), lambda: files_under(tmp_path / "run")
+        return
+    with bucket_store(request.param, monkeypatch) as (store, service):
+        yield store, lambda: sorted(n.removeprefix("run/") for n in service.objects("runs"))
+
+
 def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_put_is_read_back_whole_and_in_parts(tmp_path):
-    store = open_store(tmp_path / "run")
+def test_put_is_read_back_whole_and_in_parts(opened):
+    store, listed = opened
     store.put("shards/a0/x", b"first")
     store.put("shards/a0/x", (chunk for chunk in (b"sec", b"", b"ond")))
     assert store.read("shards/a0/x") == b"second"
     with store.open("shards/a0/x") as file:
         file.seek(3)
         assert (file.read(2), file.tell()) == (b"on", 5)
-    assert files_under(tmp_path) == ["run/shards/a0/x"]
-    assert store.location("shards/a0/x") == str(tmp_path / "run" / "shards" / "a0" / "x")
+    assert listed() == ["shards/a0/x"]
+    store.put("empty", b"")
+    assert store.read("empty") == b""
+    with store.open("empty") as file:
+        assert file.read() == b""
+    assert store.location("shards/a0/x") == f"{store.location()}/shards/a0/x"
     with pytest.raises(FileNotFoundError):
         store.read("shards/a0/y")
 
 
-def test_put_new_is_written_by_exactly_one_of_many(tmp_path):
-    store, wrote = open_store(tmp_path), []
+def test_put_new_is_written_by_exactly_one_of_many(opened):
+    (store, listed), wrote = opened, []
     start = threading.Barrier(8)
 
     def write(content: bytes) -> None:
@@ -54,19 +72,59 @@ def test_put_new_is_written_by_exactly_one_of_many(tmp_path):
     for thread in threads:
         thread.join()
     assert [store.read("config.json")] == wrote
-    assert files_under(tmp_path) == ["config.json"]
+    assert listed() == ["config.json"]
 
 
-def test_names_are_below_the_prefix_ascending_and_after_the_last_one(tmp_path):
-    store = open_store(tmp_path)
+def test_put_version_replaces_only_the_version_that_was_read(opened):
+    store, _ = opened
+    assert store.read_version("policy/manifest.json") == (b"", "")
+    first = store.put_version("policy/manifest.json", b"1", "")
+    assert first and store.put_version("policy/manifest.json", b"none", "") == ""
+    assert store.read_version("policy/manifest.json") == (b"1", first)
+    second = store.put_version("policy/manifest.json", b"2", first)
+    assert second not in ("", first)
+    assert store.put_version("policy/manifest.json", b"late", first) == ""
+    assert store.read_version("policy/manifest.json") == (b"2", second)
+    store.put("policy/manifest.json", b"3")
+    assert store.put_version("policy/manifest.json", b"late", second) == ""
+    assert store.read("policy/manifest.json") == b"3"
+    store.delete("policy/manifest.json")
+    assert store.put_version("policy/manifest.json", b"late", second) == ""
+
+
+def test_names_are_below_the_prefix_ascending_and_after_the_last_one(opened):
+    store, _ = opened
     for name in ("a/2", "a/1/x", "a/10", "ab/1", "a-1"):
         store.put(name, b"")
-    (tmp_path / "a" / ".2.0.tmp").write_bytes(b"half")
-    (tmp_path / "a" / "link").symlink_to(tmp_path / "ab")
     assert store.names("a") == ["a/1/x", "a/10", "a/2"]
     assert store.names("a", after="a/10") == ["a/2"]
     assert store.names("a", after="a/2") == []
     assert store.names("none") == store.names("a-1") == []
+
+
+def test_names_of_a_directory_leave_out_unfinished_files_and_links(tmp_path):
+    store = open_store(tmp_path)
+    store.put("a/2", b"")
+    (tmp_path / "a" / ".2.0.tmp").write_bytes(b"half")
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "a")
+    assert store.names("a") == ["a/2"]
+
+
+def test_delete_and_move_are_seen_at_once(opened):
+    store, listed = opened
+    store.put("policy/1/adapters", b"1")
+    store.put("eval/after/episodes", b"2")
+    store.put("eval/after.json", b"3")
+    store.delete("policy/0/adapters", "policy/1/adapters", "policy/2/adapters")
+    store.delete()
+    store.move("eval/after/episodes", "eval/version_3/episodes")
+    with pytest.raises(FileNotFoundError):
+        store.move("eval/none", "quarantine/none")
+    assert listed() == ["eval/after.json", "eval/version_3/episodes"]
+    assert store.read("eval/version_3/episodes") == b"2"
+    store.put("eval/after.json", b"33")
+    store.move("eval/after.json", "eval/version_3/episodes")
+    assert store.read("eval/version_3/episodes") == b"33"
 
 
 def test_delete_and_move_leave_no_empty_directory(tmp_path):
@@ -118,14 +176,16 @@ def test_put_on_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
     assert [path.name for path in (tmp_path / "policy").iterdir()] == ["manifest.json"]
 
 
-def test_put_whose_chunks_fail_leaves_nothing(tmp_path):
+def test_put_whose_chunks_fail_leaves_nothing(opened):
+    store, listed = opened
+
     def chunks():
         yield b"half"
         raise ValueError("no record")
 
     with pytest.raises(ValueError, match="no record"):
-        open_store(tmp_path).put("shards/a0/x", chunks())
-    assert list(tmp_path.iterdir()) == []
+        store.put("shards/a0/x", chunks())
+    assert listed() == []
 
 
 @pytest.mark.parametrize("new", [False, True])
@@ -166,12 +226,12 @@ def test_put_on_a_file_system_that_cannot_sync_directories_works(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "a/.b", "a\0b"])
-def test_names_that_are_none_are_refused(tmp_path, name):
-    store = open_store(tmp_path / "run")
+def test_names_that_are_none_are_refused(opened, name):
+    store, listed = opened
     for call in (store.read, store.names, lambda name: store.put(name, b"x"), store.delete):
         with pytest.raises(OSError, match="invalid name in a workdir"):
             call(name)
-    assert list(tmp_path.iterdir()) == []
+    assert listed() == []
 
 
 def test_open_follows_no_link_out_of_the_workdir(tmp_path):

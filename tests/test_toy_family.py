@@ -23,7 +23,7 @@ from tests import tiny_config, toy_family
 from tests.toy_family.config import ToyConfig
 from tests.toy_family.inputs import TOKENS
 from tools import export
-from uirl_jax import evaluation, main
+from uirl_jax import evaluation
 from uirl_jax.config import reading, schema
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.errors import ConfigError, ModelError
@@ -34,6 +34,7 @@ from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.screens import vision_index
 from uirl_jax.models import scoring, weights
 from uirl_jax.models.lora import LoraConfig
+from uirl_jax.roles.all import run_all
 from uirl_jax.run import Run, check_family, open_run
 
 SPECIAL = ("<eos>", "<user>", "<agent>", "<image>")
@@ -170,7 +171,7 @@ def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
     resolved = reading.from_config(schema.RunConfig, cfg)
     run = Run(resolved, tmp_path / "run", open_run(tmp_path / "run", resolved))
     # A random policy earns nothing: without advantages there would be no gradient to follow.
-    main.run_all(run, threading.Event(), replace_advantages=signs)
+    run_all(run, threading.Event(), replace_advantages=signs)
 
     assert list(evaluation.read_results(run.workdir)) == ["before", "after"]
     lines = [json.loads(line) for line in (run.workdir / "metrics.jsonl").read_text().splitlines()]

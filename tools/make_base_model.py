@@ -237,7 +237,7 @@ def make_batch(
             example.token_ids_t, inputs.image_token_id, rows_v
         )
     mask_bt = arrays["completion_mask_bt"]
-    index_bs = batching.sampled_index(mask_bt, ())
+    index_bs = batching.sampled_index(mask_bt, mask_bt.shape[1])
     return TrainBatch(
         **arrays,
         vision=packed.arrays,

@@ -10,12 +10,14 @@ damaged; `restore_latest` then tries older steps and reports the skipped ones.
 A checkpoint is one flat dict of arrays, named by their paths in the tree, so that the bytes on disk
 do not depend on the classes of optax or Flax. The caller provides the tree's structure.
 
-Base weights are not saved. Checksums need whole arrays on this host: one process, with any number
-of devices.
+Base weights are not saved. The processes of a learner on several hosts save and restore together,
+in one directory that all of them see. Checksums need whole arrays: each host gathers them, one at a
+time. Adapters are megabytes; all weights of a large model would cross the network at every save.
 """
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -30,15 +32,18 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from uirl_jax.errors import CheckpointError
+from uirl_jax.store import Store, open_store
 
 FORMAT = 1
 # Free space needed besides the arrays: Orbax's metadata, some kilobytes per array, and a reserve.
 SPARE_BYTES = 4 << 20
 # Damaged steps are moved here and not deleted, so that the cause can be investigated.
 DAMAGED_DIR = "damaged"
+_COMMITTED = "commit_success.txt"  # Orbax writes it last, where it cannot rename
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         self._read_only, self._keep = read_only, keep
+        _prepare_bucket(str(directory))
         self._is_bucket = str(directory).startswith("gs://")
         self._directory = epath.Path(directory if self._is_bucket else os.path.abspath(directory))
         self._in_flight: int | None = None
@@ -202,8 +208,12 @@ class Checkpointer:
             except Exception as error:  # Orbax and tensorstore raise many types on damaged files
                 skipped.append((step, _one_line(error)))
                 continue
-            if not self._read_only:
-                self._set_aside([step for step, _ in skipped])
+            if not self._read_only and skipped:
+                if jax.process_index() == 0:
+                    self._set_aside([step for step, _ in skipped])
+                if jax.process_count() > 1:
+                    multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+                self._manager.reload()
             return Restored(
                 step=step,
                 arrays=jax.tree.unflatten(jax.tree.structure(abstract), leaves.values()),
@@ -378,19 +388,47 @@ class Checkpointer:
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move damaged steps to damaged/<step>-<time>."""
-        if not steps:
-            return
         try:
-            (self._directory / DAMAGED_DIR).mkdir(exist_ok=True)
             for step in steps:
-                source = self._directory / str(step)
-                source.rename(self._directory / DAMAGED_DIR / f"{step}-{time.time_ns()}")
+                target = f"{DAMAGED_DIR}/{step}-{time.time_ns()}"
+                if self._is_bucket:
+                    _move_objects(open_store(str(self._directory)), str(step), target)
+                else:
+                    (self._directory / DAMAGED_DIR).mkdir(exist_ok=True)
+                    (self._directory / str(step)).rename(self._directory / target)
         except OSError as error:
             raise CheckpointError(
                 f"{self._directory}: damaged steps {steps} cannot be moved to {DAMAGED_DIR}/: "
                 f"{_one_line(error)}; move them away by hand"
             ) from error
-        self._manager.reload()
+
+
+def _prepare_bucket(directory: str) -> None:
+    """Sets up Orbax's access to gs://. Raises: CheckpointError: it cannot write there."""
+    if directory.startswith("s3://"):
+        raise CheckpointError(
+            f"{directory}: checkpoints are written to gs:// or a directory; use a --workdir there"
+        )
+    if directory.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
+        raise CheckpointError(
+            f"{directory}: needs gcsfs, which is not installed; pip install 'uirl_jax[gcs]'"
+        )
+    if directory.startswith("gs://"):
+        from fsspec import config
+
+        # Otherwise gcsfs remembers listings for ever, also of steps that another process has saved
+        # or deleted, and that `_set_aside` has moved.
+        config.conf.setdefault("gs", {})["use_listings_cache"] = False
+
+
+def _move_objects(store: Store, prefix: str, target: str) -> None:
+    """Moves everything below a prefix; a bucket has no directories to rename.
+
+    Orbax's marker of a committed step goes first: killed here, the step is not committed any more.
+    """
+    names = store.names(prefix)
+    for name in sorted(names, key=lambda name: (name != f"{prefix}/{_COMMITTED}", name)):
+        store.move(name, f"{target}/{name.removeprefix(prefix + '/')}")
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -435,6 +473,10 @@ def _like(array: jax.Array, leaf: Any) -> jax.Array:
 
 def _crc32c(array: Any) -> int:
     """crc32c of the array's bytes in C order, little-endian, gathered on this host."""
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        array = multihost_utils.process_allgather(array, tiled=True)
     host = np.ascontiguousarray(np.asarray(array))
     # View as bytes, because bfloat16 arrays do not support the buffer protocol.
     return google_crc32c.value(host.reshape(-1).view(np.uint8).data.tobytes())

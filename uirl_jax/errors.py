@@ -98,3 +98,7 @@ class RestartError(UirlError):
     """The process stopped early; a supervisor should start it again."""
 
     exit_code = 75
+
+
+class StoppedError(RestartError):
+    """The process was told to stop, by a signal, and has saved what it had."""

@@ -25,7 +25,7 @@ from uirl_jax.engine.engine import Engine
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import EngineConfig
-from uirl_jax.errors import RestartError
+from uirl_jax.errors import StoppedError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.loading import PolicyModel
@@ -122,7 +122,7 @@ class Players:
         Args:
           tasks: the instances (`evaluation.eval_tasks`).
           engine: replaces this object's engine.
-        Raises: RestartError: `stop` was set; the same command starts the stage again.
+        Raises: StoppedError: `stop` was set; the same command starts the stage again.
         """
         known = evaluation.read_results(self.workdir)
         if stage in known:
@@ -222,7 +222,7 @@ async def _unless_stopped(
 ) -> T:
     """Runs the coroutine; if `stop` is set first, cancels it and waits until it has ended.
 
-    Raises: RestartError: `stop` was set.
+    Raises: StoppedError: `stop` was set.
     """
     working, watching = (
         asyncio.create_task(coroutine),
@@ -231,7 +231,7 @@ async def _unless_stopped(
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise RestartError(f"stopped {where}; run the same command again to repeat it")
+            raise StoppedError(f"stopped {where}; run the same command again to repeat it")
         return working.result()
     finally:
         for task in (working, watching):

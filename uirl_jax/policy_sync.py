@@ -8,6 +8,9 @@ published like any other, so that all actors start in the same way.
     policy/<version>/adapters.safetensors      named by the manifest; never changed. A run that
                                                trains all weights: weights.safetensors
 
+The manifest is replaced by one conditional write. In a bucket it carries the generation of the
+learner's lease, so that a learner that has lost its lease publishes nothing.
+
 The last three versions are kept, because an actor may load a version while the learner publishes
 the next. The manifest is untrusted input: every field is checked before use.
 
@@ -30,10 +33,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from uirl_jax.errors import PolicyError
-from uirl_jax.store import Store
+from uirl_jax.errors import PolicyError, RestartError
+from uirl_jax.store import Store, StoreUnavailableError, lease
 
 KEEP_VERSIONS = 3
+_CONFLICTS = 3  # of the manifest's conditional write; only the lease's holder writes it
 POLICY = "policy"
 MANIFEST = "policy/manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20  # a manifest is usually a few hundred bytes
@@ -81,6 +85,7 @@ def publish(
 
     Raises:
         PolicyError: it could not be written; the previous version stays current.
+        RestartError: another learner has the lease, or the storage does not answer.
     """
     name = f"{POLICY}/{version}/{kind}.safetensors"
     try:
@@ -100,8 +105,12 @@ def publish(
             extra=extra,
             published_unix_s=time.time(),
         )
-        text = json.dumps(dataclasses.asdict(manifest), allow_nan=False, indent=1, sort_keys=True)
-        store.put(MANIFEST, text.encode())
+        manifest = _replace(store, manifest)
+    except StoreUnavailableError as error:
+        raise RestartError(
+            f"{store.location(name)}: version {version} was not published: {error.strerror}; the "
+            "storage does not answer: run the same command again"
+        ) from error
     except OSError as error:
         raise PolicyError(
             f"{store.location(name)}: version {version} was not published: {error}; the previous "
@@ -110,6 +119,49 @@ def publish(
     with contextlib.suppress(OSError):  # not fatal: the next publication tries again
         _delete_old(store, current=version)
     return manifest
+
+
+def seal(store: Store) -> None:
+    """Marks the manifest with this learner's lease, at its start.
+
+    An earlier learner may be paused within its conditional write; that write now fails.
+
+    Raises: PolicyError: the storage fails. RestartError: another learner has the lease.
+    """
+    try:
+        text, version = store.read_version(MANIFEST)
+        fence = lease.learner_fence(store)
+        if not fence or not version:
+            return
+        with contextlib.suppress(PolicyError):  # not a manifest: the next publication replaces it
+            _put(store, _marked(_to_manifest("", json.loads(text)), fence), version)
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{store.location(MANIFEST)}: cannot be replaced: {error}") from error
+
+
+def _replace(store: Store, manifest: Manifest) -> Manifest:
+    """Makes a manifest the current one. Raises: as `publish`, and OSError."""
+    for _ in range(_CONFLICTS):
+        _, version = store.read_version(MANIFEST)
+        # After reading the version: whoever takes the lease from here on changes it by `seal`.
+        fence = lease.learner_fence(store)
+        marked = _marked(manifest, fence) if fence else manifest
+        if _put(store, marked, version):
+            return marked
+    raise PolicyError(
+        f"{store.location(MANIFEST)}: is replaced by others while this learner has the lease; "
+        "is a learner of an earlier release running?"
+    )
+
+
+def _marked(manifest: Manifest, fence: int) -> Manifest:
+    return dataclasses.replace(manifest, extra={**manifest.extra, "lease_generation": fence})
+
+
+def _put(store: Store, manifest: Manifest, version: str) -> bool:
+    fields = dataclasses.asdict(manifest)
+    text = json.dumps(fields, allow_nan=False, indent=1, sort_keys=True)
+    return bool(store.put_version(MANIFEST, text.encode(), version))
 
 
 def read_manifest(store: Store) -> Manifest | None:
@@ -193,7 +245,7 @@ async def watch(
 
     Args:
         store: of the run.
-        poll_s: seconds between two reads.
+        poll_s: seconds between two reads; the store may ask for more.
         after_version: the version that the caller already has.
 
     Raises:
@@ -207,7 +259,7 @@ async def watch(
         if manifest is not None and manifest != seen and wanted:
             yield manifest
         seen = manifest
-        await asyncio.sleep(poll_s)
+        await asyncio.sleep(max(poll_s, store.poll_s))
 
 
 def _to_manifest(where: str, fields: Any) -> Manifest:

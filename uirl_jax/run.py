@@ -38,6 +38,8 @@ from uirl_jax.rl.losses import find_policy_loss
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
+from uirl_jax.store.local import LocalStore
+from uirl_jax.store.mirror import fetch_directory
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import own_rules
 from uirl_jax.verifiers.client.token import read_token
@@ -46,13 +48,16 @@ from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
+# Sections that say where a run computes and not what: a restart may change them.
+PLACEMENT = ("mesh", "cluster")
 
 
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     """Returns the run's id; the first role writes config.json.
 
     A config with more `learner.steps` than before extends the run, with the learning rate schedule
-    of the new length; the previous final evaluation is renamed to its version.
+    of the new length; the previous final evaluation is renamed to its version. The sections of
+    PLACEMENT may differ: a run may continue on another mesh.
 
     Args:
       learns: whether this role holds the learner's lease; only then a run is extended.
@@ -70,11 +75,12 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
         raise ConfigError(
             f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
         ) from None
+    known |= {section: resolved[section] for section in PLACEMENT}
     differences = sorted(_differences(known, resolved, "config"))
     extends = _extends(known, resolved, differences)
     if extends and learns:
         evaluation.rename_stage(workdir, "after", f"version_{known['learner']['steps']}")
-        store.delete(evaluation.SUMMARY_FILE)
+        LocalStore(workdir).delete(evaluation.SUMMARY_FILE)
         store.put(CONFIG_FILE, _to_json({"run_id": run_id, "config": resolved}))
     elif differences:
         way_out = "Use another --workdir, or remove this one"
@@ -228,12 +234,17 @@ class Run:
         if not self.cfg.cold_start.steps:
             return self.load_model(mesh, Path(self.cfg.model.path))
         path = self.workdir / MODEL_DIR
+        self.fetch_cold_start()
         if not path.is_dir():
             raise ConfigError(
                 f"{path} does not exist yet: the config has a cold start, which --role=all or "
                 "--role=learner runs"
             )
         return self.load_model(mesh, path)
+
+    def fetch_cold_start(self) -> None:
+        """Of a run in a bucket: fetches the model of its cold start once it is there."""
+        fetch_directory(self.workdir, open_store, str(MODEL_DIR))
 
     def make_chat(self, model: loading.PolicyModel) -> Chat:
         return make_chat(self.cfg.chat, model)

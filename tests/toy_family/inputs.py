@@ -42,7 +42,8 @@ class ToyInputs:
     ) -> PackedScreens:
         patches_ipc = np.zeros((rows, TOKENS, 3 * PATCH_PX**2), np.uint8)
         for screen, row, _, _ in placed:
-            patches_ipc[row] = screen.arrays["patches_pc"]
+            if screen.arrays is not None:
+                patches_ipc[row] = screen.arrays["patches_pc"]
         return PackedScreens({"patches_ipc": patches_ipc}, [place.row * TOKENS for place in placed])
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:

@@ -32,6 +32,7 @@ COMMANDS = (
     Command("overhead", "tools.bench.overhead", "what a step costs beside the model's passes"),
     Command("algorithms", "tools.bench.algorithms", "what each algorithm reaches, seed by seed"),
     Command("host", "tools.bench.host", "an actor host with many episodes at once"),
+    Command("hosts", "tools.bench.hosts", "a learner of 1, 2 and 4 processes on the same records"),
     Command("client", "tools.bench.client", "a turn's cost in the verifier's client"),
     Command("verifiers", "tools.bench.verifiers", "sessions in a real browser"),
     Command("faults", "tools.bench.faults.command", "what verifiers' faults do to the actor"),

@@ -20,7 +20,7 @@ from typing import Self
 from uirl_jax.errors import PolicyError, RecordError, ShardError
 from uirl_jax.policy_sync import Manifest
 from uirl_jax.shards.reader import scan_shard, shard_names
-from uirl_jax.store import Store
+from uirl_jax.store import Store, StoreUnavailableError
 
 
 def group_id(index: int) -> str:
@@ -63,6 +63,8 @@ class PublishedShards:
     def _read(self, name: str) -> tuple[ShardGroup, ...]:
         try:
             header, entries = scan_shard(self._store, name)
+        except StoreUnavailableError:
+            raise
         except (OSError, ShardError, RecordError):
             return ()  # the learner quarantines it with the reason
         versions: dict[str, list[int]] = {}

@@ -60,8 +60,10 @@ class Claims:
         self._abandoned: set[int] = set()
         self._dead: set[str] = set()  # actors, at the last check
         self._next_check_s = 0.0
+        self._is_open = False
         self.poll()
         self.release(*self.own())
+        self._is_open = True
 
     def poll(self) -> None:
         """Reads the claims. Call it before reading shards and manifest.
@@ -79,17 +81,23 @@ class Claims:
             index = int(text)
             if text != stem:
                 abandoned.add(index)
-            elif (claim := self._claims.get(index) or self._read(name)) is not None:
+            elif (claim := self._known_or_read(index, name)) is not None:
                 found[index] = claim
+        for index in [i for i, c in found.items() if c.actor_id == self._actor_id]:
+            if index not in self._claims and self._is_open:
+                # `take` failed, and yet the claim was written: no group is played for it.
+                self._store.delete(self._name(index))
+                del found[index]
         own = {index: self._claims[index] for index in self.own()}  # also if its file was deleted
         self._claims, self._abandoned = found | own, abandoned
 
     def take(self, index: int, version: int) -> bool:
-        """Claims a group; returns False if another actor has it: `poll` again then."""
+        """Claims a group; returns False if another actor has it."""
         content = f"{self._actor_id} {version}\n".encode()
         taken = self._store.put_new(self._name(index), content)
-        if taken:
-            self._claims[index] = Claim(self._actor_id, version, time.monotonic())
+        # Another actor's claim is read at the next poll; until then the index is not free.
+        owner = self._actor_id if taken else ""
+        self._claims[index] = Claim(owner, version, time.monotonic())
         return taken
 
     def release(self, *indices: int) -> None:
@@ -131,6 +139,13 @@ class Claims:
 
     def _name(self, index: int) -> str:
         return f"{self._prefix}/{index:08d}"
+
+    def _known_or_read(self, index: int, name: str) -> Claim | None:
+        known = self._claims.get(index)
+        if known is not None and known.actor_id:
+            return known
+        read = self._read(name)
+        return known if known and read and not read.actor_id else read  # damaged: since when
 
     def _read(self, name: str) -> Claim | None:
         try:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from uirl_jax.metrics import key_values
 from uirl_jax.policy_sync import Manifest
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import ShardWriter
-from uirl_jax.store import open_store
+from uirl_jax.store import StoreUnavailableError, open_store
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 
@@ -139,12 +139,14 @@ async def run_actor(
         await actor.look()
         actor.settle()
         while not stop.is_set() and not actor.finished:
-            await actor.publish_whole_groups()
-            await actor.release_used_claims()
-            await actor.start_admitted_groups()
+            with actor.storage_may_be_away():
+                await actor.publish_whole_groups()
+                await actor.release_used_claims()
+                await actor.start_admitted_groups()
             actor.report_if_due()
             await actor.pause(stopped)
-            await actor.look()
+            with actor.storage_may_be_away():
+                await actor.look_if_due()
     finally:
         stopped.cancel()
         await uninterrupted(actor.close())
@@ -188,6 +190,7 @@ class _Actor:
         # Started episodes that are not published yet, by group.
         self._in_memory: collections.Counter[int] = collections.Counter()
         self._publish_again_s = 0.0
+        self._next_look_s = 0.0
         self._last_report_s = time.monotonic()
         self._last_warning = ""
 
@@ -199,6 +202,20 @@ class _Actor:
         if manifest is None or steps is None:
             return False
         return manifest.step >= steps or bool(manifest.extra.get("ended"))
+
+    @contextlib.contextmanager
+    def storage_may_be_away(self) -> Iterator[None]:
+        """Running groups go on while the storage does not answer; the rest is tried again."""
+        try:
+            yield
+        except StoreUnavailableError as error:
+            self._warn_once("storage_unavailable", str(error))
+
+    async def look_if_due(self) -> None:
+        """`look`, not more often than the store allows: in a bucket each look is paid for."""
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + self._store.poll_s
+            await self.look()
 
     async def look(self) -> None:
         """Reads claims, shards and manifest; loads a new policy before updating the ledger."""
@@ -275,7 +292,7 @@ class _Actor:
                 self._warn_once("group_not_claimed", f"{self._store.location()}: {error}")
                 return
             if not taken:
-                return  # another actor has claimed it since the last look
+                continue  # another actor has claimed it since the last look
             self._members_playing += cfg.group_size
             task = self._tasks.task_for_group(index, manifest.extra.get("tallies"))
             self._groups[index] = asyncio.create_task(self._sample_group(index, task))

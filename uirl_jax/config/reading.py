@@ -19,8 +19,10 @@ This module defines no keys; `schema` and the packages' own dataclasses do.
 import dataclasses
 import difflib
 import enum
+import hashlib
 import json
 import math
+import os
 import re
 import runpy
 import sys
@@ -36,6 +38,7 @@ from ml_collections import config_dict, config_flags
 
 from uirl_jax import assets
 from uirl_jax.errors import ConfigError
+from uirl_jax.store import bucket, mirror
 
 T = TypeVar("T")
 
@@ -144,16 +147,39 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
     return rest
 
 
-def workdir_of(value: str) -> Path:
-    """The directory of --workdir. Raises: ConfigError for none, or an address."""
+def workdir_of(value: str, local_dir: str = "") -> Path:
+    """The directory of --workdir; of a run in a bucket its local one, linked to the address.
+
+    Args:
+        local_dir: for a bucket; "": a directory of the user's state, named after the address.
+    Raises: ConfigError: there is none, an invalid address, or a local_dir without a bucket.
+    """
     if not value.strip():
         raise ConfigError("--workdir is empty; give a directory, e.g. --workdir=runs/quickstart")
-    if "://" in value:
+    if "://" not in value:
+        if local_dir:
+            raise ConfigError(f"--local_dir={local_dir}: --workdir is not in a bucket")
+        return Path(value)
+    try:
+        bucket.check_address(value)
+    except OSError as error:
+        raise ConfigError(f"--workdir={value}: {error.strerror}") from None
+    if not value.startswith("gs://"):
         raise ConfigError(
-            f"--workdir={value}: a run needs a local or mounted directory; buckets are not "
-            "supported yet"
+            f"--workdir={value}: runs are in a directory or in gs://; checkpoints cannot be "
+            "written to s3://"
         )
-    return Path(value)
+    address = value.rstrip("/")
+    directory = Path(local_dir) if local_dir else _state_directory(address)
+    mirror.link(directory, address)
+    return directory
+
+
+def _state_directory(address: str) -> Path:
+    home = os.environ.get("XDG_STATE_HOME", "")
+    states = Path(home) if home else Path.home() / ".local" / "state"
+    digest = hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
+    return states / "uirl_jax" / digest
 
 
 def check_overrides(

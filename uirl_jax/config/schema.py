@@ -14,9 +14,10 @@ from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner.algorithm import AlgorithmConfig
+from uirl_jax.learner.cluster import ClusterConfig
 from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.learner.curriculum import MAX_ENTRIES, CurriculumConfig
-from uirl_jax.learner.loop import LearnerConfig
+from uirl_jax.learner.training import LearnerConfig
 from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
@@ -142,6 +143,7 @@ class RunConfig:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     cold_start: ColdStartConfig = dataclasses.field(default_factory=ColdStartConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         faults = []

@@ -9,8 +9,8 @@ from typing import Any
 
 from uirl_jax.errors import ConfigError, UirlError
 from uirl_jax.evaluation.statistics import EvalResult, Rate
-from uirl_jax.store import open_store
 from uirl_jax.store.files import write_atomically
+from uirl_jax.store.local import LocalStore
 
 EVAL_DIR = "eval"
 EPISODES_FILE = "episodes.tfrecord"
@@ -62,7 +62,7 @@ def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None
 
     If interrupted, the same call completes it. Does nothing if the stage does not exist.
     """
-    result, store = read_results(workdir).get(stage), open_store(workdir)
+    result, store = read_results(workdir).get(stage), LocalStore(workdir)
     if result is None:
         return
     for episodes in store.names(f"{EVAL_DIR}/{stage}"):

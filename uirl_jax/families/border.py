@@ -95,7 +95,11 @@ class Inputs(Protocol):
     def pack_screens(
         self, placed: Sequence[PlacedScreen], rows: int, row_patches: int
     ) -> PackedScreens:
-        """The arrays of screens that were read; what they leave free is padding."""
+        """The arrays of screens; what they leave free is padding.
+
+        A screen that was not read (`arrays` is None) takes its place and stays padding: another
+        host has its pixels.
+        """
         ...
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:

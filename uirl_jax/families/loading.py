@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from uirl_jax.models.blocks import Remat
 from uirl_jax.models.directory import copy_tokenizer
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize
+from uirl_jax.models.sharding import held_here
 
 _HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -54,6 +55,14 @@ class PolicyModel:
     @property
     def trains(self) -> Literal["adapters", "all weights"]:
         return "adapters" if jax.tree.leaves(self.frozen) else "all weights"
+
+    def held_here(self, mesh: jax.sharding.Mesh) -> Self:
+        """The model for this process alone, of one on all processes' mesh; no weight is copied.
+
+        Raises: ConfigError: see sharding.held_here.
+        """
+        trainable, frozen = held_here((self.trainable, self.frozen), mesh)
+        return dataclasses.replace(self, trainable=trainable, frozen=frozen)
 
     @property
     def trains_vision(self) -> bool:

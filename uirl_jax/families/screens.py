@@ -31,24 +31,43 @@ def decode_image(data: bytes, *, max_pixels: int = 16_000_000) -> Image.Image:
     Raises: ImageError for anything else, with the reason.
     """
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        width_px, height_px = image.size
-        if width_px * height_px > max_pixels:
-            raise ImageError(
-                f"image of {width_px}x{height_px} pixels, expected at most {max_pixels} pixels"
-            )
-        frames = getattr(image, "n_frames", 1)  # JPEG has no such field
-        if image.format != "JPEG" and frames != 1:
-            raise ImageError(f"image of {frames} frames, expected a still image")
+        image = _open(data, max_pixels)
         image.load()
         return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
     except ImageError:
         raise
     except Exception as error:  # Pillow's decoders raise a dozen unrelated types on hostile bytes
+        raise _unreadable(data, error) from error
+
+
+def image_size(data: bytes, *, max_pixels: int = 16_000_000) -> Size:
+    """(width, height) in an image's header; its pixels are not decoded. Raises: ImageError."""
+    try:
+        return _open(data, max_pixels).size
+    except ImageError:
+        raise
+    except Exception as error:  # as in decode_image
+        raise _unreadable(data, error) from error
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    width_px, height_px = image.size
+    if width_px * height_px > max_pixels:
         raise ImageError(
-            f"{len(data)} bytes are not a readable PNG, JPEG or WEBP image "
-            f"({type(error).__name__}: {str(error)[:120]})"
-        ) from error
+            f"image of {width_px}x{height_px} pixels, expected at most {max_pixels} pixels"
+        )
+    frames = getattr(image, "n_frames", 1)  # JPEG has no such field
+    if image.format != "JPEG" and frames != 1:
+        raise ImageError(f"image of {frames} frames, expected a still image")
+    return image
+
+
+def _unreadable(data: bytes, error: Exception) -> ImageError:
+    return ImageError(
+        f"{len(data)} bytes are not a readable PNG, JPEG or WEBP image "
+        f"({type(error).__name__}: {str(error)[:120]})"
+    )
 
 
 def plan_screen(inputs: Inputs, screenshot: bytes, size_px: Size) -> Screen:

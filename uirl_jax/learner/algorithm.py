@@ -16,11 +16,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, UserCodeError
 from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.state import CriticConfig, TrainState
+from uirl_jax.models import sharding
 from uirl_jax.rl import advantages, rewards
 from uirl_jax.rl.advantages import AdvantageConfig
 from uirl_jax.rl.losses import PolicyLossConfig
@@ -156,6 +158,29 @@ class _Minibatch:
     trajectories: list[Trajectory]
     batches: list[TrainBatch]
     scored: list[learner_step.Scored] | None = None
+    scores_here: list[learner_step.Scored] | None = None  # on the host, where they are needed
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The records that a step trains on.
+
+    Attributes:
+      groups: of which advantages are computed.
+      parts: the records of each update, whole groups in their order.
+    """
+
+    groups: Sequence[Group]
+    parts: list[list[Trajectory]]
+
+
+def choose(groups: Sequence[Group], cfg: AlgorithmConfig) -> Chosen:
+    """Leaves out what the algorithm does not train on, and splits the rest into updates."""
+    if cfg.objective == "imitation":
+        groups = [kept(group, cfg) for group in groups]
+    elif cfg.drop_equal_groups:
+        groups = [group for group in groups if differs(group, cfg)] or groups
+    return Chosen(groups, _split(groups, cfg.minibatches))
 
 
 def learn(
@@ -170,7 +195,7 @@ def learn(
     seed: int,
     replace_advantages: Advantages | None = None,
 ) -> tuple[TrainState, dict[str, float], int]:
-    """One learner step on these groups. The state is donated.
+    """One learner step on these groups, in one process. The state is donated.
 
     Args:
       make_batches: makes the batches of one update from its records.
@@ -179,30 +204,67 @@ def learn(
     Returns: (state, metrics as means over the updates, number of tokens that are not padding).
     """
     started_s = time.monotonic()
-    if cfg.objective == "imitation":
-        groups = [kept(group, cfg) for group in groups]
-    elif cfg.drop_equal_groups:
-        groups = [group for group in groups if differs(group, cfg)] or groups
+    chosen = choose(groups, cfg)
+    batches = [make_batches(records) for records in chosen.parts]
+    batches_s = time.monotonic() - started_s
+    state, metrics, tokens = update(
+        chosen,
+        batches,
+        cfg,
+        steps,
+        state,
+        frozen,
+        mesh=mesh,
+        seed=seed,
+        replace_advantages=replace_advantages,
+    )
+    return state, metrics | {"time/batches_s": batches_s}, tokens
+
+
+def update(
+    chosen: Chosen | None,
+    batches: Sequence[list[TrainBatch]],
+    cfg: AlgorithmConfig,
+    steps: learner_step.Steps,
+    state: TrainState,
+    frozen: nnx.State,
+    *,
+    mesh: jax.sharding.Mesh | None,
+    seed: int,
+    replace_advantages: Advantages | None = None,
+) -> tuple[TrainState, dict[str, float], int]:
+    """The updates of one step, by all processes of the learner together. The state is donated.
+
+    Args:
+      chosen: the records of the batches; None in every process but the first, which computes
+        advantages and weights for all.
+      batches: of each update; a process's own rows are enough.
+      seed, replace_advantages: see `learn`.
+    Returns: as `learn`; the number of tokens is of the batches that are here.
+    """
+    started_s = time.monotonic()
     rng = np.random.default_rng([seed, int(state.step)])
-    minibatches = [
-        _Minibatch(records, make_batches(records)) for records in _split(groups, cfg.minibatches)
-    ]
-    batched_s = time.monotonic()
+    parts = [[]] * len(batches) if chosen is None else chosen.parts
+    minibatches = [_Minibatch(*pair) for pair in zip(parts, batches, strict=True)]
     scored_s = 0.0  # forward passes before the advantages
-    if cfg.objective == "imitation":
+    if cfg.objective == "policy" and (cfg.recompute_old or cfg.has_critic):
         for minibatch in minibatches:
-            weights = _weights(minibatch.trajectories, cfg)
-            minibatch.batches = batching.fill(minibatch.batches, weights_bt=weights)
-    else:
-        if cfg.recompute_old or cfg.has_critic:
+            minibatch.scored = [
+                steps.score(learner_step.params_of(state), frozen, arrays)
+                for arrays in _on_device(minibatch.batches, mesh)
+            ]
+            jax.block_until_ready(minibatch.scored)
+            if cfg.kl_in_reward or cfg.has_critic:
+                minibatch.scores_here = _to_host(minibatch.scored)
+        scored_s = time.monotonic() - started_s
+    if chosen is not None:
+        if cfg.objective == "imitation":
             for minibatch in minibatches:
-                minibatch.scored = [
-                    steps.score(learner_step.params_of(state), frozen, arrays)
-                    for arrays in _on_device(minibatch.batches, mesh)
-                ]
-            jax.block_until_ready([minibatch.scored for minibatch in minibatches])
-            scored_s = time.monotonic() - batched_s
-        _fill_in_advantages(groups, minibatches, cfg, replace_advantages)
+                weights = _weights(minibatch.trajectories, cfg)
+                minibatch.batches = batching.fill(minibatch.batches, weights_bt=weights)
+        else:
+            _fill_in_advantages(chosen.groups, minibatches, cfg, replace_advantages)
+    _from_first_process(minibatches, cfg)
 
     filled_s = time.monotonic()
     updates: list[dict[str, float]] = []  # metrics of each
@@ -227,11 +289,42 @@ def learn(
     metrics = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
     metrics["learner/updates"] = len(updates)
     metrics["learner/tokens"] = sum(update["learner/tokens"] for update in updates)
-    metrics["time/batches_s"] = batched_s - started_s
-    metrics["time/advantages_s"] = filled_s - batched_s - scored_s
+    metrics["time/advantages_s"] = filled_s - started_s - scored_s
     metrics["time/score_s"] = scored_s
     metrics["time/update_s"] = time.monotonic() - filled_s
     return state, metrics, sum(learner_step.tokens_in(part.batches) for part in minibatches)
+
+
+# The fields that the first process computes for all.
+_SHARED = ("weights_bt",)
+_SHARED_BY_POLICY = ("weights_bt", "advantages_bt")
+_SHARED_BY_CRITIC = (*_SHARED_BY_POLICY, "values_bt", "returns_bt")
+
+
+def _from_first_process(minibatches: Sequence[_Minibatch], cfg: AlgorithmConfig) -> None:
+    """Sets what the first process computed in the batches of all processes."""
+    if jax.process_count() == 1:
+        return
+    policy = _SHARED_BY_CRITIC if cfg.has_critic else _SHARED_BY_POLICY
+    names = policy if cfg.objective == "policy" else _SHARED
+
+    def fields(batch: TrainBatch) -> dict[str, np.ndarray]:
+        empty = np.zeros(batch.token_ids_bt.shape, np.float32)
+        arrays = {name: getattr(batch, name) for name in names}
+        return {name: empty if array is None else array for name, array in arrays.items()}
+
+    mine = [[fields(batch) for batch in minibatch.batches] for minibatch in minibatches]
+    given = multihost_utils.broadcast_one_to_all(mine)
+    for minibatch, of_batches in zip(minibatches, given, strict=True):
+        minibatch.batches = [
+            dataclasses.replace(batch, **{name: np.asarray(a) for name, a in arrays.items()})
+            for batch, arrays in zip(minibatch.batches, of_batches, strict=True)
+        ]
+
+
+def _to_host(scored: Sequence[learner_step.Scored]) -> list[learner_step.Scored]:
+    """The scores as numpy arrays of all rows, in every process."""
+    return [sharding.to_host(scores._replace(visual_md=None)) for scores in scored]
 
 
 def _split(groups: Sequence[Group], count: int) -> list[list[Trajectory]]:
@@ -359,10 +452,8 @@ def _gathered(
     """One array of scores per record: float32[S], in the order of the groups."""
     gathered = []
     for minibatch in minibatches:
-        assert minibatch.scored is not None  # scored before advantages are computed
-        arrays = [
-            array_of(jax.device_get(scored._replace(visual_md=None))) for scored in minibatch.scored
-        ]
+        assert minibatch.scores_here is not None  # fetched before advantages are computed
+        arrays = [array_of(scores) for scores in minibatch.scores_here]
         counts = [sum(rewards.turn_lengths(record)) for record in minibatch.trajectories]
         gathered += batching.gather(minibatch.batches, arrays, counts)
     return gathered

@@ -35,12 +35,16 @@ from uirl_jax.learner.algorithm import Group
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.state import TrainState
-from uirl_jax.metrics import MetricsWriter, key_values, last_object
-from uirl_jax.models import weights
+from uirl_jax.metrics import METRICS_FILE, MetricsWriter, key_values, last_object
+from uirl_jax.models import sharding, weights
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.queue import QUARANTINE, ShardQueue
+from uirl_jax.shards.reader import RecordRef
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import open_store
+from uirl_jax.store.bucket import is_address
+from uirl_jax.store.lease import learner_fence
+from uirl_jax.store.mirror import copy_now
 
 CHECKPOINTS = "checkpoints"  # below the workdir
 # The data cursor: the JSON part of a checkpoint.
@@ -131,6 +135,16 @@ class Bookkeeping:
             self._curriculum.count(self._tallies, group)
         return groups
 
+    @property
+    def refs(self) -> dict[str, RecordRef]:
+        """Where the records taken since the last `save` are, by episode."""
+        return self._queue.taken_from | self._replay.taken_from
+
+    @property
+    def poll_s(self) -> float:
+        """Least seconds between two calls of `take` that find nothing."""
+        return self._store.poll_s
+
     def allow_extra(self, more: int, regular: int) -> bool:
         """Allows actors to start `more` groups beyond those trained so far.
 
@@ -190,6 +204,8 @@ class Bookkeeping:
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics line."""
         self._metrics_writer.write(step, metrics)
+        # Before the checkpoint: a saved step must not lack its line.
+        copy_now(self._run.workdir, open_store, METRICS_FILE)
 
     def save(self, step: int, state: TrainState) -> None:
         """Commits a checkpoint: the train state and the data cursor."""
@@ -202,21 +218,24 @@ class Bookkeeping:
             "replay": dict(self._replay.files),
             "ended": self._ended,
             "base_hash": self._model.base_hash,
+            "lease_generation": learner_fence(self._store),
         }
         self._checkpointer.save(step, state, meta)
         self._saved.append(meta)
+        self._queue.taken_from.clear()
+        self._replay.taken_from.clear()
 
-    def publish(self, step: int, state: TrainState) -> None:
-        """Publishes what is trained as the policy that actors sample with, in the dtypes that they
-        hold it in: the learner's own is float32."""
-        trained = jax.tree.map(
-            lambda leaf, held: leaf.astype(held.dtype), state.trainable, self._model.trainable
-        )
+    def publish(self, step: int, policy: Mapping[str, np.ndarray]) -> None:
+        """Publishes the policy that actors sample with.
+
+        Args:
+          policy: of `policy_of`.
+        """
         policy_sync.publish(
             self._store,
             version=step,
             step=step,
-            arrays=weights.adapters_to_numpy(trained),
+            arrays=dict(policy),
             kind="adapters" if self._model.trains == "adapters" else "weights",
             base_hash=self._model.base_hash,
             run_id=self._run.run_id,
@@ -247,6 +266,17 @@ class Bookkeeping:
         return self._queue.accounting()
 
 
+def policy_of(state: TrainState, model: PolicyModel) -> dict[str, np.ndarray]:
+    """What is trained, by leaf, in the dtypes that actors hold it in: the learner's are float32.
+
+    All processes of the learner call it together: each may hold a part.
+    """
+    trained = jax.tree.map(
+        lambda leaf, held: leaf.astype(held.dtype), state.trainable, model.trainable
+    )
+    return weights.adapters_to_numpy(sharding.to_host(trained))
+
+
 @contextlib.contextmanager
 def restore(
     run: RunDirectory,
@@ -263,19 +293,11 @@ def restore(
       CheckpointError: there are checkpoints and all are damaged; or the one to resume from cannot
         be read, or belongs to another base model.
     """
-    checkpointer = Checkpointer(
-        run.workdir / CHECKPOINTS, keep=keep.checkpoints, keep_every=keep.every
-    )
-    metrics_writer = MetricsWriter(run.workdir)
-    with checkpointer, metrics_writer:
-        restored = checkpointer.restore_latest(learner_state.abstract(state))
-        meta = None
-        if restored:
-            state, meta = restored.arrays, restored.meta
-            for line in restored.skipped:
-                print(key_values("checkpoint_skipped", reason=line), flush=True)
-        elif run.resume_from is not None:
-            state, meta = _resume(run.resume_from, run.resume_step, model, state)
+    policy_sync.seal(open_store(run.workdir))
+    with (
+        restored_state(run, model, state, keep) as (checkpointer, state, meta, is_fresh),
+        MetricsWriter(run.workdir) as metrics_writer,
+    ):
         metrics_writer.truncate_from(int(state.step) + 1)
         books = Bookkeeping(
             run,
@@ -285,9 +307,36 @@ def restore(
             metrics_writer,
             meta,
             keep,
-            is_fresh=restored is None,
+            is_fresh=is_fresh,
         )
         yield books, state
+
+
+def checkpoints_of(workdir: Path) -> str:
+    """The path or gs:// address of a run's checkpoints."""
+    return open_store(workdir).location(CHECKPOINTS)
+
+
+@contextlib.contextmanager
+def restored_state(
+    run: RunDirectory, model: PolicyModel, state: TrainState, keep: Keep
+) -> Iterator[tuple[Checkpointer, TrainState, dict[str, Any] | None, bool]]:
+    """Opens the checkpoints; yields them, the state, its data cursor and whether there was none.
+
+    All processes of the learner call it together. Args and Raises: as `restore`.
+    """
+    with Checkpointer(
+        checkpoints_of(run.workdir), keep=keep.checkpoints, keep_every=keep.every
+    ) as checkpointer:
+        restored = checkpointer.restore_latest(learner_state.abstract(state))
+        meta = None
+        if restored:
+            state, meta = restored.arrays, restored.meta
+            for line in restored.skipped:
+                print(key_values("checkpoint_skipped", reason=line), flush=True)
+        elif run.resume_from is not None:
+            state, meta = _resume(run.resume_from, run.resume_step, model, state)
+        yield checkpointer, state, meta, restored is None
 
 
 # Counters of single actors; of everything else the actors' mean is taken.
@@ -313,8 +362,8 @@ def read_adapters(workdir: Path, step: int | None) -> tuple[int, dict[str, np.nd
 
     Raises: CheckpointError: there is none, or it is damaged.
     """
-    directory = workdir / CHECKPOINTS
-    if not directory.is_dir():
+    directory = checkpoints_of(workdir)
+    if not is_address(directory) and not Path(directory).is_dir():
         raise CheckpointError(f"{directory}: no checkpoint yet; the learner saves one at its start")
     with Checkpointer(directory, read_only=True) as checkpointer:
         found = checkpointer.read_part("trainable/", step)
@@ -326,12 +375,12 @@ def _resume(
     workdir: Path, step: int | None, model: PolicyModel, state: TrainState
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state and the data cursor of another run's checkpoint, without that run's files."""
-    with Checkpointer(workdir / CHECKPOINTS, read_only=True) as checkpointer:
+    with Checkpointer(checkpoints_of(workdir), read_only=True) as checkpointer:
         restored = checkpointer.restore(learner_state.abstract(state), step)
     base_hash = restored.meta.get("base_hash", model.base_hash)
     if base_hash != model.base_hash:
         raise CheckpointError(
-            f"{workdir / CHECKPOINTS}/{restored.step}: its adapters belong to the base model "
+            f"{checkpoints_of(workdir)}/{restored.step}: its adapters belong to the base model "
             f"{base_hash[:8]}, this run's is {model.base_hash[:8]} ({model.path}); set model.path "
             "to that run's base (its cold_start/model, if it has one)"
         )

@@ -15,50 +15,24 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
 from uirl_jax.learner import state as learner_state
-from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig, Group
-from uirl_jax.learner.bookkeeping import Bookkeeping, RunDirectory
-from uirl_jax.learner.curriculum import Curriculum
+from uirl_jax.learner.bookkeeping import Bookkeeping, RunDirectory, policy_of
+from uirl_jax.learner.cluster import ALONE, Cluster
+from uirl_jax.learner.hosts import ENDED, PUBLISHED, STOPPED, Hosts
 from uirl_jax.learner.mfu import step_flops, utilisation, weights_in_products
 from uirl_jax.learner.own_rewards import OwnRewards
 from uirl_jax.learner.replay import is_replayed
-from uirl_jax.learner.state import TrainState
 from uirl_jax.learner.supervised import check_finite
+from uirl_jax.learner.training import LearnerConfig, TrainingConfig, prepare
 from uirl_jax.metrics import Progress, key_values
-from uirl_jax.shards import batching
+from uirl_jax.store import open_store
 from uirl_jax.types import Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class LearnerConfig:
-    """The number of steps, and the groups, batches and optimizer of each."""
-
-    steps: int = dataclasses.field(metadata={"min": 0, "max": 10_000_000})
-    groups_per_step: int = dataclasses.field(default=8, metadata={"min": 1, "max": 65_536})
-    # In policy versions; 0: the actor waits for each new policy.
-    max_staleness: int = dataclasses.field(default=0, metadata={"min": 0, "max": 1000})
-    batch: batching.BatchConfig = dataclasses.field(default_factory=batching.BatchConfig)
-    optimizer: learner_state.OptimizerConfig = dataclasses.field(
-        default_factory=learner_state.OptimizerConfig
-    )
-    keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1, "max": 10_000})
-    # Checkpoints of every so many steps are never deleted; 0: of none.
-    keep_every: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
-    # Used shards are moved to kept/ instead of deleted, the oldest ones deleted above this size.
-    keep_records_mib: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
-    # Each is called after every step: "module:function" of a StepReport; a text that it returns
-    # ends the run with this reason.
-    callbacks: tuple[str, ...] = ()
-    # Time between two listings of the shards.
-    poll_s: float = dataclasses.field(default=0.02, metadata={"above": 0.0, "max": 60.0})
-
 
 # A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
 MAX_REFILLS = 10
@@ -79,19 +53,6 @@ OnStep = Callable[[StepReport], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingConfig:
-    """Everything that determines what a run's learner computes."""
-
-    learner: LearnerConfig
-    algorithm: AlgorithmConfig
-    # Its tallies of the run's tasks go to the actors with every policy.
-    curriculum: Curriculum
-    temperature: float = 1.0  # the actors' sampling temperature, see learner.step
-    forbidden_ids: tuple[int, ...] = ()
-    seed: int = 0  # of the adapters' dropout and the order of minibatches
-
-
-@dataclasses.dataclass(frozen=True)
 class LearnerResult:
     """How a run of the learner ended."""
 
@@ -108,6 +69,7 @@ def run_learner(
     stop: threading.Event,
     *,
     mesh: jax.sharding.Mesh,
+    cluster: Cluster = ALONE,
     on_ready: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda report: None,
     on_wait: Callable[[float], None] = lambda seconds: None,
@@ -115,7 +77,10 @@ def run_learner(
 ) -> LearnerResult:
     """Trains until cfg.learner.steps are done or `stop` is set; continues from the last checkpoint.
 
+    With several processes this is process 0's; `follow` runs in the others.
+
     Args:
+      cluster: the learner's processes.
       on_step: called after every step, before the callbacks of the config.
       on_wait: called with the seconds when a step has waited one minute for records, two, four, ...
       on_ready: called once the policy that the run continues from is published. An actor that
@@ -131,23 +96,20 @@ def run_learner(
         cfg, algorithm=dataclasses.replace(cfg.algorithm, reward=own_rewards.then)
     )
     callbacks = (on_step, *find_callbacks(cfg.learner.callbacks))
-    steps, schedule, state = _compile(cfg, model, mesh)
+    steps, schedule, state = prepare(cfg, model, mesh)
     num_weights = weights_in_products(model)
-    learn = functools.partial(
-        algorithm.learn,
+    update = functools.partial(
+        algorithm.update,
         cfg=cfg.algorithm,
         steps=steps,
         frozen=model.frozen,
-        make_batches=functools.partial(
-            batching.make_batches, inputs=model.inputs, cfg=cfg.learner.batch
-        ),
         mesh=mesh,
         seed=cfg.seed,
         replace_advantages=replace_advantages,
     )
-    keep = bookkeeping.Keep(
-        cfg.learner.keep_checkpoints, cfg.learner.keep_every, cfg.learner.keep_records_mib
-    )
+    store = open_store(run.workdir)
+    hosts = Hosts(cluster, store, run.run_id, mesh, model.inputs, cfg.learner.batch)
+    keep = cfg.learner.keep
     with bookkeeping.restore(run, model, cfg.curriculum, state, keep) as (books, state):
         step = int(state.step)
         if books.is_fresh and step >= cfg.learner.steps > 0:
@@ -158,27 +120,33 @@ def run_learner(
         ended = books.ended(cfg.learner.steps)
         if books.is_fresh:
             books.save(step, state)
-        books.publish(step, state)
+        policy = policy_of(state, model)
+        books.publish(step, policy)
+        cluster.tell(PUBLISHED, str(step))
         on_ready()
 
         progress = Progress("training", cfg.learner.steps, first_step=step)
         saved_s = 0.0
         while step < cfg.learner.steps and not stop.is_set() and not ended:
             # ---------------------------------------------------------------- take
-            step_started_s = time.monotonic()
-            groups, taken = _take(cfg, books, own_rewards, step, state, stop, on_wait)
+            step_started_s, cpu_started_s = time.monotonic(), time.process_time()
+            groups, taken = _take(cfg, books, own_rewards, step, policy, stop, on_wait)
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
 
             # ---------------------------------------------------------------- learn
             try:
-                state, metrics, tokens = learn(groups, state=state)
+                chosen = algorithm.choose(groups, cfg.algorithm)
+                batches = hosts.decide(step + 1, chosen, books.refs)
+                batched_s = time.monotonic() - step_started_s - waited_s
+                host_cpu_s = time.process_time() - cpu_started_s
+                state, metrics, tokens = update(chosen, batches, state=state)
                 check_finite(step + 1, metrics)
             except TrainingError as error:
                 location = books.set_aside(step + 1, groups)
                 raise TrainingError(f"{error}; its records are in {location}") from None
-            del groups  # frees their screenshots before the next step's are read
+            del groups, chosen, batches  # frees screenshots before the next step's are read
             step += 1
             learnt_s = time.monotonic() - step_started_s - waited_s
 
@@ -187,6 +155,8 @@ def run_learner(
             metrics |= {
                 **_describe(taken, cfg.algorithm, step - 1),
                 **own_rewards.metrics(),
+                "time/batches_s": batched_s,
+                "time/host_cpu_s": host_cpu_s,
                 **books.describe(),
                 **_speed(saved_s, waited_s, learnt_s, tokens),
                 **utilisation(flops, learnt_s, mesh.devices.flatten().tolist()),
@@ -201,7 +171,8 @@ def run_learner(
             books.write_metrics(step, metrics)
             saving_s = time.monotonic()
             books.save(step, state)
-            books.publish(step, state)
+            policy = policy_of(state, model)
+            books.publish(step, policy)
             books.delete_used()
             saved_s = time.monotonic() - saving_s
             progress.update(
@@ -211,6 +182,7 @@ def run_learner(
                 tokens_per_s=metrics["learner/tokens_per_s"],
             )
         progress.close()
+        hosts.end(step, ENDED if step >= cfg.learner.steps or ended else STOPPED)
         if ended:
             print(key_values("ended_early", step=step, reason=ended), flush=True)
         accounting = books.final_accounting()
@@ -247,39 +219,6 @@ def find_callbacks(references: Sequence[str]) -> list[OnStep]:
     return [checked(*pair) for pair in zip(references, functions, strict=True)]
 
 
-def _compile(
-    cfg: TrainingConfig, model: PolicyModel, mesh: jax.sharding.Mesh
-) -> tuple[learner_step.Steps, optax.Schedule, TrainState]:
-    """The run's jitted functions (XLA compiles each at its first call), the learning rate by
-    update, and a fresh train state."""
-    algorithm_cfg = cfg.algorithm
-    optimizer_cfg = cfg.learner.optimizer.resolved(model.trains)
-    print(optimizer_cfg.describe(model.trainable, model.trains), flush=True)
-    updates = cfg.learner.steps * algorithm_cfg.updates_a_step
-    optimizer = learner_state.make_optimizer(optimizer_cfg, updates)
-    schedule = learner_state.make_schedule(optimizer_cfg, updates)
-    critic, critic_cfg = None, None
-    if algorithm_cfg.has_critic:
-        critic_cfg = algorithm_cfg.critic
-        critic_optimizer = learner_state.make_critic_optimizer(critic_cfg)
-        critic = learner_state.init_critic(model.cfg.hidden_size, critic_optimizer)
-    rules = model.family.weights.sharding_rules
-    state = learner_state.init_state(model.trainable, optimizer, mesh, rules, critic=critic)
-    step_cfg = learner_step.StepConfig(
-        algorithm_cfg.loss,
-        critic_cfg,
-        vision_trainable=model.trains_vision,
-        use_reference=algorithm_cfg.use_reference,
-        recompute_old=algorithm_cfg.recompute_old,
-        temperature=cfg.temperature,
-        forbidden_ids=cfg.forbidden_ids,
-        dropout_seed=cfg.seed,
-    )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    steps = learner_step.make_steps(model.graphdef, optimizer, step_cfg, shardings)
-    return steps, schedule, state
-
-
 # ------------------------------------------------------------------------- the groups of a step
 
 
@@ -288,7 +227,7 @@ def _take(
     books: Bookkeeping,
     own_rewards: OwnRewards,
     step: int,
-    state: TrainState,
+    policy: Mapping[str, np.ndarray],
     stop: threading.Event,
     on_wait: Callable[[float], None],
 ) -> tuple[list[Group], list[Group]]:
@@ -306,7 +245,7 @@ def _take(
             groups = groups or _useless_groups(useless, step + 1, len(taken), cfg.algorithm)
             break
         if books.allow_extra(missing, (step + 1) * per_step):
-            books.publish(step, state)  # actors read the new limit from the manifest
+            books.publish(step, policy)  # actors read the new limit from the manifest
         more = _wait_for_groups(books, cfg.learner, missing, step, stop, on_wait)
         if more is None:
             break
@@ -335,7 +274,7 @@ def _wait_for_groups(
         if time.monotonic() - started_s >= say_at_s:
             on_wait(say_at_s)
             say_at_s *= 2
-        stop.wait(cfg.poll_s)
+        stop.wait(max(cfg.poll_s, books.poll_s))
     return None
 
 

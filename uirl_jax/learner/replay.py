@@ -13,9 +13,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from uirl_jax.errors import ShardError
+from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.metrics import key_values
-from uirl_jax.shards.reader import read_stored_shard
+from uirl_jax.shards.reader import RecordRef, read_entries, scan_shard
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import put_shard
 from uirl_jax.store import Store
@@ -38,6 +38,8 @@ class Replay:
     ) -> None:
         self._store, self._base_hash, self._layout = store, base_hash, layout
         self.files = dict(files)
+        # Where the added records are, by episode; the caller may clear it.
+        self.taken_from: dict[str, RecordRef] = {}
 
     def complete(self, group: Group) -> Group:
         """The group; without a success in it, also a stored success of its instance if any."""
@@ -46,14 +48,18 @@ class Replay:
             return group
         name = f"{REPLAY}/{self.files[key]}"
         try:
-            header, (record,) = read_stored_shard(self._store, name)
+            header, (entry,) = scan_shard(self._store, name)
+            (record,) = read_entries(self._store, name, [entry], header.layout)
             if header.base_hash != self._base_hash or record.task != group[0].task:
                 raise ShardError(f"{self._store.location(name)}: from another run or task")
-        except (ShardError, ValueError) as error:
+        except (OSError, ShardError, RecordError, ValueError) as error:
             del self.files[key]
             path = self._store.location(name)
             print(key_values("replay_lost", path=path, reason=error), flush=True)
             return group
+        self.taken_from[record.episode_id] = RecordRef(
+            name, entry.offset, entry.size_bytes, record.episode_id
+        )
         return [*group, record]
 
     def remember(self, groups: Sequence[Group], step: int) -> None:

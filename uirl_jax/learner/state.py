@@ -176,12 +176,18 @@ def init_state(
     Args:
       rules: the family's sharding rules; needed with a mesh.
     """
-    trainable = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trainable)
-    state = TrainState(trainable, optimizer.init(trainable), critic, jnp.zeros((), jnp.int32))
+
+    def build(trainable: nnx.State, critic: Critic | None) -> TrainState:
+        trainable = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trainable)
+        return TrainState(trainable, optimizer.init(trainable), critic, jnp.zeros((), jnp.int32))
+
     if mesh is None:
-        return state
+        return build(trainable, critic)
     assert rules is not None, "a mesh needs the family's sharding rules"
-    return jax.device_put(state, sharding.state_shardings(mesh, state, rules))
+    critic = jax.device_get(critic)  # numpy: its device may be another than the mesh's
+    shardings = sharding.state_shardings(mesh, jax.eval_shape(build, trainable, critic), rules)
+    # Compiled, so that with several processes each makes its own part.
+    return jax.jit(build, out_shardings=shardings)(trainable, critic)
 
 
 def abstract(tree: Any) -> Any:

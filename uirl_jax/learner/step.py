@@ -165,6 +165,7 @@ def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
     """The batch's arrays on the mesh (rows over its data axes), or on the default device.
 
     If the data axes do not divide the number of rows, every device gets all rows: correct, slower.
+    With several processes each gives the rows of its own devices; the other rows are not read.
     """
     arrays = {
         field.name: array
@@ -173,7 +174,7 @@ def to_device(batch: TrainBatch, mesh: jax.sharding.Mesh | None) -> Arrays:
     }
     if mesh is None:
         return jax.tree.map(jnp.asarray, arrays)
-    return jax.device_put(arrays, sharding.batch_shardings(mesh, arrays))
+    return jax.tree.map(sharding.place, arrays, sharding.batch_shardings(mesh, arrays))
 
 
 def make_steps(

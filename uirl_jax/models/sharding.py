@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from uirl_jax.errors import ConfigError, ModelError
@@ -228,6 +228,68 @@ def batch_shardings(mesh: Mesh, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _image_axes(array: Any) -> tuple[str | None, ...]:
     return ("images", *[None] * (array.ndim - 1))
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """The number of equal parts that the mesh cuts a batch's rows into."""
+    return math.prod(dict(mesh.shape)[name] for name in AXIS_RULES["batch"])
+
+
+def rows_here(mesh: Mesh, rows: int) -> set[int]:
+    """The rows of a batch, or of its images, that this process's devices hold."""
+    spec = partition_spec(("batch",), (rows,), dict(mesh.shape))
+    indices = NamedSharding(mesh, spec).addressable_devices_indices_map((rows,)).values()
+    return {row for index in indices if index for row in range(*index[0].indices(rows))}
+
+
+def place(array: np.ndarray, placed: jax.sharding.Sharding) -> jax.Array:
+    """An array on its devices; with several processes each reads the part of its own.
+
+    `jax.device_put` would compare the whole array between processes, over the network.
+    """
+    if placed.is_fully_addressable:
+        return jax.device_put(array, placed)
+    return jax.make_array_from_callback(array.shape, placed, lambda index: array[index])
+
+
+def held_here(tree: Any, mesh: Mesh) -> Any:
+    """Arrays of the mesh of all processes as arrays of this process's devices, without a copy.
+
+    This process can then compute with them alone.
+
+    Raises: ConfigError: fsdp or model spans processes, so that its devices hold parts of arrays.
+    """
+    local = mesh.local_mesh
+    for axis in ("fsdp", "model"):
+        if local.shape[axis] != mesh.shape[axis]:
+            raise ConfigError(
+                f"mesh.{axis}={mesh.shape[axis]} spans several hosts, of which each has "
+                f"{local.shape[axis]}: sampling on every host needs the whole model there; set "
+                "mesh.fsdp and mesh.model to what one host's devices hold, or use --role=learner "
+                "with actors on hosts of their own"
+            )
+
+    def held(x: jax.Array) -> jax.Array:
+        assert isinstance(x.sharding, NamedSharding)
+        parts = [shard.data for shard in x.addressable_shards]
+        sharding = NamedSharding(local, x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return jax.tree.map(held, tree)
+
+
+def to_host(tree: Any) -> Any:
+    """numpy copies of whole arrays, also of those whose parts other processes hold.
+
+    All processes of the mesh must call it at the same point: it gathers, one array at a time.
+    """
+
+    def fetch(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            return multihost_utils.process_allgather(x, tiled=True)
+        return x
+
+    return jax.device_get(jax.tree.map(fetch, tree))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -28,7 +28,7 @@ from uirl_jax.errors import ModelError
 from uirl_jax.models import weight_files
 from uirl_jax.models.lora import AdaptedModel, LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize, is_quantized, quantize_rows, quantized
-from uirl_jax.models.sharding import leaf_names, state_shardings
+from uirl_jax.models.sharding import leaf_names, place, state_shardings
 from uirl_jax.models.stacking import start_leaf
 from uirl_jax.models.weight_files import StoredTensor, listed
 from uirl_jax.models.weight_table import Leaf, WeightTable
@@ -77,8 +77,8 @@ def load_pretrained(
     _check(model_dir, stored, leaves, set(table.redundant(abstract.cfg)))
     base = _read_base(stored, leaves, base, shardings(base))
     adapters = jax.tree.map_with_path(
-        lambda path, leaf, sharding: jax.device_put(
-            _init_adapter(leaf_names(path), leaf, init_key), sharding
+        lambda path, leaf, sharding: place(
+            np.asarray(_init_adapter(leaf_names(path), leaf, init_key)), sharding
         ),
         adapters,
         shardings(adapters),
@@ -234,7 +234,7 @@ def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx
     if problems:
         raise ModelError(f"adapters do not fit the model: {listed(problems)}")
     return jax.tree.map_with_path(
-        lambda path, leaf: jax.device_put(
+        lambda path, leaf: place(
             flat["/".join(leaf_names(path))].astype(leaf.dtype), leaf.sharding
         ),
         abstract,

@@ -1,4 +1,4 @@
-"""Trajectories into the arrays of one learner step: merge turns, pack rows, lay out screenshots.
+"""Trajectories into the arrays of one learner step: merge turns, build rows, decode screenshots.
 
 Learner side, between `reader` and `learner.step`; numpy on the host, no device array is made here.
 What is computed per sampled token (advantages, weights) is put in its place by `fill` and read from
@@ -8,60 +8,19 @@ ones, so that the step compiles once per shape; a step with more records has mor
 
 import concurrent.futures
 import dataclasses
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from uirl_jax.errors import ConfigError, ImageError, RecordError
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen
-from uirl_jax.families.screens import read_screen, vision_index
+from uirl_jax.families.screens import image_size, plan_screen, read_planned, vision_index
 from uirl_jax.shards import packing
+from uirl_jax.shards.plan import BatchConfig, BatchPlan, PlannedScreen, plan_batches
 from uirl_jax.types import TrainBatch, Trajectory
 
 _EMPTY = np.zeros(0, np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchConfig:
-    """The fixed shapes that a batch may have; of each ascending tuple the smallest that fits.
-
-    With `pack`, sequences share rows; with `share_prompts`, also what they begin with: the members
-    of a group read one screenshot and one instruction, and a row then holds them once. That pays
-    where an episode is one short turn: for a group of 8 behind 1,000 visual tokens a quarter of the
-    time (v5e, by the planner); with ten turns the same time and three times the memory.
-    """
-
-    # B: how many go through at once; a step takes as many batches as it needs.
-    rows: int = dataclasses.field(default=64, metadata={"min": 1, "max": 65_536})
-    # T.
-    row_lengths: tuple[int, ...] = dataclasses.field(
-        default=(128, 256, 512), metadata={"min": 1, "max": 1_000_000}
-    )
-    # S, sampled tokens of a row; after these, T.
-    sampled_lengths: tuple[int, ...] = dataclasses.field(
-        default=(), metadata={"min": 1, "max": 1_000_000}
-    )
-    # I, one distinct screenshot per row.
-    image_rows: tuple[int, ...] = dataclasses.field(
-        default=(8, 16, 32, 64), metadata={"min": 1, "max": 65_536}
-    )
-    # P of a row; `Inputs.row_tokens` refuses some.
-    patch_lengths: tuple[int, ...] = dataclasses.field(
-        default=(256,), metadata={"min": 1, "max": 1_000_000}
-    )
-    pack: bool = True  # several sequences in a row; else one each
-    share_prompts: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("row_lengths", "sampled_lengths", "image_rows", "patch_lengths"):
-            sizes = getattr(self, name)
-            wrong = sizes and (sizes[0] < 1 or list(sizes) != sorted(set(sizes)))
-            if wrong or not (sizes or name == "sampled_lengths"):
-                raise ConfigError(f"batching.{name} is {sizes}, expected ascending sizes")
-        if self.rows < 1:
-            raise ConfigError(f"batching.rows is {self.rows}, expected at least 1")
-        if self.share_prompts and not self.pack:
-            raise ConfigError("batching.share_prompts needs batching.pack: a row holds them all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +77,33 @@ def _continues(before: Sequence, context_ids: np.ndarray, image_keys: tuple[str,
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Records cut into sequences, and their screenshots, planned and not decoded.
+
+    Attributes:
+        of: by number of the record and of its sequence.
+        screens: by key.
+        holders: number of a record that holds each screenshot.
+    """
+
+    inputs: Inputs
+    of: Mapping[tuple[int, int], packing.Piece]
+    screens: Mapping[str, Screen]
+    holders: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The rows of a batch that a host builds; None: all."""
+
+    rows: Collection[int] | None = None
+    image_rows: Collection[int] | None = None
+
+
+WHOLE = Part()
+
+
 def make_batches(
     trajectories: Seq[Trajectory], *, inputs: Inputs, cfg: BatchConfig
 ) -> list[TrainBatch]:
@@ -134,40 +120,57 @@ def make_batches(
     Raises ConfigError where the trajectories fit none of the shapes, RecordError where a trajectory
     contradicts itself or its screenshots.
     """
-    flat = [
-        (sequence, number, first_token)
-        for number, trajectory in enumerate(trajectories)
-        for sequence, first_token in _numbered(sequences(trajectory))
-    ]
-    screens = _read_screens(
-        [(sequence, trajectories[number]) for sequence, number, _ in flat], inputs
+    pieces = cut(dict(enumerate(trajectories)), inputs)
+    return [assemble(batch_plan, pieces, cfg) for batch_plan in plan_of(pieces, cfg)]
+
+
+def cut(records: Mapping[int, Trajectory], inputs: Inputs) -> Pieces:
+    """Cuts records into pieces.
+
+    Args:
+        records: by their number in the step.
+    Raises: RecordError: a trajectory contradicts itself or its screenshots.
+    """
+    screens: dict[str, Screen] = {}
+    holders: dict[str, int] = {}
+    pieces = {}
+    for number, trajectory in records.items():
+        for index, (sequence, first_token) in enumerate(_numbered(sequences(trajectory))):
+            for key in sequence.image_keys:
+                if key not in screens:
+                    screens[key], holders[key] = _planned(key, trajectory, inputs), number
+                recorded, tokens = trajectory.image_tokens[key], screens[key].tokens
+                if recorded != tokens:
+                    raise RecordError(
+                        f"episode {trajectory.episode_id}: the policy read image {key[:16]} as "
+                        f"{recorded} visual tokens, this model directory's image settings give "
+                        f"{tokens}"
+                    )
+            seen = [screens[key] for key in sequence.image_keys]
+            piece = _piece(sequence, trajectory, seen, first_token, inputs)
+            pieces[number, index] = piece._replace(trajectory=number, sequence=index)
+    return Pieces(inputs, pieces, screens, holders)
+
+
+def plan_of(pieces: Pieces, cfg: BatchConfig, parts: int = 1) -> list[BatchPlan]:
+    """See plan.plan_batches."""
+    return plan_batches(
+        list(pieces.of.values()),
+        pieces.screens,
+        pieces.holders,
+        inputs=pieces.inputs,
+        cfg=cfg,
+        parts=parts,
     )
-    pieces = [
-        _piece(sequence, trajectories[number], number, first_token, screens, inputs)
-        for sequence, number, first_token in flat
-    ]
-    row_length, rows = packing.fill_rows(
-        pieces,
-        rows=cfg.rows,
-        row_lengths=cfg.row_lengths,
-        pack=cfg.pack,
-        share_prompts=cfg.share_prompts,
-    )
-    return [
-        _assemble(batch_rows, row_length, screens, inputs, cfg)
-        for batch_rows in _cut_batches(rows, cfg)
-    ]
 
 
 def _piece(
     sequence: Sequence,
     trajectory: Trajectory,
-    number: int,
+    seen: list[Screen],
     first_token: int,
-    screens: dict[str, Screen],
     inputs: Inputs,
 ) -> packing.Piece:
-    seen = [screens[key] for key in sequence.image_keys]
     try:
         positions_at = inputs.positions(sequence.token_ids_t, seen)
     except ImageError as error:
@@ -186,37 +189,25 @@ def _piece(
         sequence.image_keys,
         prompt_length,
         prompt_images=int(np.searchsorted(ends_v, in_prompt)) + 1 if in_prompt else 0,
-        trajectory=number,
+        trajectory=0,
+        sequence=0,
         first_token=first_token,
     )
 
 
-def _cut_batches(rows: list[packing.Row], cfg: BatchConfig) -> list[list[packing.Row]]:
-    """Rows in their order, at most cfg.rows to a batch and no more screenshots than it holds."""
-    batches: list[list[packing.Row]] = [[]]
-    seen: set[str] = set()
-    for row in rows:
-        keys = {key for span in row.spans for key in span.piece.image_keys}
-        full = len(batches[-1]) == cfg.rows or len(seen | keys) > cfg.image_rows[-1]
-        if full and batches[-1]:
-            batches.append([])
-            seen = set()
-        batches[-1].append(row)
-        seen |= keys
-    return batches
-
-
-def _assemble(
-    rows: list[packing.Row],
-    row_length: int,
-    screens: dict[str, Screen],
-    inputs: Inputs,
-    cfg: BatchConfig,
+def assemble(
+    batch_plan: BatchPlan, pieces: Pieces, cfg: BatchConfig, part: Part = WHOLE
 ) -> TrainBatch:
-    """One batch of at most cfg.rows filled rows."""
-    keys = dict.fromkeys(key for row in rows for span in row.spans for key in span.piece.image_keys)
-    vision, visual_rows = _pack_screens([screens[key] for key in keys], inputs, cfg)
-    shape_bt = (cfg.rows, row_length)
+    """Builds a batch, or the rows of it that this host's devices hold; the others stay 0.
+
+    Args:
+        pieces: of the records that `BatchPlan.records` names for the part, or more.
+        part: screenshots are decoded for its image rows. Tokens are cheap: rows are built for all
+            pieces that are there, so that a host with all records has whole arrays of tokens.
+    Raises: RecordError: a screenshot is not what its header says.
+    """
+    inputs, shape_bt = pieces.inputs, (cfg.rows, batch_plan.row_length)
+    vision, visual_rows = _pack_screens(batch_plan, pieces, part)
     arrays = {
         "token_ids_bt": np.zeros(shape_bt, np.int32),
         "segment_ids_bt": np.zeros(shape_bt, np.int32),
@@ -228,9 +219,11 @@ def _assemble(
         "turn_ids_bt": np.zeros(shape_bt, np.int32),
     }
     number_bt, token_bt = np.full(shape_bt, -1, np.int32), np.full(shape_bt, -1, np.int32)
-    for b, row in enumerate(rows):
-        for span in row.spans:
-            piece, taken = span.piece, slice(span.start, span.stop)
+    for b, spans in batch_plan.rows.items():
+        for span in spans:
+            piece, taken = pieces.of.get((span.record, span.sequence)), slice(span.start, span.stop)
+            if piece is None:
+                continue
             at = (b, slice(span.column, span.column + span.stop - span.start))
             # The k-th placeholder is the k-th visual token of the sequence's screenshots; as many
             # of one as of the other: Inputs.positions has checked it.
@@ -253,7 +246,7 @@ def _assemble(
             token_bt[at] = np.where(inside_t, tokens_t, -1)
     if not cfg.share_prompts:
         arrays["prefix_segments_bt"] = None
-    index_bs = sampled_index(arrays["completion_mask_bt"], cfg.sampled_lengths)
+    index_bs = sampled_index(arrays["completion_mask_bt"], batch_plan.sampled_length)
     unused_bs, at_bs = index_bs < 0, np.maximum(index_bs, 0)
     return TrainBatch(
         **arrays,
@@ -268,13 +261,12 @@ def _assemble(
     )
 
 
-def sampled_index(completion_mask_bt: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """TrainBatch.sampled_index_bs of a mask, S the first of `lengths`, or T, that holds a row's."""
-    counts_b = np.count_nonzero(completion_mask_bt, axis=1)
-    size = next(n for n in (*lengths, completion_mask_bt.shape[1]) if n >= counts_b.max())
-    index_bs = np.full((len(counts_b), size), -1, np.int32)
+def sampled_index(completion_mask_bt: np.ndarray, size: int) -> np.ndarray:
+    """TrainBatch.sampled_index_bs of a mask, [B, size]."""
+    index_bs = np.full((len(completion_mask_bt), size), -1, np.int32)
     for b, mask_t in enumerate(completion_mask_bt):
-        index_bs[b, : counts_b[b]] = np.flatnonzero(mask_t)
+        found = np.flatnonzero(mask_t)
+        index_bs[b, : len(found)] = found
     return index_bs
 
 
@@ -338,51 +330,36 @@ def gather(
     return out
 
 
-def _read_screens(flat: list[tuple[Sequence, Trajectory]], inputs: Inputs) -> dict[str, Screen]:
-    """Every distinct screenshot by its key."""
-    found = {key: trajectory for sequence, trajectory in flat for key in sequence.image_keys}
-    # 22 ms for a 1280x800 screen, nearly all of it without the interpreter's lock.
-    with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="screenshots") as threads:
-        read = threads.map(lambda key: _read(key, found[key], inputs), found)
-        screens = dict(zip(found, read, strict=True))
-    for sequence, trajectory in flat:
-        for key in sequence.image_keys:
-            recorded, tokens = trajectory.image_tokens[key], screens[key].tokens
-            if recorded != tokens:
-                raise RecordError(
-                    f"episode {trajectory.episode_id}: the policy read image {key[:16]} as "
-                    f"{recorded} visual tokens, this model directory's image settings give {tokens}"
-                )
-    return screens
-
-
-def _read(key: str, trajectory: Trajectory, inputs: Inputs) -> Screen:
+def _planned(key: str, trajectory: Trajectory, inputs: Inputs) -> Screen:
+    screenshot = trajectory.images[key]
     try:
-        return read_screen(inputs, trajectory.images[key])
+        return plan_screen(inputs, screenshot, image_size(screenshot))
     except ImageError as error:
         raise RecordError(f"episode {trajectory.episode_id}: image {key[:16]}: {error}") from None
 
 
 def _pack_screens(
-    screens: list[Screen], inputs: Inputs, cfg: BatchConfig
+    batch_plan: BatchPlan, pieces: Pieces, part: Part
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """TrainBatch.vision, and the rows of the visual table of each screenshot, by key."""
-    for length in cfg.patch_lengths:
-        inputs.row_tokens(length)
-    largest = max((screen.patches for screen in screens), default=0)
-    n_rows = _smallest(len(screens), cfg.image_rows, "distinct screenshots", "image_rows")
-    n_patches = _smallest(largest, cfg.patch_lengths, "patches of a screenshot", "patch_lengths")
-    placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
-    packed = inputs.pack_screens(placed, n_rows, n_patches)
+
+    def place(planned: PlannedScreen) -> PlacedScreen:
+        screen = pieces.screens[planned.key]
+        if part.image_rows is None or planned.row in part.image_rows:
+            try:
+                screen = read_planned(pieces.inputs, screen)
+            except ImageError as error:
+                raise RecordError(f"image {planned.key[:16]}: {error}") from None
+        return PlacedScreen(screen, planned.row, 0, 1)
+
+    known = [planned for planned in batch_plan.screens if planned.key in pieces.screens]
+    # 22 ms for a 1280x800 screen, nearly all of it without the interpreter's lock.
+    with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="screenshots") as threads:
+        placed = list(threads.map(place, known))
+    size = batch_plan.image_rows, batch_plan.patch_length
+    packed = pieces.inputs.pack_screens(placed, *size)
     visual_rows = {
-        screen.key: np.arange(first, first + screen.tokens, dtype=np.int32)
-        for screen, first in zip(screens, packed.first_tokens, strict=True)
+        at.screen.key: np.arange(first, first + at.screen.tokens, dtype=np.int32)
+        for at, first in zip(placed, packed.first_tokens, strict=True)
     }
     return packed.arrays, visual_rows
-
-
-def _smallest(needed: int, sizes: tuple[int, ...], what: str, name: str) -> int:
-    for size in sizes:
-        if needed <= size:
-            return size
-    raise ConfigError(f"{needed} {what}, {name} accepts at most {sizes[-1]}: add a larger one")

@@ -23,8 +23,8 @@ import dataclasses
 import json
 import re
 
-from uirl_jax.errors import ShardError
-from uirl_jax.store import Store
+from uirl_jax.errors import RestartError, ShardError
+from uirl_jax.store import Store, StoreUnavailableError
 
 JOURNAL = "journal"
 APPENDED_JOURNAL = "shards/journal.jsonl"
@@ -61,10 +61,19 @@ class Journal:
             ) from None
 
     def append(self, lines: list[Line]) -> None:
-        """Add lines durably. Raises: ShardError: the disk is full; then no line was added."""
+        """Add lines durably.
+
+        Raises: ShardError: the disk is full; then no line was added. RestartError: the storage does
+            not answer.
+        """
         name = _name(len(self.lines))
         try:
             is_new = self._store.put_new(name, _to_bytes(lines))
+        except StoreUnavailableError as error:  # written or not: a restart reads what is there
+            raise RestartError(
+                f"{self._store.location(name)}: {error.strerror}; the storage does not answer: run "
+                "the same command again"
+            ) from None
         except OSError as error:
             raise ShardError(
                 f"{self._store.location(name)}: {error.strerror}: cannot write the list of shards"

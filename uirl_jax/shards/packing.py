@@ -24,6 +24,7 @@ class Piece(NamedTuple):
     prompt_length: int  # tokens that may stand in a row once for several sequences
     prompt_images: int  # screenshots among them
     trajectory: int  # number of the trajectory
+    sequence: int  # number of the sequence in the trajectory
     first_token: int  # sampled tokens of the trajectory that are in earlier pieces
 
 

@@ -8,6 +8,7 @@ keeps an index in memory, not the records. `reader` checks and reads the files.
 import base64
 import contextlib
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import reader, record
 from uirl_jax.shards.journal import JOURNAL, Journal, Line
-from uirl_jax.shards.reader import SHARDS, Entry
-from uirl_jax.store import Store
+from uirl_jax.shards.reader import SHARDS, Entry, RecordRef
+from uirl_jax.store import Store, StoreUnavailableError
 from uirl_jax.types import Trajectory
+
+logger = logging.getLogger(__name__)
 
 QUARANTINE = "quarantine"
 KEPT = "kept"
@@ -93,8 +96,11 @@ class ShardQueue:
         self._consumed = _split_digests(state["consumed"])  # trained or stale
         self._waiting: set[bytes] = set()  # digests of pending records
         self._groups: list[_Group] = []
+        # Where the records of the groups taken last are, by episode; the caller may clear it.
+        self.taken_from: dict[str, RecordRef] = {}
         self._shards: dict[str, _Shard] = {}
         self._noticed = {line.shard for line in self._journal.lines}
+        self._last_warning = ""
         self._resume(state)
 
     # ------------------------------------------------------------ called by the learner
@@ -102,17 +108,26 @@ class ShardQueue:
     def poll(self) -> None:
         """Notice new shards. Costs one listing, and one scan of each new shard.
 
-        Other files, and shards that are deleted meanwhile, are ignored. Raises: ShardError: the
-        journal or the quarantine cannot be written.
+        Other files, and shards that are deleted meanwhile, are ignored; while the storage does not
+        answer, nothing is noticed. Raises: ShardError: the journal or the quarantine cannot be
+        written. RestartError: the storage did not answer while the journal was written.
         """
+        try:
+            names = sorted(self._new_names(), key=_arrival)
+        except StoreUnavailableError as error:
+            self._warn_once(error)
+            return
         accepted: list[tuple[str, record.Header, list[Entry]]] = []
         refused: dict[str, str] = {}
         lines: list[Line] = []
-        for name in sorted(self._new_names(), key=_arrival):
+        for name in names:
             try:
                 header, entries = reader.scan_shard(self._store, _stored(name))
                 self._check_ours(name, header)
             except FileNotFoundError:
+                continue
+            except StoreUnavailableError as error:  # says nothing about the shard: look again later
+                self._warn_once(error)
                 continue
             except (OSError, ShardError, RecordError) as error:
                 refused[name] = str(error)
@@ -135,7 +150,7 @@ class ShardQueue:
     def take_groups(
         self, n_groups: int, current_version: int, max_staleness: int
     ) -> list[list[Trajectory]] | None:
-        """The next n_groups groups, counted as trained; None if there are fewer.
+        """The next n_groups groups, counted as trained; None if there are fewer at present.
 
         First drops groups as stale: those with a turn older than current_version - max_staleness,
         and those without turns. A shard with a turn newer than current_version is from a policy
@@ -156,6 +171,9 @@ class ShardQueue:
             except _LostShardError as error:
                 self._lose(error.shard, error.reason)
                 continue
+            except StoreUnavailableError as error:
+                self._warn_once(error)
+                return None
             del self._groups[:n_groups]
             for group in chosen:
                 self._finish(group, "trained")
@@ -199,6 +217,9 @@ class ShardQueue:
                 self._keep(done)
             else:
                 self._store.delete(*map(_stored, done))
+        except StoreUnavailableError as error:  # they are deleted after a later commit
+            self._warn_once(error)
+            return
         except OSError as error:
             raise ShardError(
                 f"{self._store.location(SHARDS)}: {error.strerror}: cannot delete used shards"
@@ -296,15 +317,25 @@ class ShardQueue:
             self._counts[outcome] += 1
 
     def _read_group(self, group: _Group) -> list[Trajectory]:
-        shard = self._shards[group.shard]
+        shard, name = self._shards[group.shard], _stored(group.shard)
         assert shard.layout is not None  # a shard with groups was admitted
         try:
-            return [
-                reader.read_entry(self._store, _stored(group.shard), entry, shard.layout)
-                for _, entry in group.entries
-            ]
+            entries = [entry for _, entry in group.entries]
+            records = reader.read_entries(self._store, name, entries, shard.layout)
+            for trajectory, entry in zip(records, entries, strict=True):
+                self.taken_from[trajectory.episode_id] = RecordRef(
+                    name, entry.offset, entry.size_bytes, trajectory.episode_id
+                )
+            return records
+        except StoreUnavailableError:
+            raise
         except (OSError, ShardError, RecordError) as error:
             raise _LostShardError(group.shard, str(error)) from None
+
+    def _warn_once(self, error: StoreUnavailableError) -> None:
+        if error.strerror != self._last_warning:  # not again at every poll
+            self._last_warning = error.strerror or ""
+            logger.warning('event=storage_unavailable reason="%s"', error)
 
     def _lose(self, name: str, reason: str) -> None:
         """Quarantines the pending records of a shard that was valid when noticed."""

@@ -8,7 +8,8 @@ import dataclasses
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, record
@@ -29,6 +30,15 @@ class Entry:
     group_id: str
     oldest_version: int  # -1 if no turn was sampled by a policy
     newest_version: int
+
+
+class RecordRef(NamedTuple):
+    """Where the record of an episode is; JSON."""
+
+    name: str  # of the shard, in the store
+    offset: int  # of its frame
+    size_bytes: int
+    episode_id: str
 
 
 def shard_names(store: Store) -> list[str]:
@@ -83,15 +93,33 @@ def read_stored_shard(store: Store, name: str) -> tuple[record.Header, list[Traj
     return _read_all(store.location(name), lambda: store.open(name))
 
 
-def read_entry(store: Store, name: str, entry: Entry, layout: record.TokenLayout) -> Trajectory:
-    """One record of a shard that was scanned before. Raises ShardError, RecordError or OSError."""
-    with store.open(name) as file:
-        file.seek(entry.offset)
-        payload, _ = framing.read_frame(file, entry.size_bytes)
-    trajectory = record.decode(payload, layout)
-    if episode_digest(trajectory.episode_id) != entry.episode_digest:
-        raise ShardError(f"the episode at byte {entry.offset} changed since the shard was scanned")
-    return trajectory
+def read_entries(
+    store: Store, name: str, entries: Sequence[Entry], layout: record.TokenLayout
+) -> list[Trajectory]:
+    """Records of a shard that was scanned before. Raises ShardError, RecordError or OSError."""
+    trajectories = []
+    with store.open(name) as file:  # once: in a bucket every opening and every read is a request
+        for entry in entries:
+            file.seek(entry.offset)
+            payload, _ = framing.read_frame(file, entry.size_bytes)
+            trajectory = record.decode(payload, layout)
+            if episode_digest(trajectory.episode_id) != entry.episode_digest:
+                raise ShardError(
+                    f"the episode at byte {entry.offset} changed since the shard was scanned"
+                )
+            trajectories.append(trajectory)
+    return trajectories
+
+
+def read_refs(
+    store: Store, refs: Sequence[RecordRef], layout: record.TokenLayout
+) -> list[Trajectory]:
+    """Records of one shard by their references. Raises ShardError, RecordError or OSError."""
+    entries = [
+        Entry(ref.offset, ref.size_bytes, episode_digest(ref.episode_id), "", -1, -1)
+        for ref in refs
+    ]
+    return read_entries(store, refs[0].name, entries, layout)
 
 
 def records_by_header(store: Store, name: str) -> int:

@@ -4,13 +4,29 @@ A name is a relative path with forward slashes ("shards/a0/x.tfrecord"). There a
 appends, links or locks, because buckets have none.
 
 All methods raise OSError, with `strerror` set, if the storage fails (disk full, no permission) or a
-name is invalid, and FileNotFoundError if a name does not exist. Callers convert these to their own
-errors, which say what to do.
+name is invalid, FileNotFoundError if a name does not exist, and StoreUnavailableError if the
+storage does not answer at present. Callers convert these to their own errors, which say what to do.
 """
 
+import errno
 import io
 from collections.abc import Iterable
 from typing import Protocol
+
+
+class StoreUnavailableError(OSError):
+    """The storage did not answer, after all retries; nothing is known about the content.
+
+    A write may or may not have been applied. Trying again later may help.
+    """
+
+
+def checked_name(name: str) -> str:
+    """The name. Raises: OSError: it is empty, absolute, hidden or has ".." in it."""
+    segments = name.split("/")
+    if "\0" in name or any(not part or part.startswith(".") for part in segments):
+        raise OSError(errno.EINVAL, "invalid name in a workdir", name)
+    return name
 
 
 class Lease(Protocol):
@@ -24,7 +40,14 @@ class Lease(Protocol):
 
 
 class Store(Protocol):
-    """Named contents below one root, the workdir."""
+    """Named contents below one root, the workdir.
+
+    Attributes:
+        poll_s: least seconds between two looks of one process for what others wrote; 0 where
+            looking costs nothing. A bucket's listing is paid for.
+    """
+
+    poll_s: float
 
     def location(self, name: str = "") -> str:
         """The path or URL of a name, or of the whole store; for messages only."""
@@ -49,6 +72,20 @@ class Store(Protocol):
         ...
 
     def read(self, name: str) -> bytes: ...
+
+    def read_version(self, name: str) -> tuple[bytes, str]:
+        """A content and its version, for `put_version`; (b"", "") if the name does not exist."""
+        ...
+
+    def put_version(self, name: str, content: bytes, version: str) -> str:
+        """`put` if the content still has the version; version "": if the name does not exist.
+
+        In a bucket this is atomic. A directory compares and replaces in two steps: there the lease,
+        a lock, excludes other writers.
+
+        Returns: the new version; "" if the content has another version, and nothing was written.
+        """
+        ...
 
     def open(self, name: str) -> io.BufferedIOBase:
         """Open a content for reading in parts: `read`, `seek` and `tell`."""
@@ -82,5 +119,19 @@ class Store(Protocol):
         Args:
             holder: name of this process, shown to other processes that claim the same name.
         Raises: LeaseHeldError: another process holds it; the message is its holder.
+        """
+        ...
+
+    def is_claimed(self, name: str) -> bool:
+        """Whether a process holds the lease. In a bucket it may be late by a minute."""
+        ...
+
+    def fence(self, name: str) -> int:
+        """How often the lease was taken so far, while this process holds it; see `lease`.
+
+        Asks the storage. A greater number belongs to a later holder. 0 in a directory, whose lock
+        cannot be lost by a pause, and for a lease that this process has never claimed.
+
+        Raises: LeaseHeldError: this process has lost the lease, or released it.
         """
         ...

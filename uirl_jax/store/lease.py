@@ -8,8 +8,9 @@ dead holder is detected depends on the store:
   so a supervisor can restart it at once, and pauses of the process do not matter. A renewal checks
   only that the locked file still has its name (someone may have deleted it). Other hosts see the
   lock if the file system supports that: NFS does, a mounted bucket does not.
-- A bucket has no locks. There a renewal would increment a counter in the file, and a claimant
-  would watch the counter for a minute and replace the file if it does not change.
+- `bucket` writes a counter, because a bucket has no locks: see `counted_lease`. A pause can lose
+  such a lease, so what its holder publishes carries a number that grows with every taking
+  (`Store.fence`), and is refused once another process has taken it.
 
 Guarantees: at most one process holds a lease and renews it successfully, and the lease of a dead
 process becomes free eventually.
@@ -20,19 +21,15 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
-from uirl_jax.errors import ConfigError, LeaseHeldError
+from uirl_jax.errors import ConfigError, LeaseHeldError, RestartError
 from uirl_jax.store.interface import Lease, Store
 
 logger = logging.getLogger(__name__)
 
 RENEW_S = 10.0
-# `is_alive` holds a free lease for a moment; who claims it then tries again.
-_PROBE = "another actor, which checks whether this one is alive"
-_ATTEMPTS = 5
-_RETRY_S = 0.1
+LEARNER = "learner.lock"
 
 
 def only_learner(
@@ -44,7 +41,7 @@ def only_learner(
         on_lost: called from a thread if another process has taken the lease; must stop the work.
     Raises: ConfigError: another process holds it; the message names the holder.
     """
-    return _hold(store, "learner.lock", "a learner", "use another --workdir", on_lost)
+    return _hold(store, LEARNER, "a learner", "use another --workdir", on_lost)
 
 
 def only_actor(
@@ -58,16 +55,23 @@ def only_actor(
     return _hold(store, _actor_lease(actor_id), f"actor {actor_id}", way_out, on_lost)
 
 
-def is_alive(store: Store, actor_id: str) -> bool:
-    """Whether a process holds the lease of an actor number.
+def learner_fence(store: Store) -> int:
+    """`Store.fence` of the learner's lease; ask right before what only one learner may write.
 
-    If not, the lease is taken and released: an actor that starts in that moment tries again.
+    Raises: RestartError: this process has lost the lease. OSError: the storage does not answer.
     """
     try:
-        store.claim(_actor_lease(actor_id), _PROBE).release()
-    except LeaseHeldError:
-        return True
-    return False
+        return store.fence(LEARNER)
+    except LeaseHeldError as error:
+        raise RestartError(
+            f"{store.location()}: the lease of this learner was lost to {error}; it has written "
+            "nothing since. Is another learner running? If not, run the same command again"
+        ) from None
+
+
+def is_alive(store: Store, actor_id: str) -> bool:
+    """Whether a process holds the lease of an actor number."""
+    return store.is_claimed(_actor_lease(actor_id))
 
 
 def _actor_lease(actor_id: str) -> str:
@@ -79,7 +83,7 @@ def _hold(
     store: Store, name: str, who: str, way_out: str, on_lost: Callable[[], None]
 ) -> Iterator[None]:
     try:
-        lease = _claim(store, name, f"process {os.getpid()} on {socket.gethostname()}")
+        lease = store.claim(name, f"process {os.getpid()} on {socket.gethostname()}")
     except LeaseHeldError as error:
         raise ConfigError(
             f"{store.location()}: {who} is running there ({error}); wait for it or stop it, or "
@@ -89,28 +93,23 @@ def _hold(
         yield
 
 
-def _claim(store: Store, name: str, holder: str) -> Lease:
-    for _ in range(_ATTEMPTS - 1):
-        with contextlib.suppress(LeaseHeldError):
-            return store.claim(name, holder)
-        time.sleep(_RETRY_S)
-    return store.claim(name, holder)
-
-
 @contextlib.contextmanager
 def renewed(lease: Lease, on_lost: Callable[[], None], every_s: float = RENEW_S) -> Iterator[None]:
     """Renew a lease from a thread until the block ends, then release it."""
     ended = threading.Event()
 
     def renew() -> None:
-        while not ended.wait(every_s):
+        wait_s = every_s
+        while not ended.wait(wait_s):
+            wait_s = every_s
             try:
                 lease.renew()
             except LeaseHeldError as error:
                 logger.error('event=lease_lost holder="%s"', error)
                 on_lost()
                 return
-            except OSError as error:  # possibly temporary: try again
+            except OSError as error:  # possibly temporary: try again soon
+                wait_s = every_s / 4
                 logger.warning('event=lease_not_renewed reason="%s"', error)
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)

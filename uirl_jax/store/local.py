@@ -11,17 +11,26 @@ import io
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from uirl_jax.errors import LeaseHeldError
 from uirl_jax.store import files
+from uirl_jax.store.interface import checked_name
 
 logger = logging.getLogger(__name__)
+
+# `is_claimed` holds a free lease for a moment; who claims it then tries again.
+_PROBE = "another process, which checks whether this one is alive"
+_CLAIMS = 5
+_CLAIM_AGAIN_S = 0.1
 
 
 class LocalStore:
     """See `interface.Store`. The first write creates the root."""
+
+    poll_s = 0.0
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root)
@@ -43,6 +52,24 @@ class LocalStore:
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
             return file.read()
+
+    def read_version(self, name: str) -> tuple[bytes, str]:
+        try:
+            with self.open(name) as file:
+                return file.read(), _version(os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return b"", ""
+
+    def put_version(self, name: str, content: bytes, version: str) -> str:
+        path = self._path(name)
+        try:
+            found = _version(path.stat())
+        except FileNotFoundError:
+            found = ""
+        if found != version:
+            return ""
+        self.put(name, content)
+        return _version(path.stat())
 
     def open(self, name: str) -> io.BufferedIOBase:
         path = self._path(name)
@@ -79,14 +106,25 @@ class LocalStore:
                 shutil.rmtree(Path(directory, name), ignore_errors=True)
 
     def claim(self, name: str, holder: str) -> "LockedFile":
+        for _ in range(_CLAIMS - 1):
+            with contextlib.suppress(LeaseHeldError):
+                return LockedFile(self._path(name), holder)
+            time.sleep(_CLAIM_AGAIN_S)
         return LockedFile(self._path(name), holder)
 
+    def is_claimed(self, name: str) -> bool:
+        try:
+            LockedFile(self._path(name), _PROBE).release()
+        except LeaseHeldError:
+            return True
+        return False
+
+    def fence(self, name: str) -> int:
+        del name
+        return 0
+
     def _path(self, name: str) -> Path:
-        """Raises OSError for a name that is empty, absolute, hidden or has ".." in it."""
-        segments = name.split("/")
-        if "\0" in name or any(not part or part.startswith(".") for part in segments):
-            raise OSError(errno.EINVAL, "invalid name in a workdir", name)
-        return self._root.joinpath(*segments)
+        return self._root.joinpath(*checked_name(name).split("/"))
 
     @contextlib.contextmanager
     def _pruned_if_failed(self, directory: Path) -> Iterator[None]:
@@ -137,6 +175,10 @@ class LockedFile:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{self._holder}\n".encode())
         return descriptor
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
 
 def _files_below(directory: Path, prefix: str) -> Iterator[str]:

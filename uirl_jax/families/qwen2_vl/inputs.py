@@ -68,12 +68,13 @@ class Qwen2VLInputs:
         segments_ip = np.zeros((rows, row_patches), np.int32)
         first_tokens = []
         for screen, row, start, segment in placed:
+            first_tokens.append(row * row_tokens + start // area)
+            if screen.arrays is None:
+                continue
             span = slice(start, start + screen.patches)
-            assert screen.arrays is not None  # packed screens were read
             patches_ipc[row, span] = screen.arrays["patches_pc"]
             positions_ip2[row, span] = patch_positions(_grid(screen), self.images.merge_size)
             segments_ip[row, span] = segment
-            first_tokens.append(row * row_tokens + start // area)
         arrays = {
             "patches_ipc": patches_ipc,
             "patch_positions_ip2": positions_ip2,

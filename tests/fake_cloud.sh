@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Stands in for gcloud, kubectl and docker in the tests of launch/, under each of these names: records
+# every call in $FAKE_CLOUD/calls, keeps what exists as files in $FAKE_CLOUD/state, and fails where it
+# is told to.
+#
+#     FAIL_AT, FAIL_HOW   number of the call that fails; before or after it had its effect
+#     FAIL_TEXT           what the failing call says
+#     FAIL_GROUP          group of which every call fails
+#     ABSENT              group of which nothing exists ("projects")
+#     LOCATION            of the bucket
+#     $FAKE_CLOUD/slice_states, run_states, versions    answers, one a line; the last one stays
+set -eu
+
+read -r number <"$FAKE_CLOUD/count"
+number=$((number + 1))
+echo $number >"$FAKE_CLOUD/count"
+tool=${0##*/}
+printf -v padded %04d $number
+printf '%s\0' "$tool" "$@" >"$FAKE_CLOUD/calls/$padded"
+
+words=() instance='' reads=no command=''
+for argument; do
+  case $argument in
+    --instance=*) instance=${argument#*=} ;;
+    --command=*) command=${argument#*=} ;;
+    --data-file=- | --filename=- | *=/dev/stdin) reads=yes ;;
+    --*) ;;
+    -) reads=yes ;;
+    *) words+=("$argument") ;;
+  esac
+done
+[ $reads = no ] || cat >"$FAKE_CLOUD/stdin/$padded"
+
+group='' verb='' name=''
+for word in "${words[@]}"; do
+  if [ -n "$verb" ]; then
+    name=$word
+    break
+  fi
+  case $word in
+    describe | create | delete | update | list | list-instances | create-instance | describe-from-family | \
+      cp | rm | enable | ssh | scp | add | add-iam-policy-binding | get-credentials | apply | get | logs | \
+      build | push) verb=$word ;;
+    *) group+=${group:+ }$word ;;
+  esac
+done
+[ "$tool" = gcloud ] || group=$tool
+case "$group $verb" in
+  "storage rm") group="storage buckets" verb=delete ;;
+  "iam service-accounts "*) name=${name%%@*} ;;
+  "kubectl get" | "kubectl create") name=${words[-1]} ;; # get secret NAME, create secret generic NAME
+esac
+file() { echo "$FAKE_CLOUD/state/${1// /_}=${2//\//%}"; }
+record=$(file "$group" "$name")
+
+# next NAME: the first line of a file of answers, which is dropped unless it is the last.
+next() {
+  local answers=$FAKE_CLOUD/$1
+  [ -s "$answers" ] || return 0
+  head -n 1 "$answers"
+  [ "$(wc -l <"$answers")" -le 1 ] || sed -i 1d "$answers"
+}
+
+fail() {
+  echo "ERROR: (gcloud) $*" >&2
+  exit 1
+}
+
+effect() {
+  case $verb in
+    create)
+      [ ! -e "$record" ] || fail "ALREADY_EXISTS: $name"
+      touch "$record"
+      ;;
+    create-instance) touch "$(file "compute instances" "$instance")" ;;
+    add) touch "$record" ;;
+    delete)
+      [ "$tool" = gcloud ] || return 0
+      [ -e "$record" ] || fail "NOT_FOUND: $name was not found"
+      rm "$record"
+      case $group in
+        "compute instance-groups managed") rm -f "$(file "compute instances" "$name-")"* ;;
+        "container clusters") rm -f "$(file "container node-pools" "")"* ;;
+      esac
+      ;;
+  esac
+}
+
+answer() {
+  case "$group $verb" in
+    "projects describe" | "compute tpus accelerator-types describe" | "compute images describe-from-family")
+      echo "$name"
+      return
+      ;;
+    "secrets versions list") [ ! -e "$record" ] || echo 1 ;;
+    "compute tpus queued-resources describe")
+      [ -e "$record" ] || fail "NOT_FOUND: $name was not found"
+      case "$*" in
+        *failedData*) echo "no capacity in this zone" ;;
+        *) next slice_states ;;
+      esac
+      ;;
+    "storage buckets describe")
+      [ -e "$record" ] || fail "gs://... not found: 404"
+      echo "${LOCATION:-US-EAST5}"
+      ;;
+    "kubectl get") [[ $* != *" secret "* || -e $record ]] || fail "NotFound: $name" ;;
+    *" describe")
+      [ -e "$record" ] || fail "NOT_FOUND: $name was not found"
+      echo "$name"
+      ;;
+    *" ssh")
+      case $command in
+        *"host.sh versions"*) tr ';' '\n' <<<"$(next versions)" ;;
+        *"host.sh state"*) tr ';' '\n' <<<"$(next run_states)" ;;
+      esac
+      ;;
+  esac
+}
+
+fails=no
+[ "${FAIL_AT:-0}" -ne $number ] && [ "${FAIL_GROUP:-}" != "$group" ] || fails=yes
+[ $fails = no ] || [ "${FAIL_HOW:-before}" = after ] || fail "${FAIL_TEXT:-injected failure}"
+[ "${ABSENT:-}" != "$group" ] || fail "NOT_FOUND: $name was not found"
+effect
+[ $fails = no ] || fail "${FAIL_TEXT:-injected failure}"
+answer "$@"

@@ -1,0 +1,119 @@
+"""The learner: one process, or one of several on several hosts."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from uirl_jax import metrics, report
+from uirl_jax.config.schema import MeshConfig
+from uirl_jax.errors import StoppedError
+from uirl_jax.families import loading
+from uirl_jax.learner.algorithm import Advantages
+from uirl_jax.learner.bookkeeping import RunDirectory
+from uirl_jax.learner.cluster import ALONE, Cluster
+from uirl_jax.learner.cold_start import run_cold_start
+from uirl_jax.learner.follow import follow_learner
+from uirl_jax.learner.loop import LearnerResult, run_learner
+from uirl_jax.learner.training import TrainingConfig
+from uirl_jax.models import sharding
+from uirl_jax.run import Run
+
+
+def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) -> None:
+    """Runs the learner, or one process of it; actors in other processes write the shards.
+
+    Raises: StoppedError: `stop` was set, here or in another process.
+    """
+    mesh = make_mesh(run.cfg.mesh)
+    model = run.load_model(mesh, Path(run.cfg.model.path))
+    if run.cfg.cold_start.steps:
+        model = make_cold_start(run, model, mesh, stop)
+    result = learn(run, model, mesh, stop, cluster=cluster)
+    if cluster.leads:
+        run.log("learner_ended", step=result.step, **result.accounting)
+    check_finished(run, result, cluster)
+
+
+def check_finished(run: Run, result: LearnerResult, cluster: Cluster) -> None:
+    """Raises: StoppedError: the learner was stopped before its last step."""
+    if not result.finished:
+        how = "preempted at" if cluster.count > 1 else "stopped after"
+        raise StoppedError(
+            f"{how} step {result.step} of {run.cfg.learner.steps}; run the same command again to "
+            "continue"
+        )
+
+
+def learn(
+    run: Run,
+    model: loading.PolicyModel,
+    mesh: jax.sharding.Mesh,
+    stop: threading.Event,
+    on_ready: Callable[[], None] = lambda: None,
+    replace_advantages: Advantages | None = None,
+    cluster: Cluster = ALONE,
+) -> LearnerResult:
+    """Runs the learner, or one process of it, on this thread."""
+    training = training_of(run, model)
+    directory = RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step)
+    log = "learner.log" if cluster.leads else f"learner-{cluster.index}.log"
+    with jax.set_mesh(mesh), metrics.output_kept(run.workdir / "logs" / log):
+        if not cluster.leads:
+            return follow_learner(
+                training,
+                model,
+                directory,
+                cluster,
+                run.cfg.cluster,
+                mesh=mesh,
+                on_ready=on_ready,
+            )
+        watcher = report.Watcher(run.workdir, run.cfg.learner.steps)
+        return run_learner(
+            training,
+            model,
+            directory,
+            stop,
+            mesh=mesh,
+            cluster=cluster,
+            on_ready=on_ready,
+            on_step=watcher,
+            on_wait=watcher.waiting,
+            replace_advantages=replace_advantages,
+        )
+
+
+def training_of(run: Run, model: loading.PolicyModel) -> TrainingConfig:
+    return TrainingConfig(
+        run.cfg.learner,
+        run.cfg.algorithm,
+        run.curriculum,
+        temperature=run.cfg.actor.rollout.temperature,
+        forbidden_ids=run.make_chat(model).vocabulary(model.cfg.vocab_size).forbidden_ids,
+        seed=run.cfg.seed,
+    )
+
+
+def make_cold_start(
+    run: Run, model: loading.PolicyModel, mesh: jax.sharding.Mesh, stop: threading.Event
+) -> loading.PolicyModel:
+    """Runs the cold start on `model`; returns the new base model."""
+    cfg = run.cfg
+    path = run_cold_start(
+        cfg.cold_start,
+        model,
+        run.make_chat(model),
+        cfg.kinds,
+        workdir=run.workdir,
+        seed=cfg.seed,
+        batch_cfg=cfg.learner.batch,
+        task_dirs=cfg.verifier.task_dirs,
+        stop=stop,
+    )
+    return run.load_model(mesh, path)
+
+
+def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
+    return sharding.make_mesh(cfg.data, cfg.fsdp, cfg.model)

@@ -1,0 +1,22 @@
+"""The bundled verifier server, in this process or as a child."""
+
+import contextlib
+
+from uirl_jax.run import Run
+from uirl_jax.verifiers.server import supervisor
+
+
+def run_verifier_role(run: Run) -> int:
+    """Runs the bundled server in this process until it is stopped."""
+    from uirl_jax.verifiers.server import server
+
+    cfg = run.cfg.verifier
+    task_dirs = [f"--task-dir={folder}" for folder in cfg.task_dirs]
+    return server.main(["--port", str(cfg.port), "--port-file", str(run.port_file), *task_dirs])
+
+
+def bundled_server(run: Run, log: str, port: int) -> contextlib.AbstractContextManager[None]:
+    """The run's verifier server in a child process; port 0: any free port."""
+    return supervisor.bundled_server(
+        run.port_file, run.workdir / "logs" / log, port=port, task_dirs=run.cfg.verifier.task_dirs
+    )

@@ -1,0 +1,267 @@
+"""The local directory of a process whose run is in a bucket, and its copies there.
+
+Files that one process appends to or that others only read later stay in a local directory, which
+the file `bucket` links to the run's address: `open_store` of that directory is the bucket's store.
+They are copied to the bucket every 10 s at most and at the end, and fetched back when the run goes
+on with a fresh directory. The shared files (shards, policies, claims, leases, checkpoints,
+config.json) are in the bucket alone. Without a link every function here does nothing.
+
+Copies may be 10 s old after a SIGKILL; metrics.jsonl is copied with each step (`copy_now`).
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol, cast
+
+from uirl_jax.errors import ConfigError
+from uirl_jax.store import files
+from uirl_jax.store.interface import Store, checked_name
+
+logger = logging.getLogger(__name__)
+
+LINK = "bucket"
+EVERY_S = 10.0  # between two copies of one name
+BYTES_PER_S = 1e5  # of one name, on average: a log of 3 MB is copied every 30 s
+TAIL_BYTES = 64 << 10
+WHOLE = "cold_start/model/"  # appears at once, and others need it whole
+_LISTED = ".files"  # a directory is complete in the bucket once its list is there
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """The files of one process, as patterns of names ("eval/*": at any depth).
+
+    Attributes:
+        who: the role; a process that goes on with it has the same.
+        written: what this process writes.
+        read: logs of other processes, whose last lines it reads.
+    """
+
+    who: str
+    written: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+
+
+class CopyStore(Store, Protocol):
+    """A store that copies whole files without holding them in memory."""
+
+    def upload(self, path: Path, name: str) -> str: ...
+
+    def download(self, name: str, path: Path) -> None: ...
+
+    def versions(self, prefix: str) -> dict[str, str]: ...
+
+
+def link(directory: Path, address: str) -> None:
+    """Makes a directory the local one of a run in a bucket.
+
+    Raises: ConfigError: it belongs to another run, or has files already.
+    """
+    found = linked_address(directory)
+    if found == address:
+        return
+    if found or (directory.is_dir() and any(directory.iterdir())):
+        owner = f"is the local directory of {found}" if found else "has files of something else"
+        raise ConfigError(f"{directory}: {owner}; give {address} another --local_dir")
+    files.write_atomically(directory / LINK, f"{address}\n".encode())
+
+
+def linked_address(directory: str | os.PathLike[str]) -> str:
+    """The address of the bucket; empty for a directory that holds its run itself."""
+    try:
+        return Path(directory, LINK).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+@contextlib.contextmanager
+def copied(directory: Path, open_store: Callable[[Path], Store], own: Own) -> Iterator[None]:
+    """Fetches what is missing here, then copies the files of this process until the block ends.
+
+    Raises: OSError: the bucket cannot be read.
+    """
+    if not linked_address(directory):
+        yield
+        return
+    copies = Copies(directory, cast(CopyStore, open_store(directory)), own)
+    copies.fetch()
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(1.0):
+            copies.try_once()
+
+    thread = threading.Thread(target=run, name="copies", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        copies.try_once(is_last=True)
+
+
+def copy_now(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
+    """Copies one file that must not be older in the bucket than what is written next.
+
+    Raises: OSError.
+    """
+    if linked_address(directory):
+        cast(CopyStore, open_store(directory)).upload(directory / name, name)
+
+
+def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
+    """Fetches a directory that was copied whole by its writer, unless it is here or not there.
+
+    Raises: OSError.
+    """
+    target = directory / name
+    if target.is_dir() or not linked_address(directory):
+        return
+    store = cast(CopyStore, open_store(directory))
+    try:
+        listed = json.loads(store.read(f"{name}{_LISTED}"))
+    except FileNotFoundError:
+        return
+    with files.new_directory(target) as fresh:
+        for part in listed:
+            path = fresh / checked_name(part)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.download(f"{name}/{part}", path)
+
+
+class Copies:
+    """The copies of one process. See `copied`."""
+
+    def __init__(self, directory: Path, store: CopyStore, own: Own) -> None:
+        self._directory, self._store = directory, store
+        self._owned, self._read = own.written, own.read
+        self._state_path = directory / f".copies-{own.who}.json"
+        try:
+            state = json.loads(self._state_path.read_bytes())
+        except (OSError, ValueError):
+            state = {"versions": {}, "tails": {}}
+        # In the bucket, by name: of the files that are equal here, and of the read ends of logs.
+        self._versions: dict[str, str] = state["versions"]
+        self._tails: dict[str, str] = state["tails"]
+        self._sent: dict[str, tuple[int, int]] = {}  # mtime and size when a file was last copied
+        self._due_s: dict[str, float] = {}
+        self._read_due_s = 0.0
+        self._failed = False
+
+    def fetch(self) -> None:
+        """Gets the names that another process wrote since this directory last copied them."""
+        for prefix in sorted({pattern.partition("/")[0] for pattern in self._owned}):
+            for name, version in self._there(prefix).items():
+                path = self._directory / name
+                if not self._owns(name) or name.startswith(WHOLE):
+                    continue
+                if self._versions.get(name) == version and path.exists():
+                    continue  # what is here is equal, or newer
+                self._store.download(name, path)
+                self._note(name, path, version)
+        if self._owns(WHOLE) and not (self._directory / WHOLE).is_dir():
+            fetch_directory(self._directory, lambda _: self._store, WHOLE.rstrip("/"))
+            for name, version in self._there(WHOLE.rstrip("/")).items():
+                if (self._directory / name).is_file():
+                    self._note(name, self._directory / name, version)
+        self._save()
+
+    def try_once(self, *, is_last: bool = False) -> None:
+        """Copies what has changed; a failure is logged and tried again later."""
+        try:
+            self._send(is_last)
+            if not is_last:
+                self._read_tails()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.warning('event=not_copied reason="%s"', error)
+            self._failed = True
+
+    def _send(self, is_last: bool) -> None:
+        now_s, changed = time.monotonic(), False
+        here = set()
+        for name, path in self._here():
+            here.add(name)
+            stamp = _stamp(path)
+            if self._sent.get(name) == stamp:
+                continue
+            if not is_last and now_s < self._due_s.get(name, 0.0):
+                continue
+            self._versions[name] = self._store.upload(path, name)
+            self._sent[name], changed = stamp, True  # as it was before: it may have grown since
+            self._due_s[name] = now_s + max(EVERY_S, stamp[1] / BYTES_PER_S)
+        self._list_whole()
+        gone = [name for name in self._versions if name not in here and self._owns(name)]
+        if gone:
+            self._store.delete(*gone)
+            for name in gone:
+                del self._versions[name]
+                self._sent.pop(name, None)
+        if changed or gone:
+            self._save()
+
+    def _note(self, name: str, path: Path, version: str) -> None:
+        self._versions[name], self._sent[name] = version, _stamp(path)
+
+    def _list_whole(self) -> None:
+        """Says in the bucket that WHOLE is complete there; it was renamed into place here."""
+        name = f"{WHOLE.rstrip('/')}{_LISTED}"
+        parts = sorted(key.removeprefix(WHOLE) for key in self._sent if key.startswith(WHOLE))
+        if parts and name not in self._due_s:
+            self._store.put(name, json.dumps(parts).encode())
+            self._due_s[name] = 0.0
+
+    def _read_tails(self) -> None:
+        """Gets the last lines of other processes' logs; the whole logs are in the bucket."""
+        if not self._read or time.monotonic() < self._read_due_s:
+            return
+        self._read_due_s = time.monotonic() + 3 * EVERY_S
+        for prefix in sorted({pattern.partition("/")[0] for pattern in self._read}):
+            for name, version in self._there(prefix).items():
+                is_read = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._read)
+                if not is_read or self._owns(name) or self._tails.get(name) == version:
+                    continue
+                if name not in self._tails and (self._directory / name).exists():
+                    continue  # of another process with the same directory
+                with contextlib.suppress(FileNotFoundError), self._store.open(name) as file:
+                    size_bytes = file.seek(0, os.SEEK_END)
+                    file.seek(max(size_bytes - TAIL_BYTES, 0))
+                    files.write_atomically(self._directory / name, file.read())
+                    self._tails[name] = version
+
+    def _owns(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._owned)
+
+    def _here(self) -> Iterator[tuple[str, Path]]:
+        for folder, folders, names in os.walk(self._directory):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for file_name in sorted(names):
+                path = Path(folder, file_name)
+                name = path.relative_to(self._directory).as_posix()
+                if not file_name.startswith(".") and self._owns(name):
+                    yield name, path
+
+    def _there(self, prefix: str) -> dict[str, str]:
+        if "." in prefix:  # a name at the top, not a directory
+            _, version = self._store.read_version(prefix)
+            return {prefix: version} if version else {}
+        return self._store.versions(prefix)
+
+    def _save(self) -> None:
+        state = {"versions": self._versions, "tails": self._tails}
+        files.write_atomically(self._state_path, json.dumps(state).encode())
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
