@@ -284,7 +284,7 @@ def test_training_configs_hold_ten_screenshots_of_1280x800(module):
     batch = cfg.learner.batch
     assert batch.image_rows[-1] >= cfg.chat.max_screenshots * batch.rows
     assert batch.sampled_lengths[-1] >= 10 * cfg.actor.rollout.max_new_tokens
-    assert not batch.share_prompts  # splash attention cannot
+    assert not batch.share_prompts  # ten turns: no gain, three times the memory
 
 
 # ------------------------------------------------------------------------------ plans and bad input

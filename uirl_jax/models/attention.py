@@ -58,7 +58,7 @@ def attention(
     The mask is segment_mask; splash never builds it, cudnn builds one for each row.
 
     Args:
-      segment_ids_bt: int32[B,T], at least 0; 0 at padding.
+      segment_ids_bt: int32[B,T], at least 0; 0 at padding. A segment is contiguous.
       prefix_segments_bt: int32[B,T], an earlier segment of the row that the token attends to
         besides its own, or its own. None: no token shares a prefix.
       implementation: other than auto for tests. splash is interpreted on other platforms.

@@ -91,6 +91,8 @@ def attend_with_prefix(
       prefix_segments_bt: int32[B,T], one for all tokens of a segment: one before it, or itself.
     Returns: [B,T,N,H] in q's dtype.
     Raises: ModelError: rows of more than MAX_SHARED_TOKENS tokens.
+
+    Source: as `attend`; MaskInfo in splash_attention_mask_info.py, of jax 0.10.2.
     """
     tokens, heads = q_btnh.shape[1:3]
     padding, block = _padding_and_block(tokens)
