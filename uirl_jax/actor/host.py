@@ -175,8 +175,15 @@ class _Actor:
         self._writer = ShardWriter(
             self._store, player.actor_id, player.run_id, link.base_hash, layout=link.layout
         )
-        self._shards = PublishedShards(self._store, player.run_id)
-        self._claims = Claims(self._store, player.run_id, player.actor_id, overdue_s=cfg.overdue_s)
+        own = player.actor_id if self._store.poll_s else ""  # see PublishedShards
+        self._shards = PublishedShards(self._store, player.run_id, own)
+        self._claims = Claims(
+            self._store,
+            player.run_id,
+            player.actor_id,
+            overdue_s=cfg.overdue_s,
+            kept=frozenset(group.index for group in self._shards.poll()) if own else frozenset(),
+        )
         self._manifest: Manifest | None = None  # the newest one whose policy was loaded
         # Its policy and up to policy_lag earlier ones, as (lora, version), oldest first; the engine
         # samples with the first.
