@@ -40,8 +40,9 @@ def act(actor: int, groups: int, store: BucketStore) -> None:
 class Learner:
     """Takes groups, commits its cursor, deletes what is consumed; killed at random moments."""
 
-    def __init__(self, seed: int, make_store) -> None:
+    def __init__(self, seed: int, make_store, kills: int, steps: int) -> None:
         self._random, self._make_store = random.Random(seed), make_store
+        self._kill = kills / steps / 2
         self._committed: tuple[str, list[str]] = ("null", [])  # what a checkpoint would hold
         self.restarts = 0
         self._start()
@@ -64,10 +65,10 @@ class Learner:
             if groups is None:
                 return
             self.trained += [record.episode_id for group in groups for record in group]
-            if self._random.random() < 0.05:
+            if self._random.random() < self._kill:
                 raise RestartError("killed before the commit")
             self._committed = json.dumps(self.queue.state()), list(self.trained)
-            if self._random.random() < 0.05:
+            if self._random.random() < self._kill:
                 raise RestartError("killed between the commit and the deletion")
             self.queue.committed(json.loads(self._committed[0]))
         except (RestartError, StoreUnavailableError):
@@ -90,7 +91,10 @@ def test_records_through_a_bucket_with_all_faults_are_trained_once_each(monkeypa
         ]
         for thread in threads:
             thread.start()
-        learner, deadline_s = Learner(0, make_store), time.monotonic() + records / 5 + 60
+        learner, deadline_s = (
+            Learner(0, make_store, 6, records // (PER_STEP * GROUP)),
+            time.monotonic() + records / 5 + 60,
+        )
         while len(learner.trained) < records and time.monotonic() < deadline_s:
             learner.step()
         for thread in threads:

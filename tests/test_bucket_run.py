@@ -83,9 +83,10 @@ def test_run_in_a_bucket_killed_and_continued_on_a_fresh_machine_trains_each_rec
     assert before[0] == before[1]
     counters = service.counters()
     print(json.dumps(counters))
-    # Orbax alone writes a name more than once a second.
+    # Orbax alone writes a name more than once a second, but for a start or an end.
     fast = counters["overwritten_too_fast_names"]
-    assert all(name.startswith("run/checkpoints/") for name in fast), fast
+    ours = {name: n for name, n in fast.items() if not name.startswith("run/checkpoints/")}
+    assert all(n <= 2 for n in ours.values()), ours
     # A third machine has nothing to do, and says the same.
     third = tmp_path / "third"
     assert_whole(third, finish(start(service, model_dir, third), third))
