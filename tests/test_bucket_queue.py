@@ -14,7 +14,7 @@ from tools.bucket_emulator import HARD
 from uirl_jax.errors import RestartError, ShardError
 from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.shards.writer import ShardWriter
-from uirl_jax.store import StoreUnavailableError
+from uirl_jax.store import StoreUnavailableError, open_store
 from uirl_jax.store.bucket import BucketStore
 
 ACTORS, GROUP, PER_STEP = 3, 8, 2
@@ -118,3 +118,35 @@ def test_records_through_a_bucket_with_all_faults_are_trained_once_each(monkeypa
         left = store.names("shards")
         print({"restarts": learner.restarts, "left": len(left), **counts, **counters})
         assert store.names("quarantine") == []
+
+
+def test_storage_that_does_not_answer_says_nothing_about_a_shard(tmp_path, monkeypatch, caplog):
+    store = open_store(tmp_path)
+    shards = ShardWriter(store, "a0", "run", "base", layout=LAYOUT)
+    shards.publish([make_trajectory(f"e{n}", "g", versions=(0,)) for n in range(3)])
+    queue = ShardQueue(store, "run", "base")
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreUnavailableError(5, "away")
+
+    def noticed_with(*calls: str) -> int:
+        with monkeypatch.context() as patch:
+            for name in calls:
+                patch.setattr(store, name, away)
+            queue.poll()
+            assert queue.take_groups(1, 0, 0) is None
+        assert store.names("quarantine") == []
+        return queue.accounting()["pending"]
+
+    assert noticed_with("names") == noticed_with("open") == 0
+    queue.poll()
+    assert noticed_with("open") == 3
+    groups = queue.take_groups(1, 0, 0)
+    assert groups is not None and len(groups[0]) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "delete", away)
+        queue.committed(queue.state())
+    assert len(store.names("shards")) == 1
+    queue.committed(queue.state())  # with a later commit
+    assert store.names("shards") == []
+    assert caplog.text.count("event=storage_unavailable") == 1

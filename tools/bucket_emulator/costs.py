@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=8, help="episodes of a group")
     parser.add_argument("--episode_s", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--start_s", type=float, default=30.0, help="not counted: the start")
     args = parser.parse_args()
     result: dict[str, Any] = {}
     with emulator() as service, TemporaryDirectory() as folder:
@@ -187,7 +188,7 @@ def main() -> int:
         async def run() -> None:
             stop = asyncio.Event()
             acting = asyncio.create_task(act(args, Path(folder), stop))
-            await asyncio.sleep(30.0)  # the start is not what an hour costs
+            await asyncio.sleep(args.start_s)
             service.reset()
             await asyncio.wait([acting], timeout=60 * args.minutes)
             counters = service.counters()
