@@ -78,6 +78,8 @@ def test_run_in_a_bucket_killed_and_continued_on_a_fresh_machine_trains_each_rec
     process.wait()
     assert_whole(second, finish(start(service, model_dir, second), second))
     assert_copied(service, second)
+    manifest = json.loads(service.objects("runs")["run/policy/manifest.json"])
+    assert manifest["extra"]["lease_generation"] == 2
     # The base was evaluated once, by the first machine.
     before = [json.loads((where / "eval" / "before.json").read_text()) for where in (first, second)]
     assert before[0] == before[1]

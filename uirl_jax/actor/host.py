@@ -9,8 +9,8 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import random
 import os
+import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
