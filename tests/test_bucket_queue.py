@@ -14,7 +14,7 @@ from tools.bucket_emulator import HARD
 from uirl_jax.errors import RestartError, ShardError
 from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.shards.writer import ShardWriter
-from uirl_jax.store import StoreUnavailableError
+from uirl_jax.store import StoreUnavailableError, open_store
 from uirl_jax.store.bucket import BucketStore
 
 ACTORS, GROUP, PER_STEP = 3, 8, 2
@@ -40,8 +40,9 @@ def act(actor: int, groups: int, store: BucketStore) -> None:
 class Learner:
     """Takes groups, commits its cursor, deletes what is consumed; killed at random moments."""
 
-    def __init__(self, seed: int, make_store) -> None:
+    def __init__(self, seed: int, make_store, kills: int, steps: int) -> None:
         self._random, self._make_store = random.Random(seed), make_store
+        self._kill = kills / steps / 2
         self._committed: tuple[str, list[str]] = ("null", [])  # what a checkpoint would hold
         self.restarts = 0
         self._start()
@@ -64,10 +65,10 @@ class Learner:
             if groups is None:
                 return
             self.trained += [record.episode_id for group in groups for record in group]
-            if self._random.random() < 0.05:
+            if self._random.random() < self._kill:
                 raise RestartError("killed before the commit")
             self._committed = json.dumps(self.queue.state()), list(self.trained)
-            if self._random.random() < 0.05:
+            if self._random.random() < self._kill:
                 raise RestartError("killed between the commit and the deletion")
             self.queue.committed(json.loads(self._committed[0]))
         except (RestartError, StoreUnavailableError):
@@ -90,7 +91,10 @@ def test_records_through_a_bucket_with_all_faults_are_trained_once_each(monkeypa
         ]
         for thread in threads:
             thread.start()
-        learner, deadline_s = Learner(0, make_store), time.monotonic() + records / 5 + 60
+        learner, deadline_s = (
+            Learner(0, make_store, 6, records // (PER_STEP * GROUP)),
+            time.monotonic() + records / 5 + 60,
+        )
         while len(learner.trained) < records and time.monotonic() < deadline_s:
             learner.step()
         for thread in threads:
@@ -114,3 +118,35 @@ def test_records_through_a_bucket_with_all_faults_are_trained_once_each(monkeypa
         left = store.names("shards")
         print({"restarts": learner.restarts, "left": len(left), **counts, **counters})
         assert store.names("quarantine") == []
+
+
+def test_storage_that_does_not_answer_says_nothing_about_a_shard(tmp_path, monkeypatch, caplog):
+    store = open_store(tmp_path)
+    shards = ShardWriter(store, "a0", "run", "base", layout=LAYOUT)
+    shards.publish([make_trajectory(f"e{n}", "g", versions=(0,)) for n in range(3)])
+    queue = ShardQueue(store, "run", "base")
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreUnavailableError(5, "away")
+
+    def noticed_with(*calls: str) -> int:
+        with monkeypatch.context() as patch:
+            for name in calls:
+                patch.setattr(store, name, away)
+            queue.poll()
+            assert queue.take_groups(1, 0, 0) is None
+        assert store.names("quarantine") == []
+        return queue.accounting()["pending"]
+
+    assert noticed_with("names") == noticed_with("open") == 0
+    queue.poll()
+    assert noticed_with("open") == 3
+    groups = queue.take_groups(1, 0, 0)
+    assert groups is not None and len(groups[0]) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "delete", away)
+        queue.committed(queue.state())
+    assert len(store.names("shards")) == 1
+    queue.committed(queue.state())  # with a later commit
+    assert store.names("shards") == []
+    assert caplog.text.count("event=storage_unavailable") == 1

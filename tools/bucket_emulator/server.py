@@ -52,7 +52,7 @@ class Server:
 
     def counters(self) -> dict[str, Any]:
         dollars = sum(USD_PER_1000[price] * n / 1000 for price, n in self._billed.items())
-        fastest = sorted(self.buckets.fastest_names.items(), key=lambda item: -item[1])[:10]
+        fastest = sorted(self.buckets.fastest_names.items(), key=lambda item: -item[1])[:100]
         return {
             "requests": dict(self._requests),
             "classes": dict(self._classes),

@@ -19,7 +19,7 @@ from typing import Self
 
 from uirl_jax.errors import PolicyError, RecordError, ShardError
 from uirl_jax.policy_sync import Manifest
-from uirl_jax.shards.reader import scan_shard, shard_names
+from uirl_jax.shards.reader import SHARDS, scan_shard, shard_names
 from uirl_jax.store import Store, StoreUnavailableError
 
 
@@ -38,10 +38,17 @@ class ShardGroup:
 
 
 class PublishedShards:
-    """The groups in all shards of a run, of all actors. Each shard is read once."""
+    """The groups in the published shards of a run. Each shard is read once.
 
-    def __init__(self, store: Store, run_id: str) -> None:
+    Args:
+        actor_id: whose shards; empty: of all actors. In a bucket 200 actors would read each other's
+            shards 200 times, so there each one reads its own, and the others' groups count as
+            in flight for as long as their claims stay: until they are trained.
+    """
+
+    def __init__(self, store: Store, run_id: str, actor_id: str = "") -> None:
         self._store, self._run_id = store, run_id
+        self._prefix = f"{SHARDS}/{actor_id}" if actor_id else SHARDS
         self._groups: dict[str, tuple[ShardGroup, ...]] = {}
 
     def poll(self) -> tuple[ShardGroup, ...]:
@@ -52,7 +59,7 @@ class PublishedShards:
         """
         self._groups = {
             name: self._groups[name] if name in self._groups else self._read(name)
-            for name in shard_names(self._store)
+            for name in shard_names(self._store, self._prefix)
         }
         return tuple(itertools.chain.from_iterable(self._groups.values()))
 

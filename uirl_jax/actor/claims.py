@@ -16,6 +16,7 @@ count towards the limit. Their groups are left to that actor: after its restart 
 import dataclasses
 import re
 import time
+from collections.abc import Collection
 
 from uirl_jax.store import Store
 from uirl_jax.store.lease import is_alive
@@ -51,9 +52,18 @@ class Claims:
 
     Args:
         overdue_s: time after which another actor's claim no longer counts.
+        kept: groups that the earlier process has published, and that others know by its claims.
     """
 
-    def __init__(self, store: Store, run_id: str, actor_id: str, *, overdue_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        actor_id: str,
+        *,
+        overdue_s: float,
+        kept: Collection[int] = (),
+    ) -> None:
         self._store, self._prefix = store, f"{CLAIMS}/{run_id}"
         self._actor_id, self._overdue_s = actor_id, overdue_s
         self._claims: dict[int, Claim] = {}
@@ -62,7 +72,7 @@ class Claims:
         self._next_check_s = 0.0
         self._is_open = False
         self.poll()
-        self.release(*self.own())
+        self.release(*(index for index in self.own() if index not in kept))
         self._is_open = True
 
     def poll(self) -> None:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -175,8 +176,15 @@ class _Actor:
         self._writer = ShardWriter(
             self._store, player.actor_id, player.run_id, link.base_hash, layout=link.layout
         )
-        self._shards = PublishedShards(self._store, player.run_id)
-        self._claims = Claims(self._store, player.run_id, player.actor_id, overdue_s=cfg.overdue_s)
+        own = player.actor_id if self._store.poll_s else ""  # see PublishedShards
+        self._shards = PublishedShards(self._store, player.run_id, own)
+        self._claims = Claims(
+            self._store,
+            player.run_id,
+            player.actor_id,
+            overdue_s=cfg.overdue_s,
+            kept=frozenset(group.index for group in self._shards.poll()) if own else frozenset(),
+        )
         self._manifest: Manifest | None = None  # the newest one whose policy was loaded
         # Its policy and up to policy_lag earlier ones, as (lora, version), oldest first; the engine
         # samples with the first.
@@ -275,10 +283,12 @@ class _Actor:
         if ledger is None or manifest is None:
             return
         await asyncio.to_thread(self._claims.check_alive_if_due)
+        skipped: set[int] = set()
+        races_lost = 0
         while self._members_playing < self._player.concurrency:
             index = ledger.next_index(
                 self._claims.in_flight(),
-                self._claims.unavailable() | self._groups.keys(),
+                self._claims.unavailable() | self._groups.keys() | skipped,
                 groups_per_step=cfg.groups_per_step,
                 # The policy lags behind: its groups are older than the manifest from the start.
                 max_staleness=cfg.max_staleness - cfg.policy_lag,
@@ -292,7 +302,12 @@ class _Actor:
                 self._warn_once("group_not_claimed", f"{self._store.location()}: {error}")
                 return
             if not taken:
-                continue  # another actor has claimed it since the last look
+                # Another actor has claimed it since the last look. In a bucket looks are seconds
+                # apart, and 200 actors would try all indices one after the other.
+                if self._store.poll_s:
+                    races_lost += 1
+                    skipped |= set(range(index, index + random.randrange(2 ** min(races_lost, 8))))
+                continue
             self._members_playing += cfg.group_size
             task = self._tasks.task_for_group(index, manifest.extra.get("tallies"))
             self._groups[index] = asyncio.create_task(self._sample_group(index, task))

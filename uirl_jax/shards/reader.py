@@ -41,10 +41,10 @@ class RecordRef(NamedTuple):
     episode_id: str
 
 
-def shard_names(store: Store) -> list[str]:
-    """Names of all shards in a store, of all actors. Raises OSError."""
+def shard_names(store: Store, prefix: str = SHARDS) -> list[str]:
+    """Names of all shards in a store, of all actors or below a prefix. Raises OSError."""
     return [
-        name for name in store.names(SHARDS) if name.count("/") == 2 and name.endswith(".tfrecord")
+        name for name in store.names(prefix) if name.count("/") == 2 and name.endswith(".tfrecord")
     ]
 
 

@@ -166,7 +166,9 @@ class BucketStore:
     def open(self, name: str) -> io.BufferedIOBase:
         key = self._key(name)
         with self._errors(name):
-            meta = obstore.head(self._client, key)
+            content, meta = _get(self._client, key, most_bytes=BLOCK_BYTES)
+        if content is not None:  # one request, as most files are small
+            return io.BytesIO(content)
 
         def read_range(start: int, stop: int) -> bytes:
             options: Any = {"range": (start, stop), "if_match": meta["e_tag"]}
@@ -389,7 +391,7 @@ def _get(
 
 def _connect(scheme: str, bucket: str, request_s: float, retry_s: float) -> GCSStore | S3Store:
     retry: Any = {
-        "max_retries": 10,
+        "max_retries": 1000,  # ten are used up after two seconds of refused connections
         "retry_timeout": timedelta(seconds=retry_s),
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),

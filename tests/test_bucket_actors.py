@@ -1,0 +1,82 @@
+"""Real actors and a real queue on one emulated bucket; an actor while its storage is away."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tools.bucket_emulator.costs import LAYOUT, WaitingPlayer
+from uirl_jax import policy_sync
+from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
+from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store.local import LocalStore
+from uirl_jax.types import TaskSpec
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_costs_of_three_actor_hosts_are_counted_and_every_record_is_accounted_for():
+    flags = ("--actors=3", "--members=2", "--episode_s=1", "--minutes=0.2", "--start_s=1")
+    process = subprocess.run(
+        [sys.executable, "-m", "tools.bucket_emulator.costs", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    result = json.loads(process.stdout)
+    assert result["steps"] >= 1 and result["trained"] == 6 * result["steps"]
+    assert result["published"] == result["trained"] + result["pending"]
+    # Two listings and a manifest in a look, one look every 5 s, and a renewal every 10 s.
+    assert 3 * 2 * 720 <= result["per_hour"]["list"] <= 12_000
+    assert result["per_hour"]["usd"] > 0
+
+
+def test_actor_goes_on_after_a_storage_that_was_away(tmp_path, monkeypatch, capsys):
+    policy_sync.publish(
+        open_store(tmp_path),
+        version=0,
+        step=0,
+        arrays={"none": np.zeros(1, np.float32)},
+        base_hash="base",
+        run_id="run",
+        extra={"groups_trained": []},
+    )
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreUnavailableError(5, "away")
+
+    async def act() -> dict[str, float]:
+        stop = asyncio.Event()
+        acting = asyncio.create_task(
+            run_actor(
+                WaitingPlayer("a0", 2, 0.05),
+                ActorConfig(2, 100, max_staleness=1, poll_s=0.02),
+                LearnerLink(tmp_path, "base", LAYOUT, lambda adapters: None),
+                TaskSource(lambda index, tallies: TaskSpec("t", 1, "", 1), 0),
+                stop,
+            )
+        )
+        await until_shards(acting, 2)
+        with monkeypatch.context() as patch:
+            for name in ("names", "put", "put_new", "delete"):
+                patch.setattr(LocalStore, name, away)
+            await asyncio.sleep(0.5)
+            assert not acting.done()
+        await until_shards(acting, 6)
+        stop.set()
+        return await acting
+
+    async def until_shards(acting: asyncio.Task, count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(list(tmp_path.glob("shards/a0/*"))) < count:
+                assert not acting.done()
+                await asyncio.sleep(0.02)
+
+    report = asyncio.run(act())
+    assert report["actor/started"] == report["actor/published"] + report["actor/lost"]
+    assert "event=storage_unavailable" in "".join(capsys.readouterr())

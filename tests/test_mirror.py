@@ -1,0 +1,147 @@
+"""Copies of a process's own files in a bucket: sent when due, fetched by a fresh directory."""
+
+import pytest
+
+from tests.buckets import bucket_store
+from uirl_jax.errors import ConfigError
+from uirl_jax.store import mirror, open_store
+from uirl_jax.store.local import LocalStore
+
+LEARNER = mirror.Own(
+    "learner", ("metrics.jsonl", "eval/*", "cold_start/*"), ("logs/actor-*.jsonl",)
+)
+ADDRESS = "gs://runs/run"
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    with bucket_store("gs", monkeypatch) as (store, service):
+        yield store, service
+
+
+def fresh(path):
+    mirror.link(path, ADDRESS)
+    return path
+
+
+def write(directory, name: str, content: bytes) -> None:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def in_bucket(service) -> dict[str, bytes]:
+    return {name.removeprefix("run/"): value for name, value in service.objects("runs").items()}
+
+
+def test_linked_directory_opens_the_bucket_and_no_other_run(tmp_path, opened):
+    directory = fresh(tmp_path / "a")
+    assert open_store(directory).location() == ADDRESS
+    assert isinstance(open_store(tmp_path / "b"), LocalStore)
+    mirror.link(directory, ADDRESS)
+    with pytest.raises(ConfigError, match="is the local directory of gs://runs/run"):
+        mirror.link(directory, "gs://runs/other")
+
+
+def test_files_are_copied_deleted_and_fetched_by_a_fresh_directory(tmp_path, opened):
+    _, service = opened
+    first, second = fresh(tmp_path / "first"), fresh(tmp_path / "second")
+    with mirror.copied(first, open_store, LEARNER):
+        write(first, "metrics.jsonl", b"1\n")
+        write(first, "eval/before/episodes", b"e")
+        write(first, "eval/old.json", b"o")
+        write(first, "logs/other.log", b"not its own")
+    assert in_bucket(service).keys() == {"metrics.jsonl", "eval/before/episodes", "eval/old.json"}
+    with mirror.copied(second, open_store, LEARNER):
+        assert (second / "eval/before/episodes").read_bytes() == b"e"
+        write(second, "metrics.jsonl", b"1\n2\n")
+        (second / "eval/old.json").unlink()
+    assert in_bucket(service) == {"metrics.jsonl": b"1\n2\n", "eval/before/episodes": b"e"}
+    # The first machine goes on: what the second wrote is newer than what it has.
+    with mirror.copied(first, open_store, LEARNER):
+        assert (first / "metrics.jsonl").read_bytes() == b"1\n2\n"
+    # Killed before its last copy, and started again there: its own file is newer.
+    write(first, "metrics.jsonl", b"1\n2\n3\n")
+    with mirror.copied(first, open_store, LEARNER):
+        assert (first / "metrics.jsonl").read_bytes() == b"1\n2\n3\n"
+    assert in_bucket(service)["metrics.jsonl"] == b"1\n2\n3\n"
+
+
+def test_a_name_is_copied_every_ten_seconds_and_a_large_one_less_often(
+    tmp_path, opened, monkeypatch
+):
+    store, service = opened
+    now_s = [1000.0]
+    monkeypatch.setattr(mirror.time, "monotonic", lambda: now_s[0])
+    directory = fresh(tmp_path / "a")
+    copies = mirror.Copies(directory, store, LEARNER)
+    sent = []
+    for second in range(41):
+        now_s[0] = 1000.0 + second
+        write(directory, "metrics.jsonl", b"%d" % second)
+        write(directory, "eval/large", bytes([second]) * 2_000_000)
+        before = in_bucket(service)
+        copies.try_once()
+        after = in_bucket(service)
+        sent += [(second, name) for name in after if after.get(name) != before.get(name)]
+    assert [s for s, name in sent if name == "metrics.jsonl"] == [0, 10, 20, 30, 40]
+    assert [s for s, name in sent if name == "eval/large"] == [0, 20, 40]
+
+
+def test_service_that_is_away_is_tried_again(tmp_path, opened, monkeypatch, caplog):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    copies = mirror.Copies(directory, store, LEARNER)
+    write(directory, "metrics.jsonl", b"1\n")
+
+    def away(*_: object) -> str:
+        raise OSError(5, "away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "upload", away)
+        copies.try_once()
+        copies.try_once()
+    assert "metrics.jsonl" not in in_bucket(service)
+    assert caplog.text.count("event=not_copied") == 1
+    copies.try_once()
+    assert in_bucket(service)["metrics.jsonl"] == b"1\n"
+
+
+def test_directory_that_others_need_whole_is_fetched_once_it_is_complete(tmp_path, opened):
+    store, service = opened
+    learner, actor = fresh(tmp_path / "learner"), fresh(tmp_path / "actor")
+    copies = mirror.Copies(learner, store, LEARNER)
+    write(learner, "cold_start/model/config.json", b"{}")
+    write(learner, "cold_start/model/model.safetensors", b"w")
+    store.put("cold_start/model/config.json", b"{}")  # as if it were killed after the first file
+    mirror.fetch_directory(actor, open_store, "cold_start/model")
+    assert not (actor / "cold_start").exists()
+    copies.try_once()
+    mirror.fetch_directory(actor, open_store, "cold_start/model")
+    assert (actor / "cold_start/model/model.safetensors").read_bytes() == b"w"
+    # A learner on a fresh machine has it too, and does not send it again.
+    service.reset()
+    with mirror.copied(fresh(tmp_path / "again"), open_store, LEARNER):
+        assert (tmp_path / "again/cold_start/model/config.json").read_bytes() == b"{}"
+    assert service.counters()["requests"].get("put", 0) <= 1
+
+
+def test_last_lines_of_other_processes_are_read_and_their_own_files_left_alone(tmp_path, opened):
+    store, _ = opened
+    directory = fresh(tmp_path / "a")
+    store.put("logs/actor-a1.jsonl", b"x" * 200_000 + b'\n{"last": 1}\n')
+    store.put("logs/actor-a2.jsonl", b"from another time")
+    write(directory, "logs/actor-a2.jsonl", b"written here")
+    copies = mirror.Copies(directory, store, LEARNER)
+    copies.try_once()
+    read = (directory / "logs/actor-a1.jsonl").read_bytes()
+    assert len(read) == mirror.TAIL_BYTES and read.endswith(b'\n{"last": 1}\n')
+    assert (directory / "logs/actor-a2.jsonl").read_bytes() == b"written here"
+
+
+def test_without_a_link_nothing_happens(tmp_path):
+    with mirror.copied(tmp_path, open_store, LEARNER):
+        write(tmp_path, "metrics.jsonl", b"1\n")
+    mirror.copy_now(tmp_path, open_store, "metrics.jsonl")
+    mirror.fetch_directory(tmp_path, open_store, "cold_start/model")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
