@@ -47,7 +47,7 @@ from uirl_jax.players import Adapters, BackgroundLoop, Players, when_set
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
 from uirl_jax.store import StoreUnavailableError, mirror, open_store
 from uirl_jax.store.files import new_directory
-from uirl_jax.store.lease import only_learner
+from uirl_jax.store.lease import LEARNER, only_learner
 from uirl_jax.verifiers.server import supervisor
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
@@ -434,7 +434,7 @@ def _own_files(role: str, actor: int) -> mirror.Own:
     pages = (metrics.METRICS_FILE, evaluation.SUMMARY_FILE, "report.html", "findings.json")
     folders = ("cold_start/*", "tb/*", "logs/learner.log", "logs/verifier.log")
     written = (*pages, *folders, *of_evaluation, *(of_actor if role == "all" else ()))
-    return mirror.Own("learner", written, read=("logs/actor-*.jsonl",))
+    return mirror.Own("learner", written, read=("logs/actor-*.jsonl",), lease=LEARNER)
 
 
 def main(argv: list[str]) -> int:
