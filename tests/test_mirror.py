@@ -3,8 +3,10 @@
 import pytest
 
 from tests.buckets import bucket_store
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.store import mirror, open_store
+from uirl_jax.store.bucket import BucketStore
+from uirl_jax.store.lease import LEARNER as LEARNER_LEASE
 from uirl_jax.store.local import LocalStore
 
 LEARNER = mirror.Own(
@@ -105,6 +107,23 @@ def test_service_that_is_away_is_tried_again(tmp_path, opened, monkeypatch, capl
     assert caplog.text.count("event=not_copied") == 1
     copies.try_once()
     assert in_bucket(service)["metrics.jsonl"] == b"1\n"
+
+
+def test_process_that_lost_its_lease_copies_nothing(tmp_path, opened):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    own = mirror.Own("learner", ("metrics.jsonl",), lease=LEARNER_LEASE)
+    copies, held = mirror.Copies(directory, store, own), store.claim(LEARNER_LEASE, "me")
+    write(directory, "metrics.jsonl", b"1\n")
+    copies.try_once()
+    held.release()
+    BucketStore(ADDRESS).claim(LEARNER_LEASE, "the next one")
+    store.put("metrics.jsonl", b"of the next one")
+    write(directory, "metrics.jsonl", b"1\n2\n")
+    copies.try_once(is_last=True)
+    assert in_bucket(service)["metrics.jsonl"] == b"of the next one"
+    with pytest.raises(RestartError, match="lease of this learner was lost"):
+        mirror.copy_now(directory, lambda _: store, "metrics.jsonl")
 
 
 def test_directory_that_others_need_whole_is_fetched_once_it_is_complete(tmp_path, opened):

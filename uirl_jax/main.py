@@ -41,7 +41,7 @@ from uirl_jax.roles.learner import make_mesh, run_learner_role
 from uirl_jax.roles.verifier import run_verifier_role
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
 from uirl_jax.store import StoreUnavailableError, mirror, open_store
-from uirl_jax.store.lease import only_learner
+from uirl_jax.store.lease import LEARNER, only_learner
 
 Role = Literal["all", "learner", "actor", "verifier", "eval"]
 ROLES: tuple[str, ...] = ("all", "learner", "actor", "verifier", "eval")
@@ -138,7 +138,7 @@ def _own_files(role: str, number: int) -> mirror.Own:
     pages = (METRICS_FILE, SUMMARY_FILE, "report.html", "findings.json")
     folders = ("cold_start/*", "tb/*", "logs/learner.log", "logs/verifier.log")
     written = (*pages, *folders, *of_evaluation, *sampled)
-    return mirror.Own("learner", written, read=("logs/actor-*.jsonl",))
+    return mirror.Own("learner", written, read=("logs/actor-*.jsonl",), lease=LEARNER)
 
 
 def _membership(learns: bool) -> cluster.Membership | None:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import threading
@@ -316,7 +317,10 @@ class Run:
         def on_lost() -> None:
             loop.call_soon_threadsafe(stop.set)
 
-        with only_actor(self.store, actor_id, on_lost):
+        with contextlib.ExitStack() as stack:
+            # In a bucket the lease of a host that died is free after a minute.
+            lease = only_actor(self.store, actor_id, on_lost)
+            await asyncio.to_thread(stack.enter_context, lease)
             return await run_actor(
                 player,
                 ActorConfig(

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, LeaseHeldError
 from uirl_jax.store import files
 from uirl_jax.store.interface import Store, checked_name
+from uirl_jax.store.lease import learner_fence
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,13 @@ class Own:
         who: the role; a process that goes on with it has the same.
         written: what this process writes.
         read: logs of other processes, whose last lines it reads.
+        lease: the lease that this process needs for what it writes; empty: none.
     """
 
     who: str
     written: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
+    lease: str = ""
 
 
 class CopyStore(Store, Protocol):
@@ -110,12 +113,14 @@ def copied(directory: Path, open_store: Callable[[Path], Store], own: Own) -> It
 
 
 def copy_now(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
-    """Copies one file that must not be older in the bucket than what is written next.
+    """Copies one file of the learner, which must not be older there than what is written next.
 
-    Raises: OSError.
+    Raises: OSError. RestartError: this learner has lost its lease.
     """
     if linked_address(directory):
-        cast(CopyStore, open_store(directory)).upload(directory / name, name)
+        store = cast(CopyStore, open_store(directory))
+        learner_fence(store)
+        store.upload(directory / name, name)
 
 
 def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
@@ -143,7 +148,8 @@ class Copies:
 
     def __init__(self, directory: Path, store: CopyStore, own: Own) -> None:
         self._directory, self._store = directory, store
-        self._owned, self._read = own.written, own.read
+        self._owned, self._read, self._lease = own.written, own.read, own.lease
+        self._is_lost = False
         self._state_path = directory / f".copies-{own.who}.json"
         try:
             state = json.loads(self._state_path.read_bytes())
@@ -176,12 +182,20 @@ class Copies:
         self._save()
 
     def try_once(self, *, is_last: bool = False) -> None:
-        """Copies what has changed; a failure is logged and tried again later."""
+        """Copies what has changed; a failure is logged and tried again later.
+
+        Nothing is copied by a process that has lost its lease: the next holder writes these names.
+        """
+        if self._is_lost:
+            return
         try:
             self._send(is_last)
             if not is_last:
                 self._read_tails()
             self._failed = False
+        except LeaseHeldError as error:
+            logger.warning('event=not_copied reason="the lease was lost to %s"', error)
+            self._is_lost = True
         except OSError as error:
             if not self._failed:
                 logger.warning('event=not_copied reason="%s"', error)
@@ -197,6 +211,8 @@ class Copies:
                 continue
             if not is_last and now_s < self._due_s.get(name, 0.0):
                 continue
+            if not changed and self._lease:
+                self._store.fence(self._lease)
             self._versions[name] = self._store.upload(path, name)
             self._sent[name], changed = stamp, True  # as it was before: it may have grown since
             self._due_s[name] = now_s + max(EVERY_S, stamp[1] / BYTES_PER_S)
