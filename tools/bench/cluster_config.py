@@ -20,7 +20,6 @@ def get_config():
     cfg.learner.batch.sampled_lengths = ()
     cfg.learner.batch.image_rows = (8,)
     cfg.learner.batch.patch_lengths = (16,)
-    cfg.learner.optimizer.lr = 1e-2
     cfg.engine.image_row_patches = 16
     cfg.mesh = ConfigDict({"data": -1, "fsdp": 1, "model": 1})
     cfg.cluster = ConfigDict({"heartbeat_s": 10, "start_timeout_s": 60, "preempted_exit_code": 0})
