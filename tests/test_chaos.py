@@ -180,7 +180,7 @@ def test_account_that_does_not_add_up_is_wrong(field, value, wrong):
 
 
 def test_signals_are_counted_with_their_median_and_worst_recovery():
-    blows = [chaos.Blow("SIGKILL actor", 0.0, 3, s) for s in (1.0, 9.0, 2.0)]
+    blows = [chaos.Blow("SIGKILL actor", 0.0, 3, recovered_s=s) for s in (1.0, 9.0, 2.0)]
     blows.append(chaos.Blow("SIGTERM learner", 0.0, 7))  # in the last step
     assert chaos._by_kind(blows) == {
         "SIGKILL actor": {
@@ -196,6 +196,25 @@ def test_signals_are_counted_with_their_median_and_worst_recovery():
             "recover_worst_s": None,
         },
     }
+
+
+def test_recovery_from_the_end_of_an_actor_is_the_next_step():
+    blow = chaos.Blow("SIGKILL actor", at_s=10.0, step=3)
+    blow.look(11.0, 3, learner_starts=1)
+    assert blow.recovered_s is None
+    blow.look(14.0, 4, learner_starts=1)
+    blow.look(19.0, 5, learner_starts=1)
+    assert blow.recovered_s == 4.0
+
+
+def test_recovery_from_the_end_of_the_learner_is_the_first_step_after_its_restart():
+    blow = chaos.Blow("SIGTERM learner", at_s=10.0, step=3, learner_starts=1)
+    blow.look(12.0, 4, learner_starts=1)  # the step in progress
+    blow.look(20.0, 4, learner_starts=2)
+    blow.look(30.0, 4, learner_starts=2)
+    assert blow.recovered_s is None
+    blow.look(42.0, 5, learner_starts=2)
+    assert blow.recovered_s == 32.0
 
 
 def test_flags_that_are_not_of_the_config_are_refused(capsys):
@@ -215,6 +234,7 @@ def test_chaos_with_a_kill_of_each_kind_loses_nothing(tmp_path):
         *(sys.executable, "-m", "tools.chaos", "--runs=chaos", "--minutes=3", "--steps=30"),
         *(f"--seed={SEED}", "--kill_every_s=15", "--term_every_s=20"),
         *(f"--config={tiny_model.CONFIG}", f"--config.model.path={model_dir}"),
+        "--config.actor.concurrency=4",  # one group each
         *(f"--json={tmp_path / 'chaos.json'}", f"--directory={tmp_path / 'chaos'}"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

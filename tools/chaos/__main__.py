@@ -19,7 +19,7 @@ from typing import Any
 from tools.bench import cluster_world
 from tools.bucket_emulator import HARD, Faults, emulator
 from tools.chaos.account import Sight, account_of
-from tools.chaos.processes import Command, Fleet, GivenUpError, targets
+from tools.chaos.processes import ACTORS, Command, Fleet, GivenUpError, targets
 from uirl_jax import evaluation
 from uirl_jax.store.bucket import BucketStore
 
@@ -46,12 +46,28 @@ class Settings:
 
 @dataclasses.dataclass
 class Blow:
-    """A signal to a process, and when the next new step came."""
+    """A signal to a process, and when the next new step came.
+
+    Attributes:
+      step: the highest one by then; after the learner's restart: by that.
+      learner_starts: by then; None for an actor, without which the learner goes on.
+    """
 
     kind: str
     at_s: float
-    step: int  # the highest one by then
+    step: int
+    learner_starts: int | None = None
     recovered_s: float | None = None
+
+    def look(self, now_s: float, step: int, learner_starts: int) -> None:
+        """A step that a dying learner still finishes is not one after its recovery."""
+        if self.learner_starts is not None:
+            if self.learner_starts < learner_starts:
+                self.learner_starts = None
+            self.step = step
+        elif self.recovered_s is None and step > self.step:
+            self.recovered_s = now_s - self.at_s
+            print(f"{self.kind}: step {step} after {self.recovered_s:.1f} s", flush=True)
 
 
 def flags_from(argv: Sequence[str]) -> argparse.Namespace:
@@ -111,9 +127,9 @@ def play(settings: Settings, directory: Path) -> dict[str, Any]:
     Raises: GivenUpError: a process ended with a mistake, or the run does not end.
     """
     directory.mkdir(parents=True)
-    storage_faults = Faults() if settings.quiet else dataclasses.replace(HARD, seed=settings.seed)
+    storage_faults = Faults() if settings.quiet else _storage_faults(settings.seed)
     plan = "none" if settings.quiet else VERIFIER_FAULTS
-    with emulator(BUCKET, faults=storage_faults) as service, verifier_proxy() as port:
+    with emulator(BUCKET, faults=storage_faults) as service, verifier_proxy(directory) as port:
         url = f"http://127.0.0.1:{port}/{plan}/0"
         command = Command(
             [
@@ -126,6 +142,8 @@ def play(settings: Settings, directory: Path) -> dict[str, Any]:
                 "--config.verifier.limits.create_timeout_s=4",
                 # A SIGTERM is followed by a restart here, as on Kubernetes.
                 "--config.cluster.preempted_exit_code=75",
+                # Four actors together play as many as the quickstart's one.
+                f"--config.actor.concurrency={64 // ACTORS}",
                 *settings.values,
             ],
             directory,
@@ -166,12 +184,29 @@ def play(settings: Settings, directory: Path) -> dict[str, Any]:
     }
 
 
+def _storage_faults(seed: int) -> Faults:
+    """Every fault of the emulator. A checkpoint takes a hundred requests, one after another: with
+    silences of 20 s the run would mostly measure them."""
+    return dataclasses.replace(HARD, seed=seed, hang_s=5.0)
+
+
 def _storm(settings: Settings, fleet: Fleet, sight: Sight) -> list[Blow]:
     """Keeps the processes running until the learner is done, and strikes them meanwhile.
 
     The clock starts with the first step; strikes end after settings.minutes.
     """
     blows: list[Blow] = []
+
+    def strike(target: str, signum: signal.Signals) -> bool:
+        """Returns: False if the process is not running."""
+        if not fleet.strike(target, signum):
+            return False
+        whose = "learner" if signum == signal.SIGTERM else target.rstrip("-0123456789")
+        starts = fleet.learner_starts if "learner" in target else None
+        blows.append(Blow(f"{signum.name} {whose}", time.monotonic(), sight.step, starts))
+        print(f"{signum.name} to {target} at step {sight.step}", flush=True)
+        return True
+
     whom = targets(settings.seed)
     storm_s = 60.0 * settings.minutes
     limit_s = time.monotonic() + 3 * storm_s + 900.0
@@ -181,9 +216,7 @@ def _storm(settings: Settings, fleet: Fleet, sight: Sight) -> list[Blow]:
         sight.look()
         now_s = time.monotonic()
         for blow in blows:
-            if blow.recovered_s is None and sight.step > blow.step:
-                blow.recovered_s = now_s - blow.at_s
-                print(f"{blow.kind}: step {sight.step} after {blow.recovered_s:.1f} s", flush=True)
+            blow.look(now_s, sight.step, fleet.learner_starts)
         if now_s > limit_s:
             raise GivenUpError(f"step {sight.step} of {settings.steps} when the time was over")
         if settings.quiet or not sight.step:
@@ -193,15 +226,10 @@ def _storm(settings: Settings, fleet: Fleet, sight: Sight) -> list[Blow]:
             kill_s, term_s = now_s + settings.kill_every_s, now_s + settings.term_every_s
         if now_s - first_s > storm_s:
             continue
-        if now_s >= term_s and fleet.strike(fleet.learner[0].name, signal.SIGTERM):
+        if now_s >= term_s and strike(fleet.learner[0].name, signal.SIGTERM):
             term_s += settings.term_every_s
-            blows.append(Blow("SIGTERM learner", now_s, sight.step))
-        elif now_s >= kill_s:
-            target = next(whom)
-            if fleet.strike(target, signal.SIGKILL):
-                kill_s += settings.kill_every_s
-                kind = target.rstrip("-0123456789")
-                blows.append(Blow(f"SIGKILL {kind}", now_s, sight.step))
+        elif now_s >= kill_s and strike(next(whom), signal.SIGKILL):
+            kill_s += settings.kill_every_s
     sight.look()
     return blows
 
@@ -240,15 +268,19 @@ def _evaluate(command: Command) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def verifier_proxy() -> Iterator[int]:
+def verifier_proxy(directory: Path) -> Iterator[int]:
     """The bundled server behind the proxy, in a process of its own; yields the proxy's port."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tools.bench.faults.proxy"],
-        cwd=cluster_world.ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with (
+        (directory / "verifier.txt").open("ab") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "tools.bench.faults.proxy"],
+            cwd=cluster_world.ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             yield int(process.stdout.readline())

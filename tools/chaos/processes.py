@@ -85,6 +85,7 @@ class Fleet:
 
     Attributes:
       starts: how often a process was started.
+      learner_starts: how often the learner was.
       unexplained: "name: code: last line" of every end that no signal of `strike` explains.
     """
 
@@ -103,7 +104,7 @@ class Fleet:
             Member(f"actor-{number}", ("--role=actor", f"--actor={number}"))
             for number in range(ACTORS)
         ]
-        self.starts = 0
+        self.starts = self.learner_starts = 0
         self.unexplained: list[str] = []
         self._struck: set[str] = set()  # whose next end is explained
 
@@ -162,6 +163,7 @@ class Fleet:
             if all(m.is_done for m in ended):
                 return
             if all(map(self._is_due, ended)):
+                self.learner_starts += 1
                 for member in self.learner:
                     self._start(member)
                 self._struck.difference_update(m.name for m in self.learner)
