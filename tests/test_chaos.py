@@ -70,11 +70,18 @@ def test_learner_that_ends_with_75_is_started_again_as_a_whole(tmp_path, monkeyp
     assert len(fleet.unexplained) == processes.PROCESSES  # nobody had struck it
 
 
-def test_learner_whose_other_process_does_not_end_is_given_up(tmp_path, monkeypatch):
+def test_learner_process_that_stays_when_another_has_ended_is_ended_and_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "RESTART_S", 0.0)
     monkeypatch.setattr(processes, "END_S", 0.3)
-    fleet = fleet_of(tmp_path, learner_0="raise SystemExit(75)")
-    with pytest.raises(processes.GivenUpError, match="learner-1: still there"):
-        run_until_done(fleet)
+    done = "raise SystemExit(0)"
+    fleet = fleet_of(
+        tmp_path,
+        learner_0=f"raise SystemExit(75)|{done}",
+        learner_1=f"import time; print('waits', flush=True); time.sleep(60)|{done}",
+    )
+    run_until_done(fleet)
+    assert fleet.learner_starts == 2
+    assert fleet.unexplained[1:] == ["learner-1: still there 0 s after another's end: waits"]
 
 
 def test_mistake_of_the_user_ends_the_chaos_with_its_line(tmp_path):

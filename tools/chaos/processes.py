@@ -4,6 +4,7 @@ All processes of the learner are started together, an actor alone. What a proces
 what follows: 0 it is done, 75 or a signal it is started again, 1 a mistake that ends everything.
 """
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -19,7 +20,7 @@ from uirl_jax.errors import RestartError
 
 PROCESSES, ACTORS = 2, 4
 RESTART_S = 1.0  # after the end of a process
-END_S = 90.0  # for all other processes of a learner to end, once one has
+END_S = 60.0  # for all other processes of a learner to end, once one has
 
 
 class GivenUpError(Exception):
@@ -86,7 +87,8 @@ class Fleet:
     Attributes:
       starts: how often a process was started.
       learner_starts: how often the learner was.
-      unexplained: "name: code: last line" of every end that no signal of `strike` explains.
+      unexplained: a line for every end that no signal of `strike` explains, and for every process
+        of the learner that had to be ended because it stayed when another one had ended.
     """
 
     def __init__(self, command: Command) -> None:
@@ -146,10 +148,7 @@ class Fleet:
             deadline_s = time.monotonic() + timeout_s
             for process in running:
                 if signum is not None and process.poll() is None:
-                    child = child_of(process.pid)
-                    process.send_signal(signum)
-                    if signum == signal.SIGKILL and child is not None:
-                        os.kill(child, signum)
+                    _send(process, signum)
             while any(p.poll() is None for p in running) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
         for process in running:
@@ -170,8 +169,14 @@ class Fleet:
             return
         first_s = min(member.ended_s for member in ended if member.ended_s is not None)
         if time.monotonic() - first_s > END_S:
-            names = ", ".join(m.name for m in self.learner if m not in ended)
-            raise GivenUpError(f"{names}: still there {END_S:.0f} s after another process's end")
+            for member in self.learner:
+                if member not in ended and member.process is not None:
+                    last = self._command.last_line(member.name)
+                    self.unexplained.append(
+                        f"{member.name}: still there {END_S:.0f} s after another's end: {last}"
+                    )
+                    self._struck.add(member.name)
+                    _send(member.process, signal.SIGKILL)
 
     def _has_ended(self, member: Member) -> bool:
         """Also notes an end that is new. Raises: GivenUpError."""
@@ -198,6 +203,15 @@ class Fleet:
         self.starts += 1
         if member not in self.learner:
             self._struck.discard(member.name)
+
+
+def _send(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """Sends a signal; a SIGKILL also to the child, to which a parent cannot pass it on."""
+    child = child_of(process.pid)
+    process.send_signal(signum)
+    if signum == signal.SIGKILL and child is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signum)
 
 
 def child_of(pid: int) -> int | None:
