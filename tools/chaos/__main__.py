@@ -113,9 +113,17 @@ def main(argv: Sequence[str]) -> int:
                     print(f"error: {name}: {error}", file=sys.stderr)
                     return 1
                 print(f"{name}:\n{format_table(results[name])}\n", flush=True)
+    is_worse = len(results) == 2 and is_below(results["chaos"], results["quiet"])
+    if is_worse:
+        print("WRONG: the success rate is below the quiet run's")
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 1 if any(result["wrong"] for result in results.values()) else 0
+    return 1 if is_worse or any(result["wrong"] for result in results.values()) else 0
+
+
+def is_below(result: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a run's success rate is lower than another's beyond both 95 % intervals."""
+    return result["success"]["high"] < other["success"]["low"]
 
 
 # ----------------------------------------------------------------------------------- one run
