@@ -32,19 +32,5 @@ def bucket_store(
 
 def point_to(service: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """All clients of this process and of its children use the emulator, without credentials."""
-    for name, value in environment(service).items():
+    for name, value in service.environment.items():
         monkeypatch.setenv(name, value)
-
-
-def environment(service: Emulator) -> dict[str, str]:
-    return {
-        "STORAGE_EMULATOR_HOST": service.address,
-        "AWS_ENDPOINT_URL": service.address,
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        # Orbax writes arrays through tensorstore, which has variables of its own.
-        "TENSORSTORE_GCS_HTTP_URL": service.address,
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "test",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-    }

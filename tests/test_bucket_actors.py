@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from tests.buckets import point_to
+from tools.bucket_emulator import emulator
 from tools.bucket_emulator.costs import LAYOUT, WaitingPlayer
 from uirl_jax import policy_sync
+from uirl_jax.actor.claims import CLAIMS, Claims
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
-from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store import StoreUnavailableError, mirror, open_store
 from uirl_jax.store.local import LocalStore
 from uirl_jax.types import TaskSpec
 
@@ -80,3 +84,38 @@ def test_actor_goes_on_after_a_storage_that_was_away(tmp_path, monkeypatch, caps
     report = asyncio.run(act())
     assert report["actor/started"] == report["actor/published"] + report["actor/lost"]
     assert "event=storage_unavailable" in "".join(capsys.readouterr())
+
+
+def test_actor_that_loses_races_for_groups_stays_within_the_limit(tmp_path, monkeypatch):
+    limit = 8
+    with emulator() as service:
+        point_to(service, monkeypatch)
+        mirror.link(tmp_path, "gs://runs/run")
+        store = open_store(tmp_path)
+        policy_sync.publish(
+            store,
+            version=0,
+            step=0,
+            arrays={"none": np.zeros(1, np.float32)},
+            base_hash="base",
+            run_id="run",
+            extra={"groups_trained": []},
+        )
+        for index in range(limit):  # all that may be played, claimed since the actor's last look
+            store.put(f"{CLAIMS}/run/{index:08d}", b"a9 0")
+        monkeypatch.setattr(Claims, "poll", lambda claims: None)
+        monkeypatch.setattr(random, "randrange", lambda stop: stop - 1)
+
+        async def act() -> dict[str, float]:
+            stop = asyncio.Event()
+            asyncio.get_running_loop().call_later(1.0, stop.set)
+            return await run_actor(
+                WaitingPlayer("a0", 4, 0.02),
+                ActorConfig(2, limit, max_staleness=0, poll_s=0.02),
+                LearnerLink(tmp_path, "base", LAYOUT, lambda adapters: None),
+                TaskSource(lambda index, tallies: TaskSpec("t", 1, "", 1), 0),
+                stop,
+            )
+
+        assert asyncio.run(act())["actor/started"] == 0
+        assert store.names("shards") == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.buckets import environment, point_to
+from tests.buckets import point_to
 from tests.test_checkpoints import ABSTRACT, assert_same, make_state
 from tools.bucket_emulator import Emulator, emulator
 from uirl_jax.checkpoints import Checkpointer
@@ -121,7 +121,7 @@ with Checkpointer({DIRECTORY!r}) as checkpointer:
         checkpointer.save(step, make_state(step), {{"step": step}})
         print(step, flush=True)
 """
-    env = {**os.environ, **environment(service), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **service.environment, "PYTHONPATH": str(ROOT)}
     for kill in range(2):
         with subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True

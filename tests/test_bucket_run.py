@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_model
-from tests.buckets import environment, point_to
+from tests.buckets import point_to
 from tests.test_main import GROUPS, MEMBERS, ROOT, STEPS, assert_whole, command
 from tools.bucket_emulator import Emulator, emulator
 
@@ -37,7 +37,7 @@ def start(
         return subprocess.Popen(
             command(Path(address), model_dir, *local, f"--workdir={address}", *arguments),
             cwd=ROOT,
-            env={**os.environ, **environment(service), "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, **service.environment, "JAX_PLATFORMS": "cpu"},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

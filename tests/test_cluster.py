@@ -185,6 +185,23 @@ def test_processes_end_with_the_reason_of_the_one_that_throws(
     assert_equal(workdir, undisturbed)
 
 
+def test_processes_end_when_a_checkpoint_is_not_committed(
+    tmp_path, model_dir, undisturbed, monkeypatch
+):
+    # Orbax lets process 0 wait at one barrier then and process 1 at another, for 20 minutes.
+    workdir, values = tmp_path / "run", values_of(model_dir)
+    cluster_world.write_records(workdir, values)
+    monkeypatch.setenv("SAVE_FAILS_AT", "3")
+    module = "tests.cluster_fault"
+    started = cluster_world.start(workdir, values, processes=2, module=module, directly=True)
+    assert cluster_world.wait(started, 100) == [1, 1]
+    line = said(workdir, 0).splitlines()[-1]
+    assert "step 3 was not saved: the storage does not answer" in line
+    assert said(workdir, 1).splitlines()[-1].startswith(line)
+    assert train(workdir, values, processes=2) == [0, 0]
+    assert_equal(workdir, undisturbed)
+
+
 @pytest.mark.parametrize("victim", EITHER)
 def test_processes_save_the_same_step_after_sigterm_to_one(
     tmp_path, model_dir, undisturbed, victim

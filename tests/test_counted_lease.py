@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.buckets import SHORT, bucket_store, environment
+from tests.buckets import SHORT, bucket_store
 from tools.bucket_emulator import Faults
 from uirl_jax.errors import ConfigError, LeaseHeldError
 from uirl_jax.store import counted_lease, lease
@@ -89,7 +89,7 @@ from uirl_jax.store.bucket import BucketStore
 BucketStore("gs://runs/run").claim("learner.lock", "killed")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    for name, value in environment(service).items():
+    for name, value in service.environment.items():
         monkeypatch.setenv(name, value)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT)
     store = BucketStore("gs://runs/run")  # with the real minute

@@ -35,7 +35,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
-from uirl_jax.errors import CheckpointError
+from uirl_jax.errors import CheckpointError, CheckpointUnavailableError
 from uirl_jax.store import Store, open_store
 
 FORMAT = 1
@@ -99,6 +99,7 @@ class Checkpointer:
             ),
             # Otherwise damaged metadata of one step makes listing all steps fail.
             lightweight_initialize=True,
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=_barrier()),
         )
         _silence_repeated_errors()
         try:
@@ -126,6 +127,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: it could not be written (disk full, ...); earlier ones are unchanged.
+                Of a bucket it is a CheckpointUnavailableError.
         """
         if self._read_only:
             raise CheckpointError(f"{self._directory}: opened read-only, step {step} is not saved")
@@ -326,6 +328,11 @@ class Checkpointer:
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         self._in_flight = None
+        if self._is_bucket:
+            return CheckpointUnavailableError(
+                f"{self._directory}: step {step} was not saved: {_one_line(error)}; earlier "
+                "checkpoints are unchanged; run the same command again"
+            )
         return CheckpointError(
             f"{self._directory}: step {step} was not saved: {_one_line(error)}; earlier "
             "checkpoints are unchanged; free disk space and run the same command again"
@@ -401,6 +408,23 @@ class Checkpointer:
                 f"{self._directory}: damaged steps {steps} cannot be moved to {DAMAGED_DIR}/: "
                 f"{_one_line(error)}; move them away by hand"
             ) from error
+
+
+def _barrier() -> ocp.multihost.BarrierSyncFn:
+    """Orbax's barrier between processes, but for one whose save has failed.
+
+    Orbax 0.12.8 takes such a process to the barrier after the save, while the others wait at one
+    within it, each for 20 minutes: one object that a bucket does not take would stop the learner
+    for so long. The failure is raised instead; its process then ends the others.
+    """
+    wait = ocp.multihost.get_barrier_sync_fn()
+
+    def wait_unless_failed(*, key: str, timeout_ms: int) -> None:
+        if (failure := sys.exc_info()[1]) is not None:
+            raise failure
+        wait(key=key, timeout_ms=timeout_ms)
+
+    return wait_unless_failed
 
 
 def _prepare_bucket(directory: str) -> None:

@@ -43,6 +43,12 @@ class CheckpointError(UirlError):
     """A checkpoint cannot be written, or none can be restored."""
 
 
+class CheckpointUnavailableError(CheckpointError):
+    """A checkpoint that a bucket did not take, although the client tried again."""
+
+    exit_code = 75  # as for RestartError
+
+
 class PolicyError(UirlError):
     """A published policy that does not match its manifest or this run."""
 

@@ -230,6 +230,8 @@ def _continue(buckets: Buckets, key: str, call: Call) -> Answer:
     if call.method == "DELETE":
         del buckets.uploads[key]
         return Answer(499)
+    if upload.written is not None:  # the answer was lost: the service gives it again
+        return _json(_describe(upload.bucket, upload.written, call))
     match = _CONTENT_RANGE.fullmatch(call.headers.get("Content-Range", ""))
     if match is None and "Content-Range" in call.headers:
         raise Refused(400, "invalid", "Content-Range is not valid")
@@ -249,11 +251,11 @@ def _continue(buckets: Buckets, key: str, call: Call) -> Answer:
     if total is None or len(upload.received) < total:
         done = len(upload.received)
         return Answer(308, b"", {"Range": f"bytes=0-{done - 1}"} if done else {})
-    written = buckets.write(
+    upload.written = buckets.write(
         upload.bucket, upload.name, bytes(upload.received), upload.condition, upload.content_type
     )
-    del buckets.uploads[key]
-    return _json(_describe(upload.bucket, written, call))
+    upload.received.clear()
+    return _json(_describe(upload.bucket, upload.written, call))
 
 
 def _related(call: Call) -> tuple[dict[str, Any], bytes, str]:

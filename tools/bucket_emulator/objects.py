@@ -78,7 +78,11 @@ class Condition:
 
 @dataclasses.dataclass
 class Upload:
-    """A resumable or multipart upload that is not complete yet."""
+    """A resumable or multipart upload.
+
+    Attributes:
+        written: what it became; a resumable one answers with it to a client that missed the answer.
+    """
 
     bucket: str
     name: str
@@ -86,6 +90,7 @@ class Upload:
     content_type: str
     received: bytearray = dataclasses.field(default_factory=bytearray)
     parts: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    written: Stored | None = None
 
 
 @dataclasses.dataclass(frozen=True)

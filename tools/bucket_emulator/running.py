@@ -28,6 +28,21 @@ class Emulator:
     def __init__(self, server: Server, address: str) -> None:
         self.server, self.address = server, address
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """With these variables all clients of a process use the emulator, without credentials."""
+        return {
+            "STORAGE_EMULATOR_HOST": self.address,
+            "AWS_ENDPOINT_URL": self.address,
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            # Orbax writes arrays through tensorstore, which has variables of its own.
+            "TENSORSTORE_GCS_HTTP_URL": self.address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "test",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
     def objects(self, bucket: str) -> dict[str, bytes]:
         objects = dict(self.server.buckets.contents(bucket))
         return {name: found.content for name, found in objects.items()}

@@ -287,7 +287,9 @@ class _Actor:
         races_lost = 0
         while self._members_playing < self._player.concurrency:
             index = ledger.next_index(
-                self._claims.in_flight(),
+                # What was skipped is probably claimed. Not counted, it would let this actor go
+                # beyond the limit, to groups that become stale.
+                dict.fromkeys(skipped, manifest.version) | self._claims.in_flight(),
                 self._claims.unavailable() | self._groups.keys() | skipped,
                 groups_per_step=cfg.groups_per_step,
                 # The policy lags behind: its groups are older than the manifest from the start.
