@@ -89,7 +89,7 @@ class FakeCloud:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
         )
 
     def environment(self) -> dict[str, str]:

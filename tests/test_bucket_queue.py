@@ -113,7 +113,7 @@ def test_records_through_a_bucket_with_all_faults_are_trained_once_each(monkeypa
         assert counts["stale"] == counts["quarantined"] == counts["pending"] == 0
         assert counts["published"] == records + counts["duplicate"]
         counters = service.counters()
-        assert sum(counters["injected"].values()) > records / 20
+        assert len(counters["injected"]) >= 4  # kinds; how many is a matter of the requests' number
         service.set_faults()
         left = store.names("shards")
         print({"restarts": learner.restarts, "left": len(left), **counts, **counters})

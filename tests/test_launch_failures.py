@@ -145,6 +145,6 @@ def test_a_script_that_is_interrupted_names_what_it_made(tmp_path, signum):
             if line.startswith("state=WAITING_FOR_RESOURCES"):
                 break
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
     assert "slice uirl in us-east5-b" in errors.splitlines()[-1]

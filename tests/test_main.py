@@ -20,7 +20,7 @@ import pytest
 
 from tests import tiny_config, tiny_model
 from tools import export
-from uirl_jax import checkpoints, evaluation, main, policy_sync
+from uirl_jax import checkpoints, evaluation, policy_sync
 from uirl_jax.actor import processes
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError, RestartError, UirlError
@@ -29,7 +29,7 @@ from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
-from uirl_jax.roles.all import run_all
+from uirl_jax.roles.all import _is_json_object, run_all
 from uirl_jax.roles.eval import run_eval_role
 from uirl_jax.run import Run, open_run
 from uirl_jax.shards import journal, reader
@@ -434,7 +434,8 @@ def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):
         ),
         (["--config.model.quantize=int4"], "expected 'none' or 'int8'"),
         (["--workdir="], "--workdir is empty"),
-        (["--workdir=gs://bucket/run"], "buckets are not supported yet"),
+        (["--workdir=s3://bucket/run"], "runs are in a directory or in gs://"),
+        (["--workdir=gs://b/run"], "--workdir=gs://b/run: "),
         (
             [f"--config.model.path={SHIPPED_MODEL}", "--config.model.adapter=/nowhere"],
             "/nowhere/adapter_config.json: cannot be read",
@@ -647,8 +648,8 @@ def test_config_that_trains_all_weights_refuses_what_needs_adapters(section, val
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_damaged_summary_is_written_again(tmp_path, content):
     path = tmp_path / "summary.json"
-    assert not main._is_json_object(path)
+    assert not _is_json_object(path)
     path.write_bytes(content)
-    assert not main._is_json_object(path)
+    assert not _is_json_object(path)
     path.write_bytes(b'{"seed": 0}')
-    assert main._is_json_object(path)
+    assert _is_json_object(path)

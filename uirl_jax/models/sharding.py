@@ -242,12 +242,14 @@ def rows_here(mesh: Mesh, rows: int) -> set[int]:
     return {row for index in indices if index for row in range(*index[0].indices(rows))}
 
 
-def place(array: np.ndarray, placed: jax.sharding.Sharding) -> jax.Array:
+def place(array: np.ndarray, placed: jax.sharding.Sharding | None) -> jax.Array:
     """An array on its devices; with several processes each reads the part of its own.
+
+    Without a sharding it goes to the first device.
 
     `jax.device_put` would compare the whole array between processes, over the network.
     """
-    if placed.is_fully_addressable:
+    if placed is None or placed.is_fully_addressable:
         return jax.device_put(array, placed)
     return jax.make_array_from_callback(array.shape, placed, lambda index: array[index])
 
