@@ -166,6 +166,17 @@ def test_processes_end_when_one_is_lost_and_the_same_command_trains_the_same(
     assert_equal(workdir, undisturbed)
 
 
+@pytest.mark.slow
+def test_processes_end_to_be_started_again_when_a_parent_is_killed(tmp_path, model_dir):
+    workdir, values = tmp_path / "run", values_of(model_dir)
+    cluster_world.write_records(workdir, values)
+    started = cluster_world.start(workdir, values, processes=2)
+    wait_for_step(workdir, 2, started)
+    started[1].kill()
+    assert started[0].wait(60) == 75
+    assert "error: the parent of process 1 is lost" in said(workdir, 0)
+
+
 @pytest.mark.parametrize("victim", EITHER)
 def test_processes_end_with_the_reason_of_the_one_that_throws(
     tmp_path, model_dir, undisturbed, victim, monkeypatch

@@ -186,11 +186,15 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
 
 
 def _run_in_cluster(
-    cfg: RunConfig, workdir: Path, stop: threading.Event, membership: cluster.Membership
+    cfg: RunConfig,
+    workdir: Path,
+    stop: threading.Event,
+    orphaned: threading.Event,
+    membership: cluster.Membership,
 ) -> int:
     """`_run` as one process of a learner on several hosts: if one fails, all end."""
     group = cluster.join(membership, cfg.cluster)
-    with group.watched(stop, cfg.cluster):
+    with group.watched(stop, orphaned, cfg.cluster):
         try:
             if cfg.cold_start.steps:
                 raise ConfigError(
@@ -233,11 +237,12 @@ def main(argv: list[str]) -> int:
         membership = _membership(learns)
         if membership is not None and not _EXIT_WITH_PARENT.value:
             return cluster.run_in_child(processes.command_of_this_process(), membership)
+        orphaned = stop if membership is None else threading.Event()
         if _EXIT_WITH_PARENT.value:
-            processes.stop_with_parent(_EXIT_WITH_PARENT.value, stop)
+            processes.stop_with_parent(_EXIT_WITH_PARENT.value, orphaned)
         if membership is None:
             return _run(cfg, workdir, learns, stop, ALONE)
-        return _run_in_cluster(cfg, workdir, stop, membership)
+        return _run_in_cluster(cfg, workdir, stop, orphaned, membership)
     except (UirlError, OSError) as error:
         line, exit_code = _line_of(error)
         print(line, file=sys.stderr)

@@ -263,23 +263,26 @@ class Cluster:
 
     # ------------------------------------------------------------------ stopping and failing
 
+    @contextlib.contextmanager
     def watched(
-        self, stop: threading.Event, cfg: ClusterConfig
-    ) -> contextlib.AbstractContextManager[None]:
+        self, stop: threading.Event, orphaned: threading.Event, cfg: ClusterConfig
+    ) -> Iterator[None]:
         """Looks after the other processes from a thread until the block ends.
 
         In every process: `stop` asks process 0 to stop, an error of another process ends this one.
         In process 0: `stop` is set when another process asks, and all end after cfg.stop_timeout_s.
-        """
-        return contextlib.nullcontext() if self._client is None else self._watched(stop, cfg)
 
-    @contextlib.contextmanager
-    def _watched(self, stop: threading.Event, cfg: ClusterConfig) -> Iterator[None]:
+        Args:
+          orphaned: set when this process's parent has ended; then all end, to be started again.
+        """
         ended = threading.Event()
 
         def watch() -> None:
             stopping_s: float | None = None
             while not ended.wait(_POLL_S):
+                if orphaned.is_set():
+                    reason = f"error: the parent of process {self.index} is lost; {_ADVICE}"
+                    self.end(reason, RestartError.exit_code)
                 if stop.is_set() and stopping_s is None:
                     stopping_s = time.monotonic()
                     self.tell("stop", f"process {self.index}")
