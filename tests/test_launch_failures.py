@@ -135,7 +135,8 @@ def test_a_script_that_is_interrupted_names_what_it_made(tmp_path, signum):
     cloud = FakeCloud(tmp_path / "cloud")
     cloud.answer("slice_states", "WAITING_FOR_RESOURCES")
     with subprocess.Popen(
-        [ROOT / "launch/tpu_vm.sh", "up"],
+        # A test run in the background ignores some signals, which bash could then not trap.
+        ["env", "--default-signal", ROOT / "launch/tpu_vm.sh", "up"],
         env=cloud.environment() | {"POLL_S": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

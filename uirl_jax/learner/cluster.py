@@ -123,15 +123,17 @@ def methods() -> list[str]:
 
 def _detected(method: str) -> Membership | None:
     name = None if method == "auto" else method
-    if name is not None and name not in methods():
-        raise ConfigError(f"--cluster={name}: expected auto, none or one of {', '.join(methods())}")
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    if name is not None:
+        kinds = {kind.name: kind for kind in clusters.ClusterEnv._cluster_types}
+        if name not in kinds:
+            known = ", ".join(methods())
+            raise ConfigError(f"--cluster={name}: expected auto, none or one of {known}")
+        if not kinds[name].is_env_present():
+            raise ConfigError(f"--cluster={name}: this process was not started by {name}")
+    address, count, index, device_ids = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, name, initialization_timeout=60
     )
-    address, count, index, device_ids = found
     if address is None or count is None or index is None:
-        if name is not None:
-            raise ConfigError(f"--cluster={name}: this process was not started by {name}")
         return None
     return Membership(address, count, index, device_ids) if count > 1 else None
 
@@ -144,7 +146,7 @@ def join(membership: Membership, cfg: ClusterConfig) -> "Cluster":
     """
     # SIGTERM is handled by `main`. JAX's own service would swallow it until every process asks.
     jax.config.update("jax_enable_preemption_service", False)
-    # On a CPU, programs that run at once would mix up their messages: gloo has one channel.
+    # On a CPU: programs that run at once share gloo's connections, and nothing orders them.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     # When another host is lost, JAX aborts: a Python traceback of every thread explains nothing.
     faulthandler.disable()
