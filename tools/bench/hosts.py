@@ -2,7 +2,7 @@
 
     python -m tools.bench hosts --steps=12 --json=hosts.json
 
-The quickstart's base model trains on records with large screenshots, so that the hosts' own work
+The quickstart's base model trains on records with larger screenshots, so that the hosts' own work
 counts: reading records, decoding screenshots, building batches. Printed are steps a minute and the
 processor seconds of that work on process 0 and on the busiest other one. The processes share this
 machine's cores: steps a minute say what coordination costs here, not how fast a pod is.
@@ -20,8 +20,8 @@ from typing import Any
 from tools.bench import cluster_world
 from uirl_jax import assets
 
-SCREEN_PX = (1288, 812)  # 46 x 29 visual tokens of 28 x 28 pixels
-VISUAL_TOKENS = 46 * 29
+SCREEN_PX = (644, 420)  # 23 x 15 visual tokens of 28 x 28 pixels
+VISUAL_TOKENS = 23 * 15
 PROCESSES = (1, 2, 4)
 
 
