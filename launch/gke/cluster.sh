@@ -33,7 +33,8 @@ apply() {
   manifest=$(render "launch/gke/$1") || die "launch/gke/$1: could not be filled in"
   printf '# launch/gke/%s, filled in:\n' "$1" >&3
   [ "$DRY_RUN" = no ] || printf '%s\n' "$manifest" >&3
-  printf '%s\n' "$manifest" | kube apply --filename=- || die "could not apply launch/gke/$1"
+  # No pipe: a dry run reads nothing, and a writer without a reader would fail.
+  kube apply --filename=- <<<"$manifest" || die "could not apply launch/gke/$1"
 }
 
 lines() {
