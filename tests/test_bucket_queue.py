@@ -113,7 +113,9 @@ def test_records_through_a_bucket_with_all_faults_are_trained_once_each(monkeypa
         assert counts["stale"] == counts["quarantined"] == counts["pending"] == 0
         assert counts["published"] == records + counts["duplicate"]
         counters = service.counters()
-        assert len(counters["injected"]) >= 4  # kinds; how many is a matter of the requests' number
+        # Eleven were seen at 240 records: a group is read by one request.
+        assert sum(counters["injected"].values()) > records / 40
+        assert len(counters["injected"]) >= 4  # kinds
         service.set_faults()
         left = store.names("shards")
         print({"restarts": learner.restarts, "left": len(left), **counts, **counters})

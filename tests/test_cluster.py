@@ -173,6 +173,7 @@ def test_processes_end_to_be_started_again_when_a_parent_is_killed(tmp_path, mod
     started = cluster_world.start(workdir, values, processes=2)
     wait_for_step(workdir, 2, started)
     started[1].kill()
+    started[1].wait()
     assert started[0].wait(60) == 75
     assert "error: the parent of process 1 is lost" in said(workdir, 0)
 
