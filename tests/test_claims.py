@@ -147,3 +147,48 @@ def test_claims_one_actor_wins(tmp_path):
     first.release(0)
     second.poll()
     assert second.unavailable() == set()
+
+
+def counted_reads(store, monkeypatch):
+    names: list[str] = []
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda name: names.append(name) or read(name))
+    return names
+
+
+def test_a_listing_tells_whose_a_claim_is(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    others = [Claims(store, RUN, f"a{number}.by.1", overdue_s=600.0) for number in range(3)]
+    reader = Claims(store, RUN, "a9", overdue_s=600.0)
+    for index, other in enumerate(others):
+        assert other.take(index, 5 + index)
+    names = counted_reads(store, monkeypatch)
+    reader.poll()
+    assert reader.in_flight() == {0: 5, 1: 6, 2: 7} and names == []
+    others[0].release(0)
+    reader.poll()
+    assert reader.in_flight() == {1: 6, 2: 7}
+    assert len(store.names("claims")) == 4  # of the released claim nothing stays
+
+
+@pytest.mark.parametrize("labels", [(), ("a1.5", "a2.7")])
+def test_a_claim_without_one_label_is_read(tmp_path, monkeypatch, labels):
+    store = open_store(tmp_path)
+    for label in labels:  # a2 has lost the race and was killed before it removed its label
+        store.put(f"claims/{RUN}/00000012.by.{label}", b"")
+    store.put(f"claims/{RUN}/00000012", b"a1 5\n")
+    names = counted_reads(store, monkeypatch)
+    reader = Claims(store, RUN, "a9", overdue_s=600.0)
+    assert reader.in_flight() == {12: 5} and len(names) == 1
+    Claims(store, RUN, "a2", overdue_s=600.0)  # the killed one starts again
+    expected = {f"claims/{RUN}/00000012"} | (
+        {f"claims/{RUN}/00000012.by.a1.5"} if labels else set()
+    )
+    assert set(store.names("claims")) == expected
+
+
+def test_a_label_alone_claims_nothing(tmp_path):
+    store = open_store(tmp_path)
+    store.put(f"claims/{RUN}/00000012.by.a1.5", b"")  # killed between the label and the claim
+    reader = Claims(store, RUN, "a9", overdue_s=600.0)
+    assert reader.unavailable() == set() and reader.take(12, 6)
