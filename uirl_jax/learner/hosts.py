@@ -30,7 +30,7 @@ from uirl_jax.models import sharding
 from uirl_jax.shards import batching
 from uirl_jax.shards.batching import Part
 from uirl_jax.shards.plan import BatchConfig, BatchPlan
-from uirl_jax.shards.reader import RecordRef, read_refs
+from uirl_jax.shards.reader import RecordRef, read_each, read_refs
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.store import Store
 from uirl_jax.types import TrainBatch, Trajectory
@@ -174,6 +174,12 @@ class Hosts:
 
         Raises: RestartError: a record does not appear in timeout_s, or is damaged.
         """
+
+        def read(numbers: list[int]) -> list[Trajectory]:
+            refs = [decision.records[number] for number in numbers]
+            once = functools.partial(read_refs, self._store, refs, layout)
+            return self._once_visible(refs[0].name, once, timeout_s)
+
         records: dict[int, Trajectory] = {}
         batches = []
         for update in decision.plans:
@@ -186,10 +192,8 @@ class Hosts:
             of_shard: dict[str, list[int]] = {}
             for number in sorted(needed - records.keys()):
                 of_shard.setdefault(decision.records[number].name, []).append(number)
-            for name, numbers in of_shard.items():
-                refs = [decision.records[number] for number in numbers]
-                read = functools.partial(read_refs, self._store, refs, layout)
-                found = self._once_visible(name, read, timeout_s)
+            groups = list(of_shard.values())
+            for numbers, found in zip(groups, read_each(self._store, read, groups), strict=True):
                 records |= dict(zip(numbers, found, strict=True))
             pieces = batching.cut({n: records[n] for n in sorted(needed)}, self._inputs)
             batches.append(

@@ -73,6 +73,7 @@ class ShardQueue:
         keep_bytes: used shards are moved to kept/, up to this size; 0: they are deleted.
 
     Raises: ShardError: a state of another run, or one that is ahead of the journal.
+      StoreUnavailableError: the storage does not answer.
     """
 
     def __init__(
@@ -120,20 +121,19 @@ class ShardQueue:
         accepted: list[tuple[str, record.Header, list[Entry]]] = []
         refused: dict[str, str] = {}
         lines: list[Line] = []
-        for name in names:
-            try:
-                header, entries = reader.scan_shard(self._store, _stored(name))
-                self._check_ours(name, header)
-            except FileNotFoundError:
+        for name, scanned in zip(
+            names, reader.read_each(self._store, self._scan, names), strict=True
+        ):
+            if isinstance(scanned, FileNotFoundError):
                 continue
-            except StoreUnavailableError as error:  # says nothing about the shard: look again later
-                self._warn_once(error)
-                continue
-            except (OSError, ShardError, RecordError) as error:
-                refused[name] = str(error)
+            if isinstance(scanned, StoreUnavailableError):  # says nothing about the shard
+                self._warn_once(scanned)
+            elif isinstance(scanned, Exception):
+                refused[name] = str(scanned)
                 count = reader.records_by_header(self._store, _stored(name))
                 lines.append(Line(name, count, quarantined=True))
             else:
+                header, entries = scanned
                 accepted.append((name, header, entries))
                 lines.append(Line(name, header.records, quarantined=False))
         if not lines:
@@ -167,7 +167,7 @@ class ShardQueue:
                 return None
             chosen = self._groups[:n_groups]
             try:
-                groups = [self._read_group(group) for group in chosen]
+                groups = reader.read_each(self._store, self._read_group, chosen)
             except _LostShardError as error:
                 self._lose(error.shard, error.reason)
                 continue
@@ -264,6 +264,17 @@ class ShardQueue:
             name = stored.removeprefix(f"{SHARDS}/")
             if name not in self._noticed:
                 yield name
+
+    def _scan(
+        self, name: str
+    ) -> tuple[record.Header, list[Entry]] | OSError | ShardError | RecordError:
+        """Header and entries of a shard of this run, or what is wrong with it."""
+        try:
+            header, entries = reader.scan_shard(self._store, _stored(name))
+            self._check_ours(name, header)
+        except (OSError, ShardError, RecordError) as error:
+            return error
+        return header, entries
 
     def _check_ours(self, name: str, header: record.Header) -> None:
         directory, _, file_name = name.partition("/")
@@ -391,27 +402,32 @@ class ShardQueue:
     def _resume(self, state: dict[str, Any]) -> None:
         """Index the records that the state has not consumed, in the journal's order."""
         existing = set(reader.shard_names(self._store))
+        pending: list[tuple[int, Line]] = []
         for number, line in enumerate(self._journal.lines):
             exists = _stored(line.shard) in existing
             if line.quarantined:
                 if exists:  # killed after writing the journal and before the move
                     self._quarantine(line.shard, "refused before a restart")
-                continue
-            if number < state["noticed"] and line.shard not in state["open"]:
+            elif number < state["noticed"] and line.shard not in state["open"]:
                 if exists:  # killed after the commit and before the deletion
                     self._shards[line.shard] = _Shard(number)
-                continue
-            done = set(state["open"].get(line.shard, ()))
-            try:
-                header, entries = reader.scan_shard(self._store, _stored(line.shard))
-                if header.records != line.records:
-                    raise ShardError(f"{header.records} records, expected {line.records}")
-                self._check_ours(line.shard, header)
-            except (OSError, ShardError, RecordError) as error:
-                self._shards[line.shard] = _Shard(number, None, line.records, done)
-                self._lose(line.shard, f"after a restart: {error}")
             else:
-                self._admit(line.shard, number, header, entries, done)
+                pending.append((number, line))
+        shards = [line.shard for _, line in pending]
+        found = reader.read_each(self._store, self._scan, shards)
+        for (number, line), scanned in zip(pending, found, strict=True):
+            done = set(state["open"].get(line.shard, ()))
+            if isinstance(scanned, StoreUnavailableError):
+                raise scanned  # says nothing about the shard
+            if isinstance(scanned, Exception):
+                reason = str(scanned)
+            elif scanned[0].records != line.records:
+                reason = f"{scanned[0].records} records, expected {line.records}"
+            else:
+                self._admit(line.shard, number, *scanned, done)
+                continue
+            self._shards[line.shard] = _Shard(number, None, line.records, done)
+            self._lose(line.shard, f"after a restart: {reason}")
 
 
 class _LostShardError(Exception):

@@ -4,18 +4,21 @@ Used by the learner's `queue`, the actors' admission and tools that show episode
 store, or a local file by its path; never writes or deletes.
 """
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, record
 from uirl_jax.store import Store
 from uirl_jax.types import Trajectory
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 SHARDS = "shards"  # shards/<actor>/<shard>.tfrecord in the store
 DIGEST_BYTES = 8  # of an episode id: a million episodes collide with probability 3e-8
 
@@ -46,6 +49,17 @@ def shard_names(store: Store, prefix: str = SHARDS) -> list[str]:
     return [
         name for name in store.names(prefix) if name.count("/") == 2 and name.endswith(".tfrecord")
     ]
+
+
+def read_each(store: Store, read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`read` of every item, in their order; several at once where the store is far away.
+
+    Raises: what `read` raises for the first item that fails, once the running ones are done.
+    """
+    if store.reads_at_once == 1 or len(items) < 2:
+        return [read(item) for item in items]
+    with concurrent.futures.ThreadPoolExecutor(store.reads_at_once, "read-shards") as threads:
+        return list(threads.map(read, items))
 
 
 def scan_shard(store: Store, name: str) -> tuple[record.Header, list[Entry]]:

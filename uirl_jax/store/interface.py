@@ -45,9 +45,12 @@ class Store(Protocol):
     Attributes:
         poll_s: least seconds between two looks of one process for what others wrote; 0 where
             looking costs nothing. A bucket's listing is paid for.
+      reads_at_once: contents that one process reads at a time. A bucket answers each after tens of
+        milliseconds, however many are asked for.
     """
 
     poll_s: float
+    reads_at_once: int
 
     def location(self, name: str = "") -> str:
         """The path or URL of a name, or of the whole store; for messages only."""

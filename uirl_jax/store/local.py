@@ -31,6 +31,7 @@ class LocalStore:
     """See `interface.Store`. The first write creates the root."""
 
     poll_s = 0.0
+    reads_at_once = 1
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root)
