@@ -261,6 +261,29 @@ def test_run_continues_on_another_mesh_and_number_of_processes(tmp_path, model_d
     np.testing.assert_allclose(losses_of(workdir), losses_of(undisturbed), atol=1e-5)
 
 
+def test_every_process_samples_and_all_train_on_it_together(tmp_path):
+    """--role=all on two hosts, from the base model to the report."""
+    workdir = tmp_path / "run"
+    values = {"learner.steps": 3, "evaluation.episodes": 8}
+    config = cluster_world.ROOT / "configs" / "quickstart.py"
+    started = cluster_world.start(
+        workdir, values, processes=2, role="all", config=config, directly=True
+    )
+    assert cluster_world.wait(started, 300) == [0, 0], said(workdir, 0) + said(workdir, 1)
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "learner/loss" in row] == [1, 2, 3]
+    accounts = json.loads((workdir / "summary.json").read_text())["episodes"]
+    assert accounts["trained"] == 3 * 8 * 8 and accounts["stale"] == accounts["quarantined"] == 0
+    assert accounts["published"] == accounts["trained"] + accounts["pending"]
+    published = [
+        sum(int(line.split()[2]) for line in text.splitlines() if line.startswith("published "))
+        for text in (path.read_text() for path in (workdir / "actor").glob("a[01]-*.journal"))
+    ]
+    assert len(published) == 2 and min(published) > 0
+    assert sum(published) == accounts["published"]
+    assert (workdir / "report.html").is_file()
+
+
 def test_processes_with_other_configs_or_too_few_are_refused_by_name(tmp_path, model_dir):
     workdir, values = tmp_path / "run", values_of(model_dir)
     port = cluster_world.free_port()

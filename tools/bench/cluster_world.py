@@ -140,6 +140,8 @@ def start_one(
     devices: int = 1,
     module: str = "uirl_jax.main",
     directly: bool = False,
+    role: str = "learner",
+    config: Path = CONFIG,
 ) -> subprocess.Popen[str]:
     """Starts one process of a learner; its output goes to <workdir>-<index>.txt.
 
@@ -154,8 +156,8 @@ def start_one(
     with output_of(workdir, index).open("w") as log:
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", module, "--role=learner"),
-                *(f"--config={CONFIG}", f"--workdir={workdir}"),
+                *(sys.executable, "-m", module, f"--role={role}"),
+                *(f"--config={config}", f"--workdir={workdir}"),
                 *(cluster if processes > 1 else []),
                 *([f"--exit_with_parent={os.getpid()}"] if directly else []),
                 *flags_of(values),

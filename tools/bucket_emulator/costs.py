@@ -5,8 +5,8 @@
 Everything between the processes and the bucket is the package's own code: run_actor with claims,
 shards, leases and the manifest; the learner's queue, publication and lease. Only the playing and
 the learning are replaced by waiting. Checkpoints are not part of it: Orbax's requests a save do not
-depend on the actors (docs/buckets.md has them). All actors are tasks of one process, each with a
-store of its own, as on hosts of their own.
+depend on the actors (docs/buckets.md has them). Actors, learner and emulator have a process each;
+all actors are tasks of theirs, each with a store of its own, as on hosts of their own.
 """
 
 import argparse
@@ -15,18 +15,21 @@ import collections
 import concurrent.futures
 import contextlib
 import json
+import multiprocessing
 import os
-import threading
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import synchronize
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from tools.bucket_emulator.running import emulator
+from tools.bucket_emulator.running import Service
 from uirl_jax import policy_sync
 from uirl_jax.actor import host
 from uirl_jax.actor.player import Attempt
@@ -39,6 +42,7 @@ from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 ADDRESS = "gs://runs/run"
 LAYOUT = TokenLayout(vocab_size=100, image_token_id=9)
 ADAPTER_BYTES = 1 << 20
+MAX_STALENESS = 2
 
 
 def trajectory(group: str, version: int) -> Trajectory:
@@ -110,7 +114,7 @@ async def act(args: argparse.Namespace, folder: Path, stop: asyncio.Event) -> No
         with lease.renewed(held, stop.set):
             await host.run_actor(
                 WaitingPlayer(actor_id, args.members, args.episode_s),
-                host.ActorConfig(args.members, args.actors, max_staleness=2),
+                host.ActorConfig(args.members, args.actors, max_staleness=MAX_STALENESS),
                 host.LearnerLink(folder / str(number), "base", LAYOUT, lambda adapters: None),
                 host.TaskSource(lambda index, tallies: TaskSpec("t", 1, "", 1), 0),
                 stop,
@@ -121,14 +125,25 @@ async def act(args: argparse.Namespace, folder: Path, stop: asyncio.Event) -> No
             tasks.create_task(one(number))
 
 
-def learn(args: argparse.Namespace, ended: threading.Event, result: dict[str, Any]) -> None:
+def learn(
+    args: argparse.Namespace, ended: synchronize.Event, result: "multiprocessing.Queue[Any]"
+) -> None:
     """One step per round of groups, one group of each actor."""
     store = BucketStore(ADDRESS)
     held = store.claim(lease.LEARNER, "the learner")
     queue = ShardQueue(store, "run", "base")
     states: collections.deque[dict[str, Any]] = collections.deque(maxlen=3)
     trained: list[int] = []
-    version, busy_s, started_s = 0, 0.0, time.monotonic()
+    of_actor: collections.Counter[str] = collections.Counter()
+    staleness: collections.Counter[int] = collections.Counter()
+    spent = collections.Counter[str]()
+    version, started_s, started_cpu_s = 0, time.monotonic(), time.process_time()
+
+    @contextlib.contextmanager
+    def timed(what: str) -> Iterator[None]:
+        before_s = time.monotonic()
+        yield
+        spent[what] += time.monotonic() - before_s
 
     def publish() -> None:
         policy_sync.publish(
@@ -144,20 +159,35 @@ def learn(args: argparse.Namespace, ended: threading.Event, result: dict[str, An
     with lease.renewed(held, ended.set):
         publish()
         while not ended.is_set():
-            before_s = time.monotonic()
-            queue.poll()
-            groups = queue.take_groups(args.actors, version, 2)
+            with timed("look"):
+                queue.poll()
+            with timed("read"):
+                groups = queue.take_groups(args.actors, version, MAX_STALENESS)
             if groups:
                 trained += [int(group[0].group_id) for group in groups]
+                of_actor.update(group[0].actor_id for group in groups)
+                staleness.update(version - group[0].policy_versions[0] for group in groups)
                 version += 1
                 states.append(queue.state())
-                publish()
+                with timed("publish"):
+                    publish()
                 if len(states) == states.maxlen:
-                    queue.committed(states[0])
-            busy_s += time.monotonic() - before_s
+                    with timed("delete"):
+                        queue.committed(states[0])
             ended.wait(store.poll_s)
     seconds = time.monotonic() - started_s
-    result.update(steps=version, learner_storage_s=busy_s, seconds=seconds, **queue.accounting())
+    groups_of = sorted(of_actor[f"a{number}"] for number in range(args.actors))
+    result.put(
+        {
+            "steps": version,
+            "seconds": round(seconds, 1),
+            "learner_share": {what: round(s / seconds, 5) for what, s in spent.items()},
+            "learner_cpu_share": round((time.process_time() - started_cpu_s) / seconds, 5),
+            "staleness": dict(sorted(staleness.items())),
+            "groups_of_an_actor": [groups_of[0], groups_of[len(groups_of) // 2], groups_of[-1]],
+            **queue.accounting(),
+        }
+    )
 
 
 def ranges(indices: list[int]) -> list[list[int]]:
@@ -177,39 +207,60 @@ def main() -> int:
     parser.add_argument("--episode_s", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--start_s", type=float, default=30.0, help="not counted: the start")
+    parser.add_argument("--latency_s", type=float, default=0.0, help="of every answer")
     args = parser.parse_args()
-    result: dict[str, Any] = {}
-    with emulator() as service, TemporaryDirectory() as folder:
+    spawn = multiprocessing.get_context("spawn")
+    ended, results = spawn.Event(), spawn.Queue()
+    with TemporaryDirectory() as folder, _service(Path(folder), args.latency_s) as service:
         os.environ["STORAGE_EMULATOR_HOST"] = service.address
-        ended = threading.Event()
-        learner = threading.Thread(target=learn, args=(args, ended, result))
+        learner = spawn.Process(target=learn, args=(args, ended, results))
         learner.start()
-
-        async def run() -> None:
-            stop = asyncio.Event()
-            acting = asyncio.create_task(act(args, Path(folder), stop))
-            await asyncio.sleep(args.start_s)
-            service.reset()
-            await asyncio.wait([acting], timeout=60 * args.minutes)
-            counters = service.counters()
-            hours = counters["seconds"] / 3600
-            result["per_hour"] = {
-                **{name: round(n / hours) for name, n in counters["requests"].items()},
-                **{f"class {name}": round(n / hours) for name, n in counters["billed"].items()},
-                "usd": round(counters["billed_usd"] / hours, 3),
-            }
-            result["too_fast"] = counters["overwritten_too_fast"]
-            stop.set()
-            await acting
-
         try:
             with contextlib.redirect_stdout(None):
-                asyncio.run(run())
+                counted = asyncio.run(count(args, Path(folder), service))
         finally:
             ended.set()
-            learner.join()
-    print(json.dumps({"actors": args.actors, "episode_s": args.episode_s, **result}))
+        result = results.get(timeout=120.0)
+        learner.join()
+    print(json.dumps({"actors": args.actors, "episode_s": args.episode_s, **counted, **result}))
     return 0
+
+
+async def count(args: argparse.Namespace, folder: Path, service: Service) -> dict[str, Any]:
+    """Lets the actors act; the requests of all processes, after the start."""
+    stop = asyncio.Event()
+    acting = asyncio.create_task(act(args, folder, stop))
+    await asyncio.sleep(args.start_s)
+    await asyncio.to_thread(service.reset)
+    await asyncio.wait([acting], timeout=60 * args.minutes)
+    counters = await asyncio.to_thread(service.counters)
+    stop.set()
+    await acting
+    hours = counters["seconds"] / 3600
+    per_hour = {
+        **{name: round(n / hours) for name, n in counters["requests"].items()},
+        **{f"class {name}": round(n / hours) for name, n in counters["billed"].items()},
+        "usd": round(counters["billed_usd"] / hours, 3),
+    }
+    return {"per_hour": per_hour, "too_fast": counters["overwritten_too_fast"]}
+
+
+@contextlib.contextmanager
+def _service(folder: Path, latency_s: float) -> Iterator[Service]:
+    """The emulator in a process of its own."""
+    port_file = folder / "port"
+    command = [sys.executable, "-m", "tools.bucket_emulator", f"--latency_s={latency_s}"]
+    with subprocess.Popen(
+        [*command, f"--port_file={port_file}"], stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            while not port_file.exists():
+                if process.poll() is not None:
+                    raise RuntimeError("the bucket emulator did not start")
+                time.sleep(0.05)
+            yield Service(f"http://127.0.0.1:{port_file.read_text().strip()}")
+        finally:
+            process.terminate()
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ START_S = 10.0
 NO_FAULTS = Faults()
 
 
-class Emulator:
-    """A running emulator. `objects` and `counters` may be read from any thread."""
+class Service:
+    """A running emulator, in whatever process."""
 
-    def __init__(self, server: Server, address: str) -> None:
-        self.server, self.address = server, address
+    def __init__(self, address: str) -> None:
+        self.address = address
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,19 +43,6 @@ class Emulator:
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
-    def objects(self, bucket: str) -> dict[str, bytes]:
-        objects = dict(self.server.buckets.contents(bucket))
-        return {name: found.content for name, found in objects.items()}
-
-    def damage(self, bucket: str, name: str, content: bytes) -> None:
-        """Replaces the content of an object, as a fault of the storage would."""
-        objects = self.server.buckets.contents(bucket)
-        objects[name] = dataclasses.replace(objects[name], content=content)
-
-    def drop(self, bucket: str, name: str) -> None:
-        """Deletes an object, as a fault of the storage would."""
-        self.server.buckets.delete(bucket, name, Condition())
-
     def counters(self) -> dict[str, Any]:
         return self._call("counters", None)
 
@@ -68,6 +55,27 @@ class Emulator:
     def _call(self, what: str, body: bytes | None) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.address}/_emulator/{what}", data=body) as answer:
             return json.load(answer)
+
+
+class Emulator(Service):
+    """An emulator in this process. Its methods may be called from any thread."""
+
+    def __init__(self, server: Server, address: str) -> None:
+        super().__init__(address)
+        self.server = server
+
+    def objects(self, bucket: str) -> dict[str, bytes]:
+        objects = dict(self.server.buckets.contents(bucket))
+        return {name: found.content for name, found in objects.items()}
+
+    def damage(self, bucket: str, name: str, content: bytes) -> None:
+        """Replaces the content of an object, as a fault of the storage would."""
+        objects = self.server.buckets.contents(bucket)
+        objects[name] = dataclasses.replace(objects[name], content=content)
+
+    def drop(self, bucket: str, name: str) -> None:
+        """Deletes an object, as a fault of the storage would."""
+        self.server.buckets.delete(bucket, name, Condition())
 
 
 @contextlib.contextmanager
