@@ -115,9 +115,9 @@ def test_processes_train_as_one_process_does(
 
 
 def child_of(process: subprocess.Popen) -> int:
-    """The process of the cluster; `process` is its parent."""
+    """The process of the cluster, 0 before it starts; `process` is its parent."""
     found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(found[0])
+    return int(found[0]) if found else 0
 
 
 def wait_for_step(workdir: Path, step: int, started: list[subprocess.Popen]) -> None:
@@ -231,6 +231,21 @@ def test_processes_save_the_same_step_after_sigterm_to_one(
     assert len(steps) == 1
     assert train(workdir, values, processes=2) == [0, 0]
     assert_equal(workdir, undisturbed)
+
+
+@pytest.mark.parametrize("victim", EITHER)
+def test_processes_leave_together_after_sigterm_to_one_that_has_just_started(
+    tmp_path, model_dir, victim
+):
+    workdir, values = tmp_path / "run", values_of(model_dir)
+    cluster_world.write_records(workdir, values)
+    started = cluster_world.start(workdir, values, processes=2)
+    while not child_of(started[victim]):
+        time.sleep(0.01)
+    started[victim].terminate()  # it imports
+    assert cluster_world.wait(started, 60) == [0, 0]
+    for index in range(2):
+        assert "preempted at step 0 of 8;" in said(workdir, index)
 
 
 def test_processes_that_wait_for_records_end_after_sigterm(tmp_path, model_dir):

@@ -19,8 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-if __name__ == "__main__":  # imports take seconds: until `main` handles signals, Ctrl-C just ends
+if __name__ == "__main__":  # imports take seconds; as in __main__.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 from absl import app, flags, logging
 
@@ -235,13 +236,16 @@ def main(argv: list[str]) -> int:
         learns = _ROLE.value in ("all", "learner")
         _check_checkpoint_flags(learns)
         membership = _membership(learns)
-        if membership is not None and not _EXIT_WITH_PARENT.value:
+        if membership is None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        elif not _EXIT_WITH_PARENT.value:
             return cluster.run_in_child(processes.command_of_this_process(), membership)
         orphaned = stop if membership is None else threading.Event()
         if _EXIT_WITH_PARENT.value:
             processes.stop_with_parent(_EXIT_WITH_PARENT.value, orphaned)
         if membership is None:
             return _run(cfg, workdir, learns, stop, ALONE)
+        cluster.end_with_the_others(stop)
         return _run_in_cluster(cfg, workdir, stop, orphaned, membership)
     except (UirlError, OSError) as error:
         line, exit_code = _line_of(error)

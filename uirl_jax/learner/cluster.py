@@ -409,6 +409,16 @@ def code_facts() -> dict[str, str]:
     return facts
 
 
+def end_with_the_others(stop: threading.Event) -> None:
+    """From now on SIGTERM sets `stop`, also one that has been blocked since this process started.
+
+    A process that died of it before it had joined would let the others wait for start_timeout_s.
+    This one joins them first, and then all leave together.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
 # ------------------------------------------------------------------------------------ the parent
 
 
@@ -416,7 +426,8 @@ def run_in_child(command: Sequence[str], membership: Membership) -> int:
     """Runs the process of a cluster as a child; returns its exit code, 75 if a signal ended it.
 
     Args:
-      command: of the child; --exit_with_parent is added. It gets this process's SIGTERM and SIGINT.
+      command: of the child; --exit_with_parent is added. It gets this process's SIGTERM and SIGINT,
+        also a SIGTERM that has been blocked since this process started.
     """
     child = subprocess.Popen([*command, f"--exit_with_parent={os.getpid()}"])
 
@@ -427,6 +438,7 @@ def run_in_child(command: Sequence[str], membership: Membership) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     code = child.wait()
     if code >= 0:
         return code
