@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny_model
 from tests.buckets import point_to
-from tests.test_main import GROUPS, MEMBERS, ROOT, STEPS, assert_whole, command
+from tests.command_world import GROUPS, MEMBERS, ROOT, STEPS, assert_whole, command
 from tools.bucket_emulator import Emulator, emulator
 
 ADDRESS = "gs://runs/run"

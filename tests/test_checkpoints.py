@@ -16,11 +16,10 @@ import numpy as np
 import optax
 import pytest
 
-from uirl_jax import checkpoints
-from uirl_jax.checkpoints import Checkpointer
+from uirl_jax.checkpoints import Checkpointer, array_format
 from uirl_jax.errors import CheckpointError
 
-ROOT = str(Path(checkpoints.__file__).parents[1])
+ROOT = str(Path(__file__).parents[1])
 META = {"cursor": {"consumed": ["a", "b"]}, "config": {"lr": 0.1, "clip": None}}
 
 
@@ -499,6 +498,6 @@ def test_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 def test_checksum_covers_bfloat16_and_order() -> None:
     values = np.linspace(-2, 2, 12).reshape(3, 4)
     as_bfloat16 = values.astype(ml_dtypes.bfloat16)
-    assert checkpoints._crc32c(jnp.asarray(as_bfloat16)) == checkpoints._crc32c(as_bfloat16)
-    assert checkpoints._crc32c(values.T) == checkpoints._crc32c(np.ascontiguousarray(values.T))
-    assert checkpoints._crc32c(values.T) != checkpoints._crc32c(values)
+    assert array_format.crc32c(jnp.asarray(as_bfloat16)) == array_format.crc32c(as_bfloat16)
+    assert array_format.crc32c(values.T) == array_format.crc32c(np.ascontiguousarray(values.T))
+    assert array_format.crc32c(values.T) != array_format.crc32c(values)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from examples.own_code import learning, rewards
 from tests import actor_world as world
-from tests import test_losses, test_main, tiny_model
+from tests import command_world, test_losses, tiny_model
 from tests.field_servers import Container, serving
 from tests.sample_trajectories import make_trajectory
 from tests.test_dialects import client_of
@@ -296,7 +296,7 @@ def test_rule_comes_before_the_bundled_servers_own():
 def test_run_with_own_rewards_advantage_loss_and_callback_ends_when_told(tmp_path):
     model_dir = tiny_model.write(tmp_path / "model")
     config = "tests/own_code_config.py"
-    process = test_main.run(tmp_path / "run", model_dir, config=config)
+    process = command_world.run(tmp_path / "run", model_dir, config=config)
     assert process.returncode == 0, process.stderr[-2000:]
     assert "event=ended_early step=2" in process.stdout
     rows = read_metrics(tmp_path / "run")
@@ -307,9 +307,11 @@ def test_run_with_own_rewards_advantage_loss_and_callback_ends_when_told(tmp_pat
             assert row["reward/mean"] == pytest.approx(row["reward/verifier"] + parts, abs=1e-6)
     assert list(evaluation.read_results(tmp_path / "run")) == ["before", "after"]
     # The same command trains nothing more; a longer run goes on (and is told to stop no more).
-    again = test_main.run(tmp_path / "run", model_dir, config=config)
+    again = command_world.run(tmp_path / "run", model_dir, config=config)
     assert again.returncode == 0 and "event=ended_early step=2" in again.stdout
-    longer = test_main.run(tmp_path / "run", model_dir, "--config.learner.steps=5", config=config)
+    longer = command_world.run(
+        tmp_path / "run", model_dir, "--config.learner.steps=5", config=config
+    )
     assert longer.returncode == 0, longer.stderr[-2000:]
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3, 4, 5]
@@ -317,7 +319,7 @@ def test_run_with_own_rewards_advantage_loss_and_callback_ends_when_told(tmp_pat
 
 def test_run_with_a_function_that_is_missing_writes_nothing(tmp_path):
     flags = "--config.learner.callbacks=('examples.own_code.learning:stop',)"
-    process = test_main.run(tmp_path / "run", tmp_path, flags)
+    process = command_world.run(tmp_path / "run", tmp_path, flags)
     assert process.returncode == 1 and process.stderr.count("\n") == 1, process.stderr
     assert "learning.py has no such name" in process.stderr
     assert not (tmp_path / "run" / "config.json").exists()

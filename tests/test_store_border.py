@@ -18,7 +18,7 @@ ALLOWED = {
     ("metrics.py", "append"),  # logs/learner.log
     ("verifiers/server/supervisor.py", "append"),  # the log of a server that this process started
     ("actor/processes.py", "append"),  # the logs of actors that this process started
-    ("checkpoints.py", "rename"),  # Orbax's directories, moved by the one learner
+    ("checkpoints/checkpointer.py", "rename"),  # Orbax's directories, moved by the one learner
 }
 
 

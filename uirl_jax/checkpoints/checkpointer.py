@@ -16,13 +16,9 @@ time. Adapters are megabytes; all weights of a large model would cross the netwo
 """
 
 import dataclasses
-import functools
-import importlib.util
 import json
-import logging
 import os
 import shutil
-import sys
 import time
 from typing import Any, Self
 
@@ -35,15 +31,16 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
+from uirl_jax.checkpoints import array_format, orbax_storage
+from uirl_jax.checkpoints.orbax_storage import one_line
 from uirl_jax.errors import CheckpointError, CheckpointUnavailableError
-from uirl_jax.store import Store, open_store
+from uirl_jax.store import open_store
 
 FORMAT = 1
 # Free space needed besides the arrays: Orbax's metadata, some kilobytes per array, and a reserve.
 SPARE_BYTES = 4 << 20
 # Damaged steps are moved here and not deleted, so that the cause can be investigated.
 DAMAGED_DIR = "damaged"
-_COMMITTED = "commit_success.txt"  # Orbax writes it last, where it cannot rename
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         self._read_only, self._keep = read_only, keep
-        _prepare_bucket(str(directory))
+        orbax_storage.prepare_bucket(str(directory))
         self._is_bucket = str(directory).startswith("gs://")
         self._directory = epath.Path(directory if self._is_bucket else os.path.abspath(directory))
         self._in_flight: int | None = None
@@ -99,14 +96,14 @@ class Checkpointer:
             ),
             # Otherwise damaged metadata of one step makes listing all steps fail.
             lightweight_initialize=True,
-            async_options=ocp.options.AsyncOptions(barrier_sync_fn=_barrier()),
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=orbax_storage.barrier()),
         )
-        _silence_repeated_errors()
+        orbax_storage.silence_repeated_errors()
         try:
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         except OSError as error:
             raise CheckpointError(
-                f"{self._directory}: cannot be used for checkpoints: {_one_line(error)}; "
+                f"{self._directory}: cannot be used for checkpoints: {one_line(error)}; "
                 "free disk space or use another --workdir"
             ) from error
 
@@ -139,15 +136,18 @@ class Checkpointer:
                 f"{self._directory}: step {step} is not after the newest checkpoint, {newest}; "
                 "restore that one first, or use another --workdir"
             )
-        plain = {name: _plain(leaf) for name, leaf in _named_leaves(arrays).items()}
+        plain = {
+            name: array_format.plain(leaf)
+            for name, leaf in array_format.named_leaves(arrays).items()
+        }
         self._check_space(step, sum(leaf.nbytes for leaf in plain.values()))
         body = {
             "format": FORMAT,
             "step": step,
-            "arrays": {name: _describe(leaf) for name, leaf in plain.items()},
+            "arrays": {name: array_format.describe(leaf) for name, leaf in plain.items()},
             "meta": meta,
         }
-        canonical = _canonical(body)
+        canonical = array_format.canonical(body)
         self._in_flight = step
         try:
             self._manager.save(
@@ -198,7 +198,7 @@ class Checkpointer:
                 model or optimizer. The run never starts over silently.
         """
         self.wait()
-        wanted = _named_leaves(abstract)
+        wanted = array_format.named_leaves(abstract)
         skipped: list[tuple[int, str]] = []
         for step in reversed(self.steps() if self._read_only else self.steps()[-self._keep :]):
             try:
@@ -208,7 +208,7 @@ class Checkpointer:
             except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
                 raise  # the files are not damaged: an older step would hide the error
             except Exception as error:  # Orbax and tensorstore raise many types on damaged files
-                skipped.append((step, _one_line(error)))
+                skipped.append((step, one_line(error)))
                 continue
             if not self._read_only and skipped:
                 if jax.process_index() == 0:
@@ -242,7 +242,7 @@ class Checkpointer:
             if restored is None:
                 raise CheckpointError(f"{self._directory}: no checkpoint yet")
             return restored
-        wanted = _named_leaves(abstract)
+        wanted = array_format.named_leaves(abstract)
         body = self._read_undamaged(step)
         self._check_fits(step, body["arrays"], wanted)
         leaves = self._read_arrays(step, body["arrays"], wanted)
@@ -269,9 +269,9 @@ class Checkpointer:
             except (CheckpointError, ValueError) as error:
                 if step is not None:
                     raise CheckpointError(
-                        f"{self._directory / str(step)}: {_one_line(error)}"
+                        f"{self._directory / str(step)}: {one_line(error)}"
                     ) from error
-                skipped.append(f"{self._directory / str(candidate)}: {_one_line(error)}")
+                skipped.append(f"{self._directory / str(candidate)}: {one_line(error)}")
                 continue
             part = {
                 name.removeprefix(prefix): np.asarray(array)
@@ -296,7 +296,7 @@ class Checkpointer:
             raise
         except Exception as error:  # Orbax and tensorstore raise many types on damaged files
             raise CheckpointError(
-                f"{self._directory / str(step)}: is damaged: {_one_line(error)}"
+                f"{self._directory / str(step)}: is damaged: {one_line(error)}"
             ) from error
 
     def close(self) -> None:
@@ -330,11 +330,11 @@ class Checkpointer:
         self._in_flight = None
         if self._is_bucket:
             return CheckpointUnavailableError(
-                f"{self._directory}: step {step} was not saved: {_one_line(error)}; earlier "
+                f"{self._directory}: step {step} was not saved: {one_line(error)}; earlier "
                 "checkpoints are unchanged; run the same command again"
             )
         return CheckpointError(
-            f"{self._directory}: step {step} was not saved: {_one_line(error)}; earlier "
+            f"{self._directory}: step {step} was not saved: {one_line(error)}; earlier "
             "checkpoints are unchanged; free disk space and run the same command again"
         )
 
@@ -351,7 +351,7 @@ class Checkpointer:
                 f"{FORMAT}; restore it with the version that wrote it"
             )
         crc32c = item.pop("crc32c", None)
-        if crc32c != google_crc32c.value(_canonical(item)):
+        if crc32c != google_crc32c.value(array_format.canonical(item)):
             raise ValueError("checksum of its JSON item does not match")
         if item["step"] != step:
             raise ValueError(f"its files are from step {item['step']}")
@@ -362,7 +362,7 @@ class Checkpointer:
         faults = [f"{name} is missing" for name in wanted if name not in saved]
         faults += [f"{name} is unknown" for name in saved if name not in wanted]
         for name in wanted.keys() & saved.keys():
-            leaf = _plain_abstract(wanted[name])
+            leaf = array_format.plain_abstract(wanted[name])
             got = f"{saved[name]['dtype']}{saved[name]['shape']}"
             expected = f"{leaf.dtype}{list(leaf.shape)}"
             if got != expected:
@@ -383,15 +383,19 @@ class Checkpointer:
             name: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device
             )
-            for name, leaf in ((name, _plain_abstract(leaf)) for name, leaf in wanted.items())
+            for name, leaf in (
+                (name, array_format.plain_abstract(leaf)) for name, leaf in wanted.items()
+            )
         }
         arrays = self._manager.restore(
             step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets))
         )["arrays"]
-        broken = [name for name in wanted if _crc32c(arrays[name]) != saved[name]["crc32c"]]
+        broken = [
+            name for name in wanted if array_format.crc32c(arrays[name]) != saved[name]["crc32c"]
+        ]
         if broken:
             raise ValueError(f"checksum of {len(broken)} arrays does not match, first {broken[0]}")
-        return {name: _like(arrays[name], leaf) for name, leaf in wanted.items()}
+        return {name: array_format.like(arrays[name], leaf) for name, leaf in wanted.items()}
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move damaged steps to damaged/<step>-<time>."""
@@ -399,150 +403,12 @@ class Checkpointer:
             for step in steps:
                 target = f"{DAMAGED_DIR}/{step}-{time.time_ns()}"
                 if self._is_bucket:
-                    _move_objects(open_store(str(self._directory)), str(step), target)
+                    orbax_storage.move_objects(open_store(str(self._directory)), str(step), target)
                 else:
                     (self._directory / DAMAGED_DIR).mkdir(exist_ok=True)
                     (self._directory / str(step)).rename(self._directory / target)
         except OSError as error:
             raise CheckpointError(
                 f"{self._directory}: damaged steps {steps} cannot be moved to {DAMAGED_DIR}/: "
-                f"{_one_line(error)}; move them away by hand"
+                f"{one_line(error)}; move them away by hand"
             ) from error
-
-
-def _barrier() -> ocp.multihost.BarrierSyncFn:
-    """Orbax's barrier between processes, but for one whose save has failed.
-
-    Orbax 0.12.8 takes such a process to the barrier after the save, while the others wait at one
-    within it, each for 20 minutes: one object that a bucket does not take would stop the learner
-    for so long. The failure is raised instead; its process then ends the others.
-    """
-    wait = ocp.multihost.get_barrier_sync_fn()
-
-    def wait_unless_failed(*, key: str, timeout_ms: int) -> None:
-        if (failure := sys.exc_info()[1]) is not None:
-            raise failure
-        wait(key=key, timeout_ms=timeout_ms)
-
-    return wait_unless_failed
-
-
-def _prepare_bucket(directory: str) -> None:
-    """Sets up Orbax's access to gs://. Raises: CheckpointError: it cannot write there."""
-    if directory.startswith("s3://"):
-        raise CheckpointError(
-            f"{directory}: checkpoints are written to gs:// or a directory; use a --workdir there"
-        )
-    if directory.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
-        raise CheckpointError(
-            f"{directory}: needs gcsfs, which is not installed; pip install 'uirl_jax[gcs]'"
-        )
-    if directory.startswith("gs://"):
-        from fsspec import config
-
-        # Otherwise gcsfs remembers listings for ever, also of steps that another process has saved
-        # or deleted, and that `_set_aside` has moved.
-        config.conf.setdefault("gs", {})["use_listings_cache"] = False
-
-
-def _move_objects(store: Store, prefix: str, target: str) -> None:
-    """Moves everything below a prefix; a bucket has no directories to rename.
-
-    Orbax's marker of a committed step goes first: killed here, the step is not committed any more.
-    """
-    names = store.names(prefix)
-    for name in sorted(names, key=lambda name: (name != f"{prefix}/{_COMMITTED}", name)):
-        store.move(name, f"{target}/{name.removeprefix(prefix + '/')}")
-
-
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path ("optimizer/0/mu/blocks/lora_a"), in the order of jax.tree.leaves."""
-    paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    named = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in paths_and_leaves
-    }
-    assert len(named) == len(paths_and_leaves), "two leaves have one path"
-    return named
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _plain(leaf: Any) -> Any:
-    """An array without extended dtype: the uint32 data of a typed key, other arrays unchanged."""
-    if isinstance(leaf, np.generic):
-        leaf = np.asarray(leaf)
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _plain_abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The abstract array that is stored on disk for an abstract leaf."""
-    if not _is_key(leaf):
-        return leaf
-    # Key data has one more dimension than the keys, never sharded.
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
-
-
-def _like(array: jax.Array, leaf: Any) -> jax.Array:
-    """A restored plain array with the dtype of the abstract leaf."""
-    if not _is_key(leaf):
-        return array
-    impls: list[Any] = []  # key_impl needs a key, not an abstract one: get it by tracing
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)
-    return jax.random.wrap_key_data(array, impl=impls[0])
-
-
-def _crc32c(array: Any) -> int:
-    """crc32c of the array's bytes in C order, little-endian, gathered on this host."""
-    if isinstance(array, jax.Array) and not (
-        array.is_fully_addressable or array.is_fully_replicated
-    ):
-        array = multihost_utils.process_allgather(array, tiled=True)
-    host = np.ascontiguousarray(np.asarray(array))
-    # View as bytes, because bfloat16 arrays do not support the buffer protocol.
-    return google_crc32c.value(host.reshape(-1).view(np.uint8).data.tobytes())
-
-
-def _describe(array: Any) -> dict[str, Any]:
-    return {
-        "shape": list(array.shape),
-        "dtype": str(array.dtype),
-        "crc32c": _crc32c(array),
-    }
-
-
-def _canonical(body: Any) -> bytes:
-    """The canonical bytes of a JSON value: string keys, sorted; NaN and infinity are refused."""
-    as_json = json.loads(json.dumps(body, allow_nan=False))
-    return json.dumps(as_json, sort_keys=True, separators=(",", ":")).encode()
-
-
-@functools.cache
-def _silence_repeated_errors() -> None:
-    """Suppress on stderr the errors that Orbax and tensorstore both print and raise.
-
-    Orbax logs every error of its threads before raising it: 300 lines for one full disk. If one of
-    several reads fails, it closes its event loop, and tensorstore's threads then report, possibly
-    later, that the loop is closed. Because of the delay this applies to the whole process.
-    """
-    report = sys.unraisablehook
-
-    def report_others(unraisable: Any) -> None:
-        from_tensorstore = unraisable.object is None
-        if from_tensorstore and str(unraisable.exc_value) == "Event loop is closed":
-            return
-        report(unraisable)
-
-    sys.unraisablehook = report_others
-    logging.getLogger("absl").addFilter(
-        lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
-    )
-
-
-def _one_line(error: Exception) -> str:
-    """An exception as one short line; tensorstore's messages fill a page."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
