@@ -43,7 +43,11 @@ class Line:
 
 
 class Journal:
-    """The lines so far. Raises ShardError if one is damaged or missing."""
+    """The lines so far.
+
+    Raises: ShardError: one is damaged or missing. StoreUnavailableError: the storage does not
+      answer.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -55,6 +59,8 @@ class Journal:
             self._read_appended()
             for name in filter(_NAME.fullmatch, store.names(JOURNAL)):
                 self._read(name)
+        except StoreUnavailableError:  # a restart helps
+            raise
         except OSError as error:
             raise ShardError(
                 f"{store.location(JOURNAL)}: {error.strerror}: cannot read the list of shards"

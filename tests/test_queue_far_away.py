@@ -1,0 +1,49 @@
+"""The queue of a store that is far away: one that may not answer, and is read by many at once."""
+
+import io
+import random
+import time
+
+import pytest
+
+from tests.sample_trajectories import make_group, make_writer
+from tests.test_queue import accounts, ids, open_queue
+from uirl_jax.shards import reader
+from uirl_jax.shards.queue import ShardQueue
+from uirl_jax.store import StoreUnavailableError
+from uirl_jax.store.local import LocalStore
+
+
+@pytest.mark.parametrize("silent", ["shards/a0/", "shards/journal", "journal/"])
+def test_storage_that_does_not_answer_after_a_restart_loses_nothing(tmp_path, silent):
+    path = make_writer(tmp_path).publish(make_group("a"))
+    state = open_queue(tmp_path).state()
+
+    class Away(LocalStore):
+        def open(self, name: str) -> io.BufferedIOBase:
+            if name.startswith(silent):
+                raise StoreUnavailableError(5, "away")
+            return super().open(name)
+
+    with pytest.raises(StoreUnavailableError):
+        ShardQueue(Away(tmp_path), "run", "base", state)
+    assert path.exists()
+    assert accounts(open_queue(tmp_path, state)) == {"published": 2, "pending": 2}
+
+
+def test_shards_that_are_read_at_once_keep_their_order(tmp_path, monkeypatch):
+    shard_writer = make_writer(tmp_path)
+    for number in range(12):
+        shard_writer.publish(make_group(f"{number:02d}", size=1 + number % 3))
+    expected = [[f"{number:02d}-{m}" for m in range(1 + number % 3)] for number in range(12)]
+    scan = reader.scan_shard
+    monkeypatch.setattr(LocalStore, "reads_at_once", 4)
+
+    def slow(store: LocalStore, name: str):
+        time.sleep(0.02 * random.random())
+        return scan(store, name)
+
+    monkeypatch.setattr(reader, "scan_shard", slow)
+    queue = open_queue(tmp_path)
+    assert ids(queue.take_groups(12, 0, 0)) == expected
+    assert ids(open_queue(tmp_path).take_groups(12, 0, 0)) == expected  # after a restart
