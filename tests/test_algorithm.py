@@ -108,6 +108,7 @@ class Learner:
                 batching.make_batches,
                 inputs=packed_records.INPUTS,
                 cfg=packed_records.LAYOUTS[layout],
+                parts=(1, 1) if self.mesh is None else sharding.batch_parts(self.mesh),
             ),
             mesh=self.mesh,
             seed=0,

@@ -444,7 +444,7 @@ def with_image(**changes) -> Trajectory:
         (
             [trajectory([turn([9, 9, 1, 9, 9], [50], (ONE[0], TWO[0]))], dict([ONE, TWO]))],
             {"image_rows": (1,)},
-            "2 distinct screenshots, image_rows accepts at most 1",
+            "2 distinct screenshots of a sequence, image_rows accepts at most 1: .*, e.g. 2",
         ),
         ([with_image()], {"patch_lengths": (4,)}, "8 patches .* patch_lengths accepts at most 4"),
         ([with_image()], {"patch_lengths": (10,)}, "row of 10 patches.*to multiples of 4"),

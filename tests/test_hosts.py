@@ -1,6 +1,7 @@
 """Which host reads and builds what: parts of batches, decisions on disk, records that come late."""
 
 import dataclasses
+import math
 import threading
 import time
 
@@ -52,14 +53,14 @@ def make_hosts(workdir, cluster: Cluster) -> Hosts:
     return Hosts(cluster, store, "run", mesh_of_one(), packed_records.INPUTS, CFG)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("data_and_fsdp", [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("layout", ["packed", "prompts shared"])
-def test_parts_of_a_batch_are_its_rows_and_together_the_whole(parts, layout):
+def test_parts_of_a_batch_are_its_rows_and_together_the_whole(data_and_fsdp, layout):
     records, _ = packed_records.records()
     cfg = dataclasses.replace(packed_records.LAYOUTS[layout], image_rows=(16,), rows=8)
     pieces = batching.cut(dict(enumerate(records)), packed_records.INPUTS)
-    needed = []
-    for plan in batching.plan_of(pieces, cfg, parts):
+    needed, parts = [], math.prod(data_and_fsdp)
+    for plan in batching.plan_of(pieces, cfg, data_and_fsdp):
         plan = BatchPlan.from_json(plan.to_json())
         whole = batching.assemble(plan, pieces, cfg)
         for index in range(parts):

@@ -50,6 +50,28 @@ def two_layers(cfg: Qwen2VLConfig) -> Qwen2VLConfig:
     return dataclasses.replace(cfg, num_hidden_layers=2, vision=vision)
 
 
+def short_rows(cfg: RunConfig) -> RunConfig:
+    """2,048 tokens a row and 256 a screenshot, in place of ten turns of 1280x800."""
+    batch = dataclasses.replace(cfg.learner.batch, row_lengths=(2048,), patch_lengths=(1024,))
+    return dataclasses.replace(
+        cfg,
+        learner=dataclasses.replace(cfg.learner, batch=batch),
+        engine=dataclasses.replace(
+            cfg.engine,
+            batch_sizes=(8,),
+            context_lengths=(1024,),
+            prefill_lengths=(512,),
+            image_rows=(8,),
+            image_row_patches=1024,
+            image_tokens=8 * 256,
+        ),
+        actor=dataclasses.replace(
+            cfg.actor,
+            rollout=dataclasses.replace(cfg.actor.rollout, max_context_tokens=1024),
+        ),
+    )
+
+
 def program_of(function, *args) -> plan_hlo.Program:
     return plan_hlo.Program(jax.jit(function).lower(*args).compile().as_text())
 
@@ -492,25 +514,7 @@ def test_command_plans_a_gpu_machine_and_refuses_in_one_line(tmp_path):
 def test_two_layers_at_full_width_compile_for_v5e_and_fit():
     """Of the 2B model, two layers of each tower, shorter rows: gradients, the engine."""
     pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
-    cfg = run_config(rows=8, images=8)
-    batch = dataclasses.replace(cfg.learner.batch, row_lengths=(2048,), patch_lengths=(1024,))
-    cfg = dataclasses.replace(
-        cfg,
-        learner=dataclasses.replace(cfg.learner, batch=batch),
-        engine=dataclasses.replace(
-            cfg.engine,
-            batch_sizes=(8,),
-            context_lengths=(1024,),
-            prefill_lengths=(512,),
-            image_rows=(8,),
-            image_row_patches=1024,
-            image_tokens=8 * 256,
-        ),
-        actor=dataclasses.replace(
-            cfg.actor,
-            rollout=dataclasses.replace(cfg.actor.rollout, max_context_tokens=1024),
-        ),
-    )
+    cfg = short_rows(run_config(rows=8, images=8))
     model_cfg = two_layers(plan_programs.read_model_config(cfg.model.path))
     machine = plan_machines.find_machine("v5e:2x4")
     # Without `score`, which has nothing that the other two lack: a minute less.

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import grpo_qwen2vl_2b, grpo_qwen2vl_7b
-from tests.test_plan import run_config
+from tests.test_plan import run_config, short_rows, two_layers
 from tools.planner import hlo as plan_hlo
 from tools.planner import machines as plan_machines
 from tools.planner import model as plan_model
@@ -192,3 +192,37 @@ def test_two_slices_compile_and_only_the_gradient_crosses():
     assert [(kind, sent) for kind, _, sent in cost.between_slices] == [
         ("all-reduce", 1024 * 2048 * 4 / 8)
     ]
+
+
+@pytest.mark.tpu_aot
+def test_learner_on_two_slices_sends_only_the_sum_of_the_gradients():
+    """Of the 2B model, two layers of each tower: nothing of a row leaves its slice."""
+    pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
+    cfg = short_rows(run_config(rows=16, images=32, mesh=MeshConfig(2, 8, 1)))
+    machine = plan_machines.find_machine("2xv5e:2x4")
+    model_cfg = two_layers(plan_programs.read_model_config(cfg.model.path))
+    run = plan_programs.abstract_run(cfg, model_cfg, machine.chips, machine.devices)
+    programs = plan_programs.compile_programs(run, ("score", "gradients"), print)
+    plan = plan_report.plan_compiled(run, machine, programs)
+    assert "xla_megascale" not in programs[0].text
+    sent = plan["between_slices"]["sent_bytes"]
+    assert sent["score"] == {} and sent["gradients"].keys() == {"all-reduce"}
+    # The compiler sums some of the leaves in float32, twice the bytes of the formula.
+    by_formula = plan["between_slices"]["adapters_gradient_bytes"]
+    assert by_formula < sent["gradients"]["all-reduce"] < 2.2 * by_formula
+    text = plan_report.format_plan(plan)
+    assert "in a step, MB: gradients all-reduce" in text
+    assert "  the sum of the gradients; rows and their visual tokens stay in their slice" in text
+
+
+def test_what_else_crosses_between_slices_is_told():
+    between = {
+        "sent_bytes": {"score": {"all-gather": 2e6}, "gradients": {"all-reduce": 3e6}},
+        "adapters_gradient_bytes": 4e6,
+        "all_weights_gradient_bytes": 5e6,
+    }
+    first, second, _ = plan_report._format_between_slices({"between_slices": between})
+    assert first.endswith("MB: score all-gather 2.0, gradients all-reduce 3.0")
+    assert second == (
+        "  more than the sum of the gradients: mesh.data does not divide rows and visual tokens"
+    )

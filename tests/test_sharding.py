@@ -203,14 +203,20 @@ def test_constrain_without_a_mesh_returns_its_argument():
 
 
 def make_batch(rng: np.random.Generator, *, vocab_size: int, image_rows: int) -> dict[str, Any]:
-    """8 rows of text; rows of 2 images, each of 4 patches, which are one visual token."""
+    """8 rows of text; rows of 2 images, each of 4 patches, which are one visual token.
+
+    A row of text reads the visual tokens of its eighth of the images: on any mesh its own part's.
+    """
     visual_tokens = 2 * image_rows
+    own = visual_tokens // 8
     return {
         "token_ids_bt": rng.integers(0, vocab_size, (8, 6)).astype(np.int32),
         "segment_ids_bt": np.repeat([[1, 1, 1, 2, 2, 0]], 8, 0).astype(np.int32),
         "positions_abt": np.broadcast_to(np.arange(6, dtype=np.int32), (3, 8, 6)),
         "vision_index_bt": np.where(
-            rng.random((8, 6)) < 0.5, rng.integers(0, visual_tokens, (8, 6)), -1
+            rng.random((8, 6)) < 0.5,
+            own * np.arange(8)[:, None] + rng.integers(0, own, (8, 6)),
+            -1,
         ),
         "vision": {
             "patches_ipc": rng.integers(0, 256, (image_rows, 8, 12), np.uint8),

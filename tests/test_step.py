@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +257,41 @@ def test_update_on_eight_devices_equals_one_device():
     metrics, _ = take_steps(make_batch())
     for name in ("learner/loss", "learner/grad_norm", "actor/kl_loss", "offpolicy/drift"):
         assert on_eight[name] == pytest.approx(metrics[name], rel=1e-4), name
+
+
+def check_rows_apart() -> None:
+    """The body of the test below, in a process of its own: eight data parts, a row each."""
+    mesh = sharding.make_mesh(8, 1, 1)
+    graphdef, lora, frozen = make_model(targets=("all",))
+    optimizer = learner_state.make_optimizer(OPTIMIZER, 10)
+    with jax.set_mesh(mesh):
+        state = learner_state.init_state(lora, optimizer, mesh, RULES)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+        frozen = jax.device_put(frozen, sharding.state_shardings(mesh, frozen, RULES))
+        arrays = learner_step.to_device(make_batch(), mesh)
+        for trains_vision in (False, True):
+            cfg = StepConfig(vision_trainable=trains_vision)
+            run = learner_step.make_steps(graphdef, optimizer, cfg, placed)
+            args = (learner_step.params_of(state), frozen, arrays)
+            at = (jnp.int32(0), np.int32(0), np.int32(0))
+            score = run.score.lower(*args).compile()
+            gradients = run.policy_gradients.lower(*args, run.score(*args), at).compile()
+            assert collectives(score) == set(), "a row is scored where it is"
+            assert collectives(gradients) == {"all-reduce"}, "the sum over the rows"
+        # A batch that was planned for no mesh ends the training.
+        elsewhere = dict(arrays, vision_index_bt=jnp.roll(arrays["vision_index_bt"], 1, axis=0))
+        _, metrics = run.policy_update(state, frozen, [elsewhere])
+        assert np.isnan(float(metrics["learner/loss"]))
+
+
+def collectives(compiled) -> set[str]:
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return set(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
+
+
+def test_no_visual_token_leaves_its_data_part():
+    done = on_eight_devices("check_rows_apart", "test_step")
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def print_steps():

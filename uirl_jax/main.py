@@ -38,7 +38,7 @@ from uirl_jax.metrics import METRICS_FILE
 from uirl_jax.roles.actor import run_actor_role
 from uirl_jax.roles.all import run_all
 from uirl_jax.roles.eval import run_eval_role
-from uirl_jax.roles.learner import make_mesh, run_learner_role
+from uirl_jax.roles.learner import check_batches, make_mesh, run_learner_role
 from uirl_jax.roles.verifier import run_verifier_role
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
 from uirl_jax.store import StoreUnavailableError, mirror, open_store
@@ -173,6 +173,8 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
             check_user_code(cfg, learns=learns)
             whole = completed(cfg, functools.partial(print, flush=True))
             check_model(whole)
+        if learns:
+            check_batches(whole, make_mesh(cfg.mesh))
         if leads or not learns:
             run_id = open_run(workdir, cfg, learns=learns)
             group.tell("run", run_id)

@@ -48,7 +48,7 @@ class Toy(nnx.Module):
         return self.patches(pixels_ipc, **options).reshape(-1, self.cfg.hidden_size)
 
     def hidden(self, rows: TokenRows, visual_md: jax.Array | None, **options: Any) -> jax.Array:
-        x_btd = self.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt)
+        x_btd = self.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True)
         segments = (rows.segment_ids_bt, rows.prefix_segments_bt)
         x_btd, _ = self.text.rows(x_btd, self._rotary(rows.positions_abt), *segments, **options)
         return self.text.final_norm(x_btd)

@@ -146,8 +146,10 @@ def resident(run: Run) -> tuple[float, float, float]:
     batch = run.cfg.learner.batch
     patches = batch.image_rows[-1] * batch.patch_lengths[-1]
     tokens = patches // run.model.cfg.vision.spatial_merge_size**2
-    # Whole on every chip: any row may look up any screenshot.
+    # Every chip holds the rows of its part of the data axis, which its rows of text may look up.
     table = tokens * run.model.cfg.hidden_size * _activation_bytes(run)
+    if tokens % run.mesh.shape["data"] == 0:
+        table /= run.mesh.shape["data"]
     return chip_bytes(run.model.frozen), chip_bytes(run.state), chip_bytes(run.batch) + table
 
 

@@ -238,12 +238,12 @@ def _mesh_of(run: Run) -> Any:
 
 
 def _scored(run: Run, scored: Any) -> Any:
-    """What `score` hands to the gradients: the table of visual tokens whole, [B,T] in rows."""
+    """What `score` hands to the gradients: the table of visual tokens over data, [B,T] in rows."""
     sizes = dict(run.mesh.shape)
 
     def place(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         is_rows = array.shape[0] == run.cfg.learner.batch.rows
-        axes = ("batch", None) if is_rows else (None, None)
+        axes = ("batch" if is_rows else "visual", None)
         spec = sharding.partition_spec(axes, array.shape, sizes)
         return jax.ShapeDtypeStruct(
             array.shape, array.dtype, sharding=NamedSharding(run.mesh, spec)

@@ -284,9 +284,14 @@ def _format_between_slices(plan: dict[str, Any]) -> list[str]:
         for name, kinds in between["sent_bytes"].items()
         for kind, size in kinds.items()
     )
+    what = "the sum of the gradients; rows and their visual tokens stay in their slice"
+    if between["sent_bytes"].get("score"):
+        what = (
+            "more than the sum of the gradients: mesh.data does not divide rows and visual tokens"
+        )
     return [
         f"a slice sends to the others in a step, MB: {sent or 'nothing'}",
-        "  score: visual tokens, which any row may read; gradients: the sum over the rows",
+        f"  {what}",
         f"  (by formula the adapters' gradient {between['adapters_gradient_bytes'] / 1e6:.1f}; "
         f"of all weights it would be {between['all_weights_gradient_bytes'] / 1e6:.0f})",
     ]

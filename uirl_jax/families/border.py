@@ -226,7 +226,11 @@ class Model(Protocol):
         adapters: bool = True,
         dropout_key: "jax.Array | None" = None,
     ) -> "jax.Array":
-        """x_btd of whole rows after the final norm; a token sees its segment and shared prefix."""
+        """x_btd of whole rows after the final norm; a token sees its segment and shared prefix.
+
+        On a mesh whose data axis divides the rows and visual_md, a row of text reads visual tokens
+        of its own part of that axis alone (shards.plan). `extend` may read all.
+        """
         ...
 
     def extend(

@@ -19,7 +19,7 @@ from uirl_jax.models.attention import attention, cached_attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
-from uirl_jax.models.sharding import constrain, platform
+from uirl_jax.models.sharding import constrain, platform, visual_parts
 from uirl_jax.models.weight_table import WeightTable
 
 
@@ -168,12 +168,21 @@ class Decoder(nnx.Module):
         token_ids_bt: jax.Array,
         visual_md: jax.Array | None,
         vision_index_bt: jax.Array | None,
+        *,
+        in_parts: bool = False,
     ) -> jax.Array:
-        """x_btd: token embeddings, with rows of visual_md where vision_index is not -1."""
+        """x_btd: token embeddings, with rows of visual_md where vision_index is not -1.
+
+        Args: in_parts: these are whole rows, see border.Model.hidden.
+        """
         embedding_vd = constrain(self.embedding[...], "vocab", None)
         x_btd = layers.lookup(embedding_vd, token_ids_bt).astype(self.compute_dtype)
         if visual_md is not None and vision_index_bt is not None:
-            visual_btd = layers.lookup(visual_md, jnp.maximum(vision_index_bt, 0))
+            parts = visual_parts(len(vision_index_bt), len(visual_md)) if in_parts else 1
+            if parts > 1:
+                visual_btd = layers.lookup_in_parts(visual_md, vision_index_bt, parts)
+            else:
+                visual_btd = layers.lookup(visual_md, jnp.maximum(vision_index_bt, 0))
             is_visual_bt1 = (vision_index_bt >= 0)[..., None]
             x_btd = jnp.where(is_visual_bt1, visual_btd.astype(x_btd.dtype), x_btd)
         return constrain(x_btd, "batch", None, None)

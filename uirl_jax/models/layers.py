@@ -91,3 +91,21 @@ def rotate(x_btnh: jax.Array, cos_bth: jax.Array, sin_bth: jax.Array) -> jax.Arr
 def lookup(table_vd: jax.Array, ids_bt: jax.Array) -> jax.Array:
     """table_vd[ids_bt], [B,T,D]."""
     return jnp.take(table_vd, ids_bt, axis=0, mode="clip")
+
+
+def lookup_in_parts(table_md: jax.Array, index_bt: jax.Array, parts: int) -> jax.Array:
+    """table_md[index_bt], [B,T,D], where each of the parts of B rows reads its own part of M.
+
+    Cut alike over devices, no part reads another's devices. Undefined at -1; NaN, which ends a
+    training, where a row reads another part.
+    """
+    size = table_md.shape[0] // parts
+    table_nmd = table_md.reshape(parts, size, -1)
+    index_nbt = index_bt.reshape(parts, -1, index_bt.shape[-1])
+    own_nbt = index_nbt - size * jnp.arange(parts)[:, None, None]
+    # `fill` takes a negative index from the end.
+    own_nbt = jnp.where(index_nbt < 0, 0, jnp.where(own_nbt < 0, size, own_nbt))
+    rows_nbtd = jax.vmap(lambda table, ids: jnp.take(table, ids, axis=0, mode="fill"))(
+        table_nmd, own_nbt
+    )
+    return rows_nbtd.reshape(*index_bt.shape, -1)

@@ -96,10 +96,13 @@ def token_logprobs_and_entropies(
     scores_bs, entropies_bs = _in_chunks(score, x_bsd, target_ids_bs, chunk)
     # Unused entries point past the end of the row, where writes are dropped.
     index_bs = jnp.where(sampled_index_bs < 0, token_ids_bt.shape[1], sampled_index_bs)
-    row_b1 = jnp.arange(len(token_ids_bt))[:, None]
+
+    @jax.vmap  # a row at a time: the compiler gathers all rows for a scatter that names them
+    def spread_row(index_s: jax.Array, values_s: jax.Array) -> jax.Array:
+        return jnp.zeros(token_ids_bt.shape[1]).at[index_s].add(values_s, mode="drop")
 
     def spread(values_bs: jax.Array) -> jax.Array:
-        return jnp.zeros(token_ids_bt.shape).at[row_b1, index_bs].set(values_bs, mode="drop")
+        return spread_row(index_bs, values_bs)
 
     return spread(scores_bs), None if entropies_bs is None else spread(entropies_bs)
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+from jax.sharding import AbstractMesh
 
 from uirl_jax import metrics, report
-from uirl_jax.config.schema import MeshConfig
-from uirl_jax.errors import StoppedError
+from uirl_jax.config.schema import MeshConfig, RunConfig
+from uirl_jax.errors import ConfigError, StoppedError
 from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.bookkeeping import RunDirectory
@@ -19,6 +20,7 @@ from uirl_jax.learner.loop import LearnerResult, run_learner
 from uirl_jax.learner.training import TrainingConfig
 from uirl_jax.models import sharding
 from uirl_jax.run import Run
+from uirl_jax.shards import plan
 
 
 def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) -> None:
@@ -117,3 +119,22 @@ def make_cold_start(
 
 def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
     return sharding.make_mesh(cfg.data, cfg.fsdp, cfg.model)
+
+
+def check_batches(cfg: RunConfig, mesh: jax.sharding.Mesh | AbstractMesh) -> None:
+    """Checks that a part of a batch holds what one context may show.
+
+    Args: cfg: completed.
+    Raises: ConfigError.
+    """
+    batch, shown = cfg.learner.batch, 1
+    if "{history}" not in cfg.chat.prompt.template:
+        shown = min(cfg.chat.max_screenshots, max(task.max_turns for task in cfg.tasks))
+    parts = plan.data_parts(batch, sharding.batch_parts(mesh)[0])
+    held = plan.screens_of_a_part(batch.image_rows[-1], parts)
+    if held < shown:
+        where = f"each of the {parts} parts of mesh.data" if parts > 1 else "a batch"
+        raise ConfigError(
+            f"learner.batch.image_rows={batch.image_rows}: a context may have {shown} screenshots, "
+            f"{where} holds {held}; set ({shown * parts},)"
+        )

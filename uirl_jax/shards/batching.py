@@ -17,7 +17,7 @@ from uirl_jax.errors import ConfigError, ImageError, RecordError
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen
 from uirl_jax.families.screens import image_size, plan_screen, read_planned, vision_index
 from uirl_jax.shards import packing
-from uirl_jax.shards.plan import BatchConfig, BatchPlan, PlannedScreen, plan_batches
+from uirl_jax.shards.plan import BatchConfig, BatchPlan, plan_batches
 from uirl_jax.types import TrainBatch, Trajectory
 
 _EMPTY = np.zeros(0, np.int32)
@@ -84,13 +84,11 @@ class Pieces:
     Attributes:
         of: by number of the record and of its sequence.
         screens: by key.
-        holders: number of a record that holds each screenshot.
     """
 
     inputs: Inputs
     of: Mapping[tuple[int, int], packing.Piece]
     screens: Mapping[str, Screen]
-    holders: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +103,18 @@ WHOLE = Part()
 
 
 def make_batches(
-    trajectories: Seq[Trajectory], *, inputs: Inputs, cfg: BatchConfig
+    trajectories: Seq[Trajectory],
+    *,
+    inputs: Inputs,
+    cfg: BatchConfig,
+    parts: tuple[int, int] = (1, 1),
 ) -> list[TrainBatch]:
     """All the trajectories in batches of cfg.rows rows; see types.TrainBatch for the layout.
 
     Args:
         inputs: of the model directory.
         cfg: the shapes, and what rows may hold.
+        parts: of the mesh that the batches go to (`sharding.batch_parts`).
 
     Returns: at least one batch, its advantages and weights still 0 (`fill`). Rows beyond the
     sequences, and image rows beyond the screenshots, are padding. Row i of the arrays of `vision`
@@ -121,7 +124,7 @@ def make_batches(
     contradicts itself or its screenshots.
     """
     pieces = cut(dict(enumerate(trajectories)), inputs)
-    return [assemble(batch_plan, pieces, cfg) for batch_plan in plan_of(pieces, cfg)]
+    return [assemble(batch_plan, pieces, cfg) for batch_plan in plan_of(pieces, cfg, parts)]
 
 
 def cut(records: Mapping[int, Trajectory], inputs: Inputs) -> Pieces:
@@ -132,13 +135,12 @@ def cut(records: Mapping[int, Trajectory], inputs: Inputs) -> Pieces:
     Raises: RecordError: a trajectory contradicts itself or its screenshots.
     """
     screens: dict[str, Screen] = {}
-    holders: dict[str, int] = {}
     pieces = {}
     for number, trajectory in records.items():
         for index, (sequence, first_token) in enumerate(_numbered(sequences(trajectory))):
             for key in sequence.image_keys:
                 if key not in screens:
-                    screens[key], holders[key] = _planned(key, trajectory, inputs), number
+                    screens[key] = _planned(key, trajectory, inputs)
                 recorded, tokens = trajectory.image_tokens[key], screens[key].tokens
                 if recorded != tokens:
                     raise RecordError(
@@ -149,15 +151,14 @@ def cut(records: Mapping[int, Trajectory], inputs: Inputs) -> Pieces:
             seen = [screens[key] for key in sequence.image_keys]
             piece = _piece(sequence, trajectory, seen, first_token, inputs)
             pieces[number, index] = piece._replace(trajectory=number, sequence=index)
-    return Pieces(inputs, pieces, screens, holders)
+    return Pieces(inputs, pieces, screens)
 
 
-def plan_of(pieces: Pieces, cfg: BatchConfig, parts: int = 1) -> list[BatchPlan]:
+def plan_of(pieces: Pieces, cfg: BatchConfig, parts: tuple[int, int] = (1, 1)) -> list[BatchPlan]:
     """See plan.plan_batches."""
     return plan_batches(
         list(pieces.of.values()),
         pieces.screens,
-        pieces.holders,
         inputs=pieces.inputs,
         cfg=cfg,
         parts=parts,
@@ -220,6 +221,7 @@ def assemble(
     }
     number_bt, token_bt = np.full(shape_bt, -1, np.int32), np.full(shape_bt, -1, np.int32)
     for b, spans in batch_plan.rows.items():
+        part_rows = visual_rows[b * batch_plan.data_parts // cfg.rows]
         for span in spans:
             piece, taken = pieces.of.get((span.record, span.sequence)), slice(span.start, span.stop)
             if piece is None:
@@ -227,7 +229,7 @@ def assemble(
             at = (b, slice(span.column, span.column + span.stop - span.start))
             # The k-th placeholder is the k-th visual token of the sequence's screenshots; as many
             # of one as of the other: Inputs.positions has checked it.
-            rows_v = np.concatenate([_EMPTY, *(visual_rows[key] for key in piece.image_keys)])
+            rows_v = np.concatenate([_EMPTY, *(part_rows[key] for key in piece.image_keys)])
             index_t = vision_index(piece.token_ids, inputs.image_token_id, rows_v)
             arrays["token_ids_bt"][at] = piece.token_ids[taken]
             arrays["segment_ids_bt"][at] = span.segment
@@ -340,26 +342,29 @@ def _planned(key: str, trajectory: Trajectory, inputs: Inputs) -> Screen:
 
 def _pack_screens(
     batch_plan: BatchPlan, pieces: Pieces, part: Part
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """TrainBatch.vision, and the rows of the visual table of each screenshot, by key."""
-
-    def place(planned: PlannedScreen) -> PlacedScreen:
-        screen = pieces.screens[planned.key]
-        if part.image_rows is None or planned.row in part.image_rows:
-            try:
-                screen = read_planned(pieces.inputs, screen)
-            except ImageError as error:
-                raise RecordError(f"image {planned.key[:16]}: {error}") from None
-        return PlacedScreen(screen, planned.row, 0, 1)
-
+) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
+    """TrainBatch.vision, and the rows of the visual table of each data part's screens, by key."""
     known = [planned for planned in batch_plan.screens if planned.key in pieces.screens]
+    read = {p.key for p in known if part.image_rows is None or p.row in part.image_rows}
+
+    def screen_of(key: str) -> Screen:
+        screen = pieces.screens[key]
+        if key not in read:
+            return screen
+        try:
+            return read_planned(pieces.inputs, screen)
+        except ImageError as error:
+            raise RecordError(f"image {key[:16]}: {error}") from None
+
+    keys = list(dict.fromkeys(planned.key for planned in known))
     # 22 ms for a 1280x800 screen, nearly all of it without the interpreter's lock.
     with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="screenshots") as threads:
-        placed = list(threads.map(place, known))
+        screens = dict(zip(keys, threads.map(screen_of, keys), strict=True))
+    placed = [PlacedScreen(screens[planned.key], planned.row, 0, 1) for planned in known]
     size = batch_plan.image_rows, batch_plan.patch_length
     packed = pieces.inputs.pack_screens(placed, *size)
-    visual_rows = {
-        at.screen.key: np.arange(first, first + at.screen.tokens, dtype=np.int32)
-        for at, first in zip(placed, packed.first_tokens, strict=True)
-    }
+    visual_rows: list[dict[str, np.ndarray]] = [{} for _ in range(batch_plan.data_parts)]
+    for (screen, row, *_), first in zip(placed, packed.first_tokens, strict=True):
+        tokens_v = np.arange(first, first + screen.tokens, dtype=np.int32)
+        visual_rows[row * batch_plan.data_parts // batch_plan.image_rows][screen.key] = tokens_v
     return packed.arrays, visual_rows

@@ -1,6 +1,6 @@
 """Sequences into rows of one length; a prompt that several of them begin with is stored once.
 
-Called by `batching`, which makes the rows into arrays; knows tokens and lengths, no screenshots.
+Called by `plan`, which decides where the rows go; of screenshots it knows the keys alone.
 """
 
 import collections
@@ -46,12 +46,18 @@ class Row:
         self.free = length
         self.spans: list[Span] = []
         self.prompts: dict[bytes, int] = {}  # -> the segment that holds it
+        self.screens: set[str] = set()  # keys of those that it reads
         self._length = length
 
     def needs(self, piece: Piece, prompt: bytes | None) -> int:
         """Tokens that the piece would take here."""
         shared = piece.prompt_length if prompt in self.prompts else 0
         return len(piece.token_ids) - shared
+
+    def takes(self, piece: Piece, prompt: bytes | None, most_screens: int) -> bool:
+        """Whether the piece fits, and the row then reads no more screenshots."""
+        fits = self.needs(piece, prompt) <= self.free
+        return fits and len(self.screens.union(piece.image_keys)) <= most_screens
 
     def add(self, piece: Piece, prompt: bytes | None) -> None:
         start, prefix = 0, None
@@ -61,6 +67,7 @@ class Row:
                 self.prompts[prompt] = self._put(piece, 0, start, None)
             prefix = self.prompts[prompt]
         self._put(piece, start, len(piece.token_ids), prefix)
+        self.screens.update(piece.image_keys)
 
     def _put(self, piece: Piece, start: int, stop: int, prefix: int | None) -> int:
         segment = len(self.spans) + 1
@@ -77,12 +84,15 @@ def fill_rows(
     *,
     rows: int,
     row_lengths: Sequence[int],
+    most_screens: int,
     pack: bool,
     share_prompts: bool,
 ) -> tuple[int, list[Row]]:
     """The row length that pads least (of equal ones the longest: fewer batches), and its rows.
 
-    Args: see batching.BatchConfig.
+    Args:
+        most_screens: distinct screenshots of a row of several sequences.
+        others: see plan.BatchConfig.
     Raises: ConfigError where a piece is longer than the longest row.
     """
     longest = max((len(piece.token_ids) for piece in pieces), default=0)
@@ -110,7 +120,8 @@ def fill_rows(
         if row_length >= longest:
             used: list[Row] = []
             for piece, prompt in wanted:
-                _best_row(used, piece, prompt, row_length, pack).add(piece, prompt)
+                fitting = [row for row in used if pack and row.takes(piece, prompt, most_screens)]
+                _best_row(used, fitting, piece, prompt, row_length).add(piece, prompt)
             slots = -(-len(used) // rows) * rows * row_length
             filled.append((slots, row_length, used))
     _, row_length, used = min(filled, key=lambda fill: (fill[0], -fill[1]))
@@ -118,16 +129,13 @@ def fill_rows(
 
 
 def _best_row(
-    rows: list[Row], piece: Piece, prompt: bytes | None, row_length: int, pack: bool
+    rows: list[Row], fitting: list[Row], piece: Piece, prompt: bytes | None, row_length: int
 ) -> Row:
     """The row where the piece takes the fewest tokens and leaves the fewest free; maybe a new one.
 
     Best fit, longest first: within 11/9 of the fewest rows, and near all filled where sequences are
     shorter than half a row.
     """
-    fitting = [
-        row for row in rows if row.needs(piece, prompt) <= row.free and (pack or not row.spans)
-    ]
     if not fitting:
         rows.append(Row(row_length))
         return rows[-1]

@@ -4,10 +4,20 @@
 rows of the vision tower -> `batching.assemble` builds the arrays, on several hosts each its own
 rows. A plan names records by their number in the step, so that it can be sent to other hosts as
 JSON. numpy is not needed, no pixels and no weights are known here.
+
+A mesh cuts the rows of a batch, of text and of images alike, over its data axis: between slices of
+TPUs, or between hosts. A row of text reads only screenshots of its own part, so that no visual
+token crosses; a screenshot that rows of two parts read is placed, and computed, in both:
+
+    parts                 0       1         8 rows of text, 4 of images, mesh.data=2
+    rows of text          0 1 2 3 4 5 6 7
+    screenshots, by row   a a b b b c c -
+    rows of images        a b     b c
 """
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -87,6 +97,7 @@ class BatchPlan:
     sampled_length: int  # S
     image_rows: int  # I
     patch_length: int  # P
+    data_parts: int  # equal parts of the rows; a row reads only its part's screenshots
     rows: Mapping[int, tuple[PlannedSpan, ...]]
     screens: tuple[PlannedScreen, ...]
 
@@ -112,54 +123,92 @@ class BatchPlan:
 def plan_batches(
     pieces: list[packing.Piece],
     screens: Mapping[str, Screen],
-    holders: Mapping[str, int],
     *,
     inputs: Inputs,
     cfg: BatchConfig,
-    parts: int = 1,
+    parts: tuple[int, int] = (1, 1),
 ) -> list[BatchPlan]:
     """Plans of the batches that hold all pieces.
 
     Args:
         screens: by key; only their numbers of patches are read.
-        holders: a record that holds each screenshot.
-        parts: equal parts that the mesh cuts a batch's rows into. Filled rows are spread over
-            them, and a screenshot goes to the part of the first row that reads it, so that the
-            hosts of these parts have equal work and read few records twice.
+        parts: sizes of the mesh's axes data and fsdp, which cut a batch's rows. A row reads
+            screenshots of its own part of the data axis alone. Inside of that part, filled rows are
+            spread over fsdp, and a screenshot goes to the first row that reads it, so that hosts
+            have equal work and read few records twice. Data parts that do not divide cfg.rows are
+            taken as one: every device then holds all rows.
     Raises: ConfigError: a sequence, a screenshot or their number exceeds the config's shapes.
     """
+    data = data_parts(cfg, parts[0])
+    fsdp = math.prod(parts) // data
     row_length, filled = packing.fill_rows(
         pieces,
         rows=cfg.rows,
         row_lengths=cfg.row_lengths,
+        most_screens=screens_of_a_part(cfg.image_rows[-1], data),
         pack=cfg.pack,
         share_prompts=cfg.share_prompts,
     )
     for length in cfg.patch_lengths:
         inputs.row_tokens(length)
-    plans = []
-    for batch_rows in _cut_batches(filled, cfg):
-        at = _spread(len(batch_rows), cfg.rows, parts)
-        keys = _first_rows(batch_rows, at)
-        image_rows = _smallest(len(keys), cfg.image_rows, "distinct screenshots", "image_rows")
-        largest = max((screens[key].patches for key in keys), default=0)
-        placed = _place_screens(keys, cfg.rows, image_rows, parts)
-        counts = [sum(_sampled(span) for span in row.spans) for row in batch_rows]
-        sizes = (*cfg.sampled_lengths, row_length)
-        plans.append(
-            BatchPlan(
-                row_length,
-                next(size for size in sizes if size >= max(counts, default=0)),
-                image_rows,
-                _smallest(largest, cfg.patch_lengths, "patches of a screenshot", "patch_lengths"),
-                {
-                    row: tuple(_planned(span) for span in batch_row.spans)
-                    for row, batch_row in zip(at, batch_rows, strict=True)
-                },
-                tuple(PlannedScreen(key, holders[key], row) for key, row in placed.items()),
-            )
-        )
-    return plans
+    return [
+        _plan_batch(row_length, rows, screens, cfg, fsdp)
+        for rows in _cut_batches(filled, cfg, data)
+    ]
+
+
+def _plan_batch(
+    row_length: int,
+    filled: list[list[packing.Row]],
+    screens: Mapping[str, Screen],
+    cfg: BatchConfig,
+    fsdp: int,
+) -> BatchPlan:
+    """Args: filled: the rows of each part of the data axis."""
+    parts = len(filled)
+    size = cfg.rows // parts
+    rows: dict[int, packing.Row] = {}
+    readers = []
+    for part, part_rows in enumerate(filled):
+        at = _spread(len(part_rows), size, fsdp)
+        readers.append(_first_readers(part_rows, at))
+        rows |= {part * size + number: row for number, row in zip(at, part_rows, strict=True)}
+    image_rows = _image_rows(max(map(len, readers)), cfg.image_rows, parts)
+    placed = []
+    for part, first in enumerate(readers):
+        own = part_images(part, parts, image_rows)
+        at = _place_screens([row for row, _ in first.values()], size, len(own), fsdp)
+        placed += [
+            PlannedScreen(key, record, own[row])
+            for (key, (_, record)), row in zip(first.items(), at, strict=True)
+        ]
+    largest = max((screens[screen.key].patches for screen in placed), default=0)
+    counts = [sum(_sampled(span) for span in row.spans) for row in rows.values()]
+    sizes = (*cfg.sampled_lengths, row_length)
+    return BatchPlan(
+        row_length,
+        next(size for size in sizes if size >= max(counts, default=0)),
+        image_rows,
+        _smallest(largest, cfg.patch_lengths, "patches of a screenshot", "patch_lengths"),
+        parts,
+        {number: tuple(_planned(span) for span in row.spans) for number, row in rows.items()},
+        tuple(placed),
+    )
+
+
+def data_parts(cfg: BatchConfig, data: int) -> int:
+    """Parts of the rows that read only their own screenshots; data: size of the mesh's axis."""
+    return 1 if cfg.rows % data else data
+
+
+def part_images(part: int, parts: int, image_rows: int) -> range:
+    """The image rows that lie inside one of `parts` equal parts: of five, 0 1 and 3 4 in two."""
+    return range(-(-part * image_rows // parts), (part + 1) * image_rows // parts)
+
+
+def screens_of_a_part(image_rows: int, parts: int) -> int:
+    """Screenshots that every one of the parts holds."""
+    return min(len(part_images(part, parts, image_rows)) for part in range(parts))
 
 
 def _sampled(span: packing.Span) -> int:
@@ -171,18 +220,29 @@ def _planned(span: packing.Span) -> PlannedSpan:
     return PlannedSpan(piece.trajectory, piece.sequence, *span[1:])
 
 
-def _cut_batches(rows: list[packing.Row], cfg: BatchConfig) -> list[list[packing.Row]]:
-    """Rows in their order, at most cfg.rows to a batch and no more screenshots than it holds."""
-    batches: list[list[packing.Row]] = [[]]
-    seen: set[str] = set()
+def _cut_batches(
+    rows: list[packing.Row], cfg: BatchConfig, parts: int
+) -> list[list[list[packing.Row]]]:
+    """Rows in their order, as batches of data parts, with no more screenshots than a part holds.
+
+    A row goes to the part where it adds the fewest screenshots; of equal ones to the emptiest.
+    """
+    size, most = cfg.rows // parts, screens_of_a_part(cfg.image_rows[-1], parts)
+    batches: list[list[list[packing.Row]]] = [[[] for _ in range(parts)]]
+    seen: list[set[str]] = [set() for _ in range(parts)]
     for row in rows:
-        keys = {key for span in row.spans for key in span.piece.image_keys}
-        full = len(batches[-1]) == cfg.rows or len(seen | keys) > cfg.image_rows[-1]
-        if full and batches[-1]:
-            batches.append([])
-            seen = set()
-        batches[-1].append(row)
-        seen |= keys
+        fitting = [
+            part
+            for part, filled in enumerate(batches[-1])
+            if not filled or (len(filled) < size and len(seen[part] | row.screens) <= most)
+        ]
+        if not fitting:
+            batches.append([[] for _ in range(parts)])
+            seen = [set() for _ in range(parts)]
+            fitting = list(range(parts))
+        part = min(fitting, key=lambda n: (len(row.screens - seen[n]), len(batches[-1][n])))
+        batches[-1][part].append(row)
+        seen[part] |= row.screens
     return batches
 
 
@@ -196,31 +256,44 @@ def _spread(count: int, rows: int, parts: int) -> list[int]:
     return [index % parts * (rows // parts) + index // parts for index in range(count)]
 
 
-def _first_rows(rows: list[packing.Row], at: list[int]) -> dict[str, int]:
-    """Screenshot -> the first of the batch's rows that reads it, in the order of the rows."""
-    first: dict[str, int] = {}
+def _first_readers(rows: list[packing.Row], at: list[int]) -> dict[str, tuple[int, int]]:
+    """Screenshot -> the first row that reads it, and the record by which it does, in row order."""
+    first: dict[str, tuple[int, int]] = {}
     for number, row in zip(at, rows, strict=True):
         for span in row.spans:
             for key in span.piece.image_keys:
-                first.setdefault(key, number)
+                first.setdefault(key, (number, span.piece.trajectory))
     return first
 
 
-def _place_screens(
-    first_rows: Mapping[str, int], rows: int, image_rows: int, parts: int
-) -> dict[str, int]:
-    """Screenshot -> its row, in the part of its first row, or in the emptiest if that is full."""
+def _place_screens(first_rows: list[int], rows: int, image_rows: int, parts: int) -> list[int]:
+    """The row of each screenshot: in the part of its first row, or in the emptiest if that is full.
+
+    Args: rows, image_rows, parts: of one part of the data axis.
+    """
     if image_rows % parts or rows % parts:
-        return {key: row for row, key in enumerate(first_rows)}
+        return list(range(len(first_rows)))
     size, used = image_rows // parts, collections.Counter[int]()
-    placed = {}
-    for key, row in first_rows.items():
+    placed = []
+    for row in first_rows:
         part = row // (rows // parts)
         if used[part] == size:
             part = min(range(parts), key=lambda other: used[other])
-        placed[key] = part * size + used[part]
+        placed.append(part * size + used[part])
         used[part] += 1
     return placed
+
+
+def _image_rows(needed: int, sizes: tuple[int, ...], parts: int) -> int:
+    """Args: needed: the most screenshots of a part."""
+    for size in sizes:
+        if needed <= screens_of_a_part(size, parts):
+            return size
+    where = f" in each of the {parts} parts of mesh.data" if parts > 1 else ""
+    raise ConfigError(
+        f"{needed} distinct screenshots of a sequence, image_rows accepts at most "
+        f"{screens_of_a_part(sizes[-1], parts)}{where}: add a larger one, e.g. {needed * parts}"
+    )
 
 
 def _smallest(needed: int, sizes: tuple[int, ...], what: str, name: str) -> int:

@@ -202,8 +202,7 @@ class Qwen2VL(nnx.Module):
         h_imd = jax.nn.gelu(h_imd, approximate=False)
         visual_imd = tower.merger_fc2(h_imd, adapters=adapters, dropout_key=fc2_key)
         visual_md = visual_imd.reshape(-1, self.cfg.vision.hidden_size)
-        # Replicated: any row of text may hold any image.
-        return constrain(visual_md, None, None)
+        return constrain(visual_md, "visual", None)
 
     def hidden(
         self,
@@ -279,7 +278,7 @@ def _vision_blocks(
 def _text_rows(
     model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    x_btd = model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt)
+    x_btd = model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True)
     rotary = _rotary(model.cfg, rows.positions_abt)
     return model.text.rows(x_btd, rotary, rows.segment_ids_bt, rows.prefix_segments_bt, **options)
 
