@@ -262,8 +262,8 @@ def test_processes_that_wait_for_records_end_after_sigterm(tmp_path, model_dir):
 
 @pytest.mark.slow
 def test_run_continues_on_another_mesh_and_number_of_processes(tmp_path, model_dir, undisturbed):
-    workdir, values = tmp_path / "run", values_of(model_dir)
-    cluster_world.write_records(workdir, values)
+    workdir = tmp_path / "run"
+    cluster_world.write_records(workdir, values_of(model_dir, 2))
     for steps, processes, devices, mesh in (
         (2, 2, 4, {"mesh.data": 4, "mesh.fsdp": 2}),
         (4, 4, 1, {"mesh.data": 2, "mesh.fsdp": 2}),
