@@ -109,6 +109,29 @@ def test_service_that_is_away_is_tried_again(tmp_path, opened, monkeypatch, capl
     assert in_bucket(service)["metrics.jsonl"] == b"1\n"
 
 
+@pytest.mark.parametrize("size_bytes", [10, 33 << 20])
+def test_killed_between_a_copy_and_its_note_it_keeps_what_it_wrote_since(
+    tmp_path, opened, monkeypatch, size_bytes
+):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    first = b"1" * size_bytes + b"\n"
+    write(directory, "metrics.jsonl", first)
+    with monkeypatch.context() as killed:
+        killed.setattr(mirror.Copies, "_save", lambda copies: None)
+        mirror.Copies(directory, store, LEARNER).try_once()
+    assert in_bucket(service)["metrics.jsonl"] == first
+    write(directory, "metrics.jsonl", first + b"2\n")
+    with mirror.copied(directory, open_store, LEARNER):
+        assert (directory / "metrics.jsonl").read_bytes() == first + b"2\n"
+    assert in_bucket(service)["metrics.jsonl"] == first + b"2\n"
+    # Another directory of the same run has another mark.
+    with mirror.copied(fresh(tmp_path / "b"), open_store, LEARNER):
+        write(tmp_path / "b", "metrics.jsonl", b"of b")
+    with mirror.copied(directory, open_store, LEARNER):
+        assert (directory / "metrics.jsonl").read_bytes() == b"of b"
+
+
 def test_process_that_lost_its_lease_copies_nothing(tmp_path, opened):
     store, service = opened
     directory = fresh(tmp_path / "a")

@@ -88,6 +88,7 @@ class Upload:
     name: str
     condition: Condition
     content_type: str
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
     received: bytearray = dataclasses.field(default_factory=bytearray)
     parts: dict[int, bytes] = dataclasses.field(default_factory=dict)
     written: Stored | None = None

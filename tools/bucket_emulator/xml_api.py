@@ -194,7 +194,8 @@ def _delete_many(buckets: Buckets, bucket: str, call: Call) -> Answer:
 def _upload(buckets: Buckets, bucket: str, name: str, call: Call, kind: str) -> Answer:
     xml = {"Content-Type": "application/xml"}
     if kind == "upload_begin":
-        key = buckets.begin(Upload(bucket, name, _write_condition(call), _content_type(call)))
+        upload = Upload(bucket, name, _write_condition(call), _content_type(call), _metadata(call))
+        key = buckets.begin(upload)
         text = (
             f"{_HEAD}<InitiateMultipartUploadResult><Bucket>{escape(bucket)}</Bucket>"
             f"<Key>{escape(name)}</Key><UploadId>{key}</UploadId></InitiateMultipartUploadResult>"
@@ -221,7 +222,7 @@ def _upload(buckets: Buckets, bucket: str, name: str, call: Call, kind: str) -> 
         raise Refused(400, "EntityTooSmall", "all parts but the last have at least 5 MiB")
     whole = b"".join(upload.parts[number] for number in numbers)
     condition = _write_condition(call) or upload.condition
-    written = buckets.write(bucket, name, whole, condition, upload.content_type)
+    written = buckets.write(bucket, name, whole, condition, upload.content_type, upload.metadata)
     del buckets.uploads[key]
     text = (
         f"{_HEAD}<CompleteMultipartUploadResult><Bucket>{escape(bucket)}</Bucket>"

@@ -47,6 +47,7 @@ READS_AT_ONCE = 64  # 200 shards of one step at 40 ms each: 0.2 s instead of 8
 LEASES = "leases"
 TIMES = LeaseTimes()
 _NONCE = "nonce"
+_MARK = "mark"
 _ATTEMPTS = 6  # of a conditional write whose outcome is not known
 _FINAL = (PermissionDeniedError, UnauthenticatedError, FileNotFoundError)  # repeating helps nothing
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
@@ -232,18 +233,32 @@ class BucketStore:
 
     # ------------------------------------------------------------------------ whole files
 
-    def upload(self, path: Path, name: str) -> str:
-        """`put` of a local file of any size. Returns: its version."""
+    def upload(self, path: Path, name: str, mark: str) -> str:
+        """`put` of a local file of any size. Returns: its version.
+
+        Args: mark: what `mark` shall say of this content.
+        """
         size_bytes = path.stat().st_size
         with self._errors(name):
             result = obstore.put(
                 self._client,
                 self._key(name),
                 path if size_bytes > 2 * PART_BYTES else path.read_bytes(),
+                attributes={_MARK: mark},
                 use_multipart=size_bytes > 2 * PART_BYTES,
                 chunk_size=PART_BYTES,
             )
         return _version(result)
+
+    def mark(self, name: str) -> str:
+        """The mark of a content's `upload`; empty: it has none, or does not exist."""
+        options: Any = {"head": True}
+        with self._errors(name):
+            try:
+                found = obstore.get(self._client, self._key(name), options=options)
+            except FileNotFoundError:
+                return ""
+        return found.attributes.get(_MARK, "")
 
     def download(self, name: str, path: Path) -> None:
         """Writes a content of any size into a local file, atomically."""

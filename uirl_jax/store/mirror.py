@@ -7,6 +7,10 @@ on with a fresh directory. The shared files (shards, policies, claims, leases, c
 config.json) are in the bucket alone. Without a link every function here does nothing.
 
 Copies may be 10 s old after a SIGKILL; metrics.jsonl is copied with each step (`copy_now`).
+
+Each copy is marked with the directory that it is from. A process that is killed after a copy and
+before it has noted its version finds a version that it does not know: without the mark it would
+take its own older copy for another machine's newer one, and lose what it wrote since.
 """
 
 import contextlib
@@ -17,6 +21,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, cast
@@ -29,6 +34,7 @@ from uirl_jax.store.lease import learner_fence
 logger = logging.getLogger(__name__)
 
 LINK = "bucket"
+_MARK = ".directory"  # the file with the mark of a local directory
 EVERY_S = 10.0  # between two copies of one name
 BYTES_PER_S = 1e5  # of one name, on average: a log of 3 MB is copied every 30 s
 TAIL_BYTES = 64 << 10
@@ -56,7 +62,9 @@ class Own:
 class CopyStore(Store, Protocol):
     """A store that copies whole files without holding them in memory."""
 
-    def upload(self, path: Path, name: str) -> str: ...
+    def upload(self, path: Path, name: str, mark: str) -> str: ...
+
+    def mark(self, name: str) -> str: ...
 
     def download(self, name: str, path: Path) -> None: ...
 
@@ -120,7 +128,7 @@ def copy_now(directory: Path, open_store: Callable[[Path], Store], name: str) ->
     if linked_address(directory):
         store = cast(CopyStore, open_store(directory))
         learner_fence(store)
-        store.upload(directory / name, name)
+        store.upload(directory / name, name, _mark_of(directory))
 
 
 def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
@@ -148,6 +156,7 @@ class Copies:
 
     def __init__(self, directory: Path, store: CopyStore, own: Own) -> None:
         self._directory, self._store = directory, store
+        self._mark = _mark_of(directory)
         self._owned, self._read, self._lease = own.written, own.read, own.lease
         self._is_lost = False
         self._state_path = directory / f".copies-{own.who}.json"
@@ -170,8 +179,11 @@ class Copies:
                 path = self._directory / name
                 if not self._owns(name) or name.startswith(WHOLE):
                     continue
-                if self._versions.get(name) == version and path.exists():
-                    continue  # what is here is equal, or newer
+                if path.exists():
+                    is_known = self._versions.get(name) == version
+                    if is_known or self._store.mark(name) == self._mark:
+                        self._versions[name] = version
+                        continue  # what is here is equal, or newer
                 self._store.download(name, path)
                 self._note(name, path, version)
         if self._owns(WHOLE) and not (self._directory / WHOLE).is_dir():
@@ -213,7 +225,7 @@ class Copies:
                 continue
             if not changed and self._lease:
                 self._store.fence(self._lease)
-            self._versions[name] = self._store.upload(path, name)
+            self._versions[name] = self._store.upload(path, name, self._mark)
             self._sent[name], changed = stamp, True  # as it was before: it may have grown since
             self._due_s[name] = now_s + max(EVERY_S, stamp[1] / BYTES_PER_S)
         self._list_whole()
@@ -276,6 +288,12 @@ class Copies:
     def _save(self) -> None:
         state = {"versions": self._versions, "tails": self._tails}
         files.write_atomically(self._state_path, json.dumps(state).encode())
+
+
+def _mark_of(directory: Path) -> str:
+    """What names a local directory in its copies; made when it is first asked for."""
+    files.write_new(directory / _MARK, uuid.uuid4().hex.encode())
+    return (directory / _MARK).read_text(encoding="ascii")
 
 
 def _stamp(path: Path) -> tuple[int, int]:
