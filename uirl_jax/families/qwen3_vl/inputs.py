@@ -1,0 +1,60 @@
+"""Qwen3-VL on the host: screens as patches, as Qwen2-VL's, with places on the learned positions."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen
+from uirl_jax.families.qwen2_vl.inputs import Grid, Qwen2VLInputs, patch_positions
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3VLInputs(Qwen2VLInputs):
+    """See border.Inputs and Qwen2VLInputs."""
+
+    table_side: int  # of the square grid of learned positions
+
+    def pack_screens(
+        self, placed: Sequence[PlacedScreen], rows: int, row_patches: int
+    ) -> PackedScreens:
+        """The arrays of Qwen2VLInputs, and table_positions_ip2: float32[I,P,2]."""
+        return self._with_table_positions(super().pack_screens(placed, rows, row_patches), placed)
+
+    def from_processor(
+        self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
+    ) -> tuple[list[Screen], PackedScreens]:
+        """As Qwen2VLInputs.from_processor."""
+        screens, packed = super().from_processor(
+            pixel_values=pixel_values, image_grid_thw=image_grid_thw
+        )
+        placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
+        return screens, self._with_table_positions(packed, placed)
+
+    def _with_table_positions(
+        self, packed: PackedScreens, placed: Sequence[PlacedScreen]
+    ) -> PackedScreens:
+        positions_ip2 = np.zeros(packed.arrays["patch_positions_ip2"].shape, np.float32)
+        for screen, row, start, _ in placed:
+            frames, height, width = screen.layout
+            positions_ip2[row, start : start + screen.patches] = table_positions(
+                (frames, height, width), self.images.merge_size, self.table_side
+            )
+        return packed._replace(arrays=packed.arrays | {"table_positions_ip2": positions_ip2})
+
+
+def make_inputs(cfg: Qwen3VLConfig) -> Qwen3VLInputs:
+    return Qwen3VLInputs(cfg.images, cfg.image_token_id, table_side=cfg.vision.table_side)
+
+
+def table_positions(grid_thw: Grid, merge_size: int, side: int) -> np.ndarray:
+    """float32[P,2], (row, column) of each patch on the grid of learned positions.
+
+    The corners of an image lie on the corners of that grid, whatever the image's size.
+    Source: transformers, vision_utils.py, _interpolation_axis_taps_weights with align_corners.
+    """
+    _, height, width = grid_thw
+    positions_p2 = patch_positions(grid_thw, merge_size).astype(np.float32)
+    steps_2 = np.maximum(np.array([height, width], np.float32) - 1, 1)
+    return positions_p2 * np.float32(side - 1) / steps_2
