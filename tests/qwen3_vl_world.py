@@ -1,4 +1,4 @@
-"""Small Qwen3-VL directories written by transformers, and the same rows for both implementations."""
+"""Small Qwen3-VL directories written by transformers, and rows for both implementations."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 from PIL import Image
 
 from tests.oracles import qwen3_vl_torch
@@ -14,7 +15,9 @@ from uirl_jax.families import loading
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen, TokenRows
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.families.qwen2_vl.inputs import pixel_values
+from uirl_jax.families.qwen3_vl.model import Qwen3VL
 from uirl_jax.families.screens import vision_index
+from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 
 IMAGE_TOKEN, VOCAB = qwen3_vl_torch.IMAGE_TOKEN_ID, qwen3_vl_torch.VOCAB
@@ -53,8 +56,12 @@ def write_reference(name: str, directory: Path) -> None:
 
 
 @functools.cache
-def policy_of(name: str, lora: LoraConfig | None = None) -> PolicyModel:
-    return loading.load(directory_of(name), lora=lora, seed=0)
+def policy_of(name: str, lora: LoraConfig | None = None, remat: Remat = "none") -> PolicyModel:
+    return loading.load(directory_of(name), lora=lora, seed=0, remat=remat)
+
+
+def merged(policy: PolicyModel) -> Qwen3VL:
+    return nnx.merge(policy.graphdef, policy.trainable, policy.frozen)
 
 
 def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Screen:

@@ -263,7 +263,10 @@ def _not_computed(
 
 
 def read_model_config(model_dir: Path) -> Qwen3VLConfig:
-    """Reads <model_dir>/config.json alone, with the published image settings. Raises: ModelError."""
+    """Reads <model_dir>/config.json alone, with the published image settings.
+
+    Raises: ModelError.
+    """
     path = model_dir / "config.json"
     try:
         return Qwen3VLConfig.from_dict(read_json(path))
