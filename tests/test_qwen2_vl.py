@@ -12,9 +12,10 @@ from tests import small_model
 from tests.model_files import load_pretrained
 from uirl_jax.errors import ModelError
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen2_vl import inputs
+from uirl_jax.families.qwen import images, inputs
+from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_vl import model as qwen2_vl
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.models import layers, scoring
 from uirl_jax.models.lora import LoRAParam
@@ -90,7 +91,7 @@ def make_case(name: str) -> Case:
         ids, grids, visual = text[:2], [], []
         for size in sizes:
             pixels = rng.integers(0, 256, (size[1], size[0], 3), np.uint8)
-            patches_pf, grid = inputs.process_image(Image.fromarray(pixels), IMAGE_CFG)
+            patches_pf, grid = images.process_image(Image.fromarray(pixels), IMAGE_CFG)
             count = len(patches_pf)
             # The first two images share a row of patches, the third has one of its own.
             at = min(len(case.spans) // 2, IMAGE_ROWS - 1)
@@ -100,7 +101,7 @@ def make_case(name: str) -> Case:
             case.vision["patch_positions_ip2"][at, span] = inputs.patch_positions(grid, MERGE)
             case.vision["patch_segments_ip"][at, span] = len(case.spans) + 1
             first = (at * ROW_PATCHES + span.start) // MERGE**2
-            tokens = inputs.num_visual_tokens(grid, MERGE)
+            tokens = images.num_visual_tokens(grid, MERGE)
             visual += range(first, first + tokens)
             ids += [V] * tokens + text[len(case.spans) + 2 : len(case.spans) + 4]
             case.patches.append(patches_pf)

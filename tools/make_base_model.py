@@ -37,9 +37,10 @@ from uirl_jax.families import chat_config, loading
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen
 from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
 from uirl_jax.families.chat_config import ChatConfig
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen.inputs import QwenInputs
 from uirl_jax.families.qwen2_vl import FAMILY
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
-from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.families.screens import vision_index
 from uirl_jax.learner import supervised
@@ -172,7 +173,7 @@ def looking_example(
 
 
 def _inputs(chat: Chat) -> Inputs:
-    return Qwen2VLInputs(IMAGE, chat.image_token_id)
+    return QwenInputs(IMAGE, chat.image_token_id)
 
 
 class _Buttons:

@@ -1,4 +1,4 @@
-"""config.json and preprocessor_config.json of Qwen2-VL: reads, checks and writes them.
+"""config.json of Qwen2-VL: reads, checks and writes it.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/configuration_qwen2_vl.py.
 """
@@ -8,102 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from uirl_jax.errors import ModelError
+from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.models.directory import read_json
 
 VISION_ROPE_THETA = 10_000.0
-_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageConfig:
-    """Image settings of preprocessor_config.json.
-
-    A field that the file lacks has the default of transformers' Qwen2VLImageProcessor. The
-    published directories of Qwen2-VL have max_pixels=12,845,056 (16,384 visual tokens): a 1280x800
-    screen is 1,334 tokens with them and 1,260 with the default.
-    """
-
-    patch_size: int = 14
-    temporal_patch_size: int = 2
-    merge_size: int = 2  # merge_size**2 patches become one visual token
-    min_pixels: int = 56 * 56
-    max_pixels: int = 28 * 28 * 1280
-    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    rescale_factor: float = 1 / 255
-
-    @property
-    def patch_levels(self) -> int:
-        """C, the bytes of one patch of a still image: channels x height x width."""
-        return 3 * self.patch_size**2
-
-    @property
-    def patch_features(self) -> int:
-        """F, the floats of one patch: channels x time x height x width."""
-        return self.patch_levels * self.temporal_patch_size
-
-    @classmethod
-    def from_dict(cls, preprocessor_config: Mapping[str, Any]) -> "ImageConfig":
-        """Reads the fields of this class.
-
-        min_pixels and max_pixels may be fields of their own, as in older files, or shortest_edge
-        and longest_edge of `size`.
-        Raises: ModelError: the file asks for preprocessing that is not supported.
-        """
-        for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if not preprocessor_config.get(switch, True):
-                raise ModelError(f"preprocessor_config.json: {switch}=false is not supported")
-        if preprocessor_config.get("resample", _BICUBIC) != _BICUBIC:
-            raise ModelError(
-                f"preprocessor_config.json: resample={preprocessor_config['resample']}, "
-                "expected 3 (bicubic)"
-            )
-        size = preprocessor_config.get("size") or {}
-        found = {
-            "min_pixels": size.get("shortest_edge", size.get("min_pixels")),
-            "max_pixels": size.get("longest_edge", size.get("max_pixels")),
-        }
-        for field in dataclasses.fields(cls):
-            value = preprocessor_config.get(field.name)
-            if value is not None:
-                found[field.name] = tuple(value) if isinstance(value, list) else value
-        return cls(**{name: value for name, value in found.items() if value is not None})
-
-    @classmethod
-    def load(cls, model_dir: str | Path) -> "ImageConfig":
-        """Reads <model_dir>/preprocessor_config.json. Raises: ModelError."""
-        return cls.from_dict(read_json(Path(model_dir) / "preprocessor_config.json"))
-
-    def to_dict(self) -> dict[str, Any]:
-        """preprocessor_config.json as transformers' Qwen2-VL processor reads it."""
-        values = dataclasses.asdict(self)
-        size = {
-            "shortest_edge": values.pop("min_pixels"),
-            "longest_edge": values.pop("max_pixels"),
-        }
-        return {
-            **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
-            "size": size,
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2VLProcessor",
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "do_convert_rgb": True,
-            "resample": int(_BICUBIC),
-        }
-
-
-def level_values(cfg: ImageConfig) -> np.ndarray:
-    """float32[3,256], the normalised value of every level of a channel: a table for pixels."""
-    # Rescaled in float64 and normalised in float32, as in the reference.
-    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
-    mean_c = np.array(cfg.image_mean, np.float32)
-    std_c = np.array(cfg.image_std, np.float32)
-    return (level_l[None] - mean_c[:, None]) / std_c[:, None]
+_IMAGES = ImageConfig()  # of a directory that is read without its preprocessor_config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +71,7 @@ class Qwen2VLConfig:
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
-    images: ImageConfig = ImageConfig()  # of preprocessor_config.json
+    images: ImageConfig = _IMAGES  # of preprocessor_config.json
 
     @property
     def head_dim(self) -> int:

@@ -1,7 +1,7 @@
 """Qwen2-VL in Flax NNX: its vision tower, and a `models.decoder` with M-RoPE as text tower.
 
 Methods are pure; callers jit them. The blocks of a tower are stacked and run by one `lax.scan`
-under `jax.checkpoint`. Patches and positions come from `inputs`, names of tensors from `names`.
+under `jax.checkpoint`. Patches and positions come from `qwen/`, names of tensors from `names`.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
@@ -15,13 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen2_vl.config import (
-    VISION_ROPE_THETA,
-    ImageConfig,
-    Qwen2VLConfig,
-    VisionConfig,
-    level_values,
-)
+from uirl_jax.families.qwen.model import pixel_values
+from uirl_jax.families.qwen2_vl.config import VISION_ROPE_THETA, Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models import decoder, layers
 from uirl_jax.models.attention import attention
@@ -173,7 +168,7 @@ class Qwen2VL(nnx.Module):
         """The table of visual tokens.
 
         Args:
-          vision: arrays of `inputs.pack_screens` or `inputs.from_processor`:
+          vision: arrays of `QwenInputs.pack_screens` or `QwenInputs.from_processor`:
             patches_ipc: uint8[I,P,C], or pixels_ipf: float32[I,P,F];
             patch_positions_ip2: int32[I,P,2], (row, column) of the patch within its image;
             patch_segments_ip: int32[I,P], one number per image, 0 at padding. Patches attend to
@@ -315,25 +310,6 @@ def vision_block_outputs(
     )
     assert x_lipd is not None  # collect=True
     return x_lipd
-
-
-def pixel_values(patches_ipc: jax.Array, image_cfg: ImageConfig) -> jax.Array:
-    """The vision tower's input, of patches that were transferred as bytes: an eighth of the floats.
-
-    A lookup in a table equals inputs.pixel_values bit for bit. Arithmetic would be rounded
-    differently in every program that the compiler fuses it into, and gradients of equal screens
-    would then differ by 1e-5.
-
-    Args:
-      patches_ipc: uint8[I,P,C], see inputs.cut_image.
-    Returns: float32[I,P,F], the still image repeated in time.
-    """
-    shape_ip = patches_ipc.shape[:2]
-    levels_ipcx = patches_ipc.reshape(*shape_ip, 3, -1)
-    table_cl = jnp.asarray(level_values(image_cfg))
-    values_ipcx = jnp.stack([table_cl[c][levels_ipcx[:, :, c]] for c in range(3)], axis=2)
-    values_ipctx = jnp.repeat(values_ipcx[:, :, :, None], image_cfg.temporal_patch_size, axis=3)
-    return values_ipctx.reshape(*shape_ip, -1)
 
 
 def decoder_config(cfg: Qwen2VLConfig) -> DecoderConfig:
