@@ -14,7 +14,7 @@ from tests.oracles import qwen3_vl_torch
 from uirl_jax.families import loading
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen, TokenRows
 from uirl_jax.families.loading import PolicyModel
-from uirl_jax.families.qwen2_vl.inputs import pixel_values
+from uirl_jax.families.qwen.images import pixel_values
 from uirl_jax.families.qwen3_vl.model import Qwen3VL
 from uirl_jax.families.screens import vision_index
 from uirl_jax.models.blocks import Remat

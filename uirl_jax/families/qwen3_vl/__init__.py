@@ -3,7 +3,7 @@
 from typing import Any
 
 from uirl_jax.families.border import Family
-from uirl_jax.families.qwen2_vl import chat
+from uirl_jax.families.qwen import chat
 from uirl_jax.families.qwen3_vl import config, inputs, names
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.models.directory import read_json
 
 VISION_ROPE_THETA = 10_000.0

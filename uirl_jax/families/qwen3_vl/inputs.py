@@ -1,4 +1,4 @@
-"""Qwen3-VL on the host: screens as patches, as Qwen2-VL's, with places on the learned positions."""
+"""Qwen3-VL on the host: screens in rows of patches, with their places on the learned positions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,26 +6,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen
-from uirl_jax.families.qwen2_vl.inputs import Grid, Qwen2VLInputs, patch_positions
+from uirl_jax.families.qwen.images import Grid
+from uirl_jax.families.qwen.inputs import QwenInputs, patch_positions
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3VLInputs(Qwen2VLInputs):
-    """See border.Inputs and Qwen2VLInputs."""
+class Qwen3VLInputs(QwenInputs):
+    """See border.Inputs and QwenInputs."""
 
     table_side: int  # of the square grid of learned positions
 
     def pack_screens(
         self, placed: Sequence[PlacedScreen], rows: int, row_patches: int
     ) -> PackedScreens:
-        """The arrays of Qwen2VLInputs, and table_positions_ip2: float32[I,P,2]."""
+        """The arrays of QwenInputs, and table_positions_ip2: float32[I,P,2]."""
         return self._with_table_positions(super().pack_screens(placed, rows, row_patches), placed)
 
     def from_processor(
         self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
     ) -> tuple[list[Screen], PackedScreens]:
-        """As Qwen2VLInputs.from_processor."""
+        """As QwenInputs.from_processor."""
         screens, packed = super().from_processor(
             pixel_values=pixel_values, image_grid_thw=image_grid_thw
         )

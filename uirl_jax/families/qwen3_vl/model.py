@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen2_vl.model import pixel_values
+from uirl_jax.families.qwen.model import pixel_values
 from uirl_jax.families.qwen3_vl.config import VISION_ROPE_THETA, Qwen3VLConfig, VisionConfig
 from uirl_jax.families.qwen3_vl.names import WEIGHTS
 from uirl_jax.models import decoder, layers
