@@ -42,7 +42,7 @@ def test_config_both_layouts_of_transformers_give_the_same(name):
     assert Qwen3VLConfig.from_dict(cfg.to_dict()) == cfg
     assert Qwen3VLConfig.from_dict(Reference(**cfg.to_dict()).to_dict()) == cfg
     text, vision = published["text_config"], published["vision_config"]
-    assert (cfg.rope_theta, cfg.head_dim) == (5e6, text["head_dim"])
+    assert (cfg.rope_theta, cfg.head_dim) == (text["rope_theta"], text["head_dim"])
     assert list(cfg.mrope_section) == text["rope_scaling"]["mrope_section"]
     assert cfg.tie_word_embeddings == published["tie_word_embeddings"]
     assert list(cfg.vision.deepstack_visual_indexes) == vision["deepstack_visual_indexes"]

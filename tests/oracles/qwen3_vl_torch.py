@@ -51,9 +51,9 @@ def config_dict(text: dict, vision: dict, *, tied: bool) -> dict[str, Any]:
     }
 
 
-# Each in what the published sizes leave out: heads x head_dim is not the width (plain), nothing is
+# Each has what the published sizes leave out: heads x head_dim is not the width (plain), nothing is
 # a multiple of 8 and a level comes from the last vision block (odd), one level and no grouped heads
-# (one_level), no level at all (none).
+# (one_level), no level at all (none). With a theta of 100 few tokens turn every pair of a head.
 CONFIGS = {
     "plain": config_dict(
         {
@@ -85,6 +85,7 @@ CONFIGS = {
             "num_key_value_heads": 2,
             "head_dim": 20,
             "mrope_section": [4, 3, 3],
+            "rope_theta": 100,
         },
         {
             "depth": 4,
@@ -106,6 +107,7 @@ CONFIGS = {
             "num_key_value_heads": 5,
             "head_dim": 8,
             "mrope_section": [2, 1, 1],
+            "rope_theta": 100,
         },
         {
             "depth": 5,
