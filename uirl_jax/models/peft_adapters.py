@@ -84,8 +84,11 @@ def save_adapter(
     arrays = adapters_to_numpy(nnx.state(model, LoRAParam))
     tensors = {}
     leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)), table)
-    projections = table.projections_of(model.lora.targets)
-    for leaf in _adapted(leaves, projections):
+    targets = set()
+    for leaf in _adapted(leaves, table.projections_of(model.lora.targets)):
+        projection = _projection(leaf)
+        target = table.peft_targets.get(projection, projection)
+        targets |= {target.replace("{layer}", str(i)) for i in range(len(leaf.tensors))}
         for name, peft_name in _MATRICES.items():
             array = arrays[_sibling(leaf, name)]
             layers = array if leaf.stacked else [array]
@@ -101,7 +104,7 @@ def save_adapter(
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers need an int
         "lora_dropout": model.lora.dropout,
         "use_rslora": model.lora.rslora,
-        "target_modules": sorted(table.peft_targets.get(n, n) for n in projections),
+        "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
