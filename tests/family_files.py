@@ -97,7 +97,7 @@ def with_random_adapters(name: str, targets: tuple[str, ...], **options: Any) ->
     policy = world.policy_of(name, lora)
     rng = np.random.default_rng(7)
     trainable = jax.tree.map(
-        lambda x: (0.3 * rng.normal(size=x.shape)).astype(x.dtype), policy.trainable
+        lambda x: (0.1 * rng.normal(size=x.shape)).astype(x.dtype), policy.trainable
     )
     return dataclasses.replace(policy, trainable=trainable)
 
