@@ -26,7 +26,8 @@ from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat, Vocabulary
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.loading import PolicyModel
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.screens import decode_planned
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.shards.record import TokenLayout

@@ -14,7 +14,8 @@ from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleRe
 from uirl_jax.families.border import PlacedScreen, Screen, TokenRows
 from uirl_jax.families.chat import Vocabulary
 from uirl_jax.families.loading import PolicyModel
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.screens import vision_index
 from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoraConfig

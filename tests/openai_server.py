@@ -24,8 +24,8 @@ from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
-from uirl_jax.families.qwen2_vl.config import ImageConfig
-from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen.inputs import QwenInputs
 from uirl_jax.families.screens import read_screen
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
@@ -114,7 +114,7 @@ class Server:
     ) -> None:
         self._before, self._after, self._template = before, after, template
         images = other_image_cfg or image_cfg()
-        self._inputs = Qwen2VLInputs(images, chat().image_token_id)
+        self._inputs = QwenInputs(images, chat().image_token_id)
         self._expand, self._raw_logprobs = expand, raw_logprobs
         self._max_model_len = max_model_len
         self._tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)

@@ -7,13 +7,13 @@ import io
 import numpy as np
 from PIL import Image
 
-from uirl_jax.families.qwen2_vl.config import ImageConfig
-from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen.inputs import QwenInputs
 from uirl_jax.shards import batching
 from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 
 PLACEHOLDER = 60
-INPUTS = Qwen2VLInputs(ImageConfig(patch_size=4, min_pixels=8 * 8), PLACEHOLDER)
+INPUTS = QwenInputs(ImageConfig(patch_size=4, min_pixels=8 * 8), PLACEHOLDER)
 LAYOUTS = {
     "one sequence a row": batching.BatchConfig(
         rows=20, row_lengths=(64,), image_rows=(12,), patch_lengths=(16,), pack=False

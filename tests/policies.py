@@ -9,8 +9,8 @@ from flax import nnx
 from uirl_jax.families import qwen2_vl
 from uirl_jax.families.border import Screen
 from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.qwen.images import num_visual_tokens
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
-from uirl_jax.families.qwen2_vl.inputs import num_visual_tokens
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 
 

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from uirl_jax.errors import ConfigError, RecordError
-from uirl_jax.families.qwen2_vl.config import ImageConfig
-from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs, cut_image, patch_positions
+from uirl_jax.families.qwen.images import ImageConfig, cut_image
+from uirl_jax.families.qwen.inputs import QwenInputs, patch_positions
 from uirl_jax.families.screens import decode_image, read_screen
 from uirl_jax.shards.batching import BatchConfig, fill, gather, make_batches, sequences
 from uirl_jax.types import StopReason, TaskSpec, TrainBatch, Trajectory, Turn
 
 PLACEHOLDER = 9
 IMAGE_CFG = ImageConfig(min_pixels=28 * 28)
-INPUTS = Qwen2VLInputs(IMAGE_CFG, PLACEHOLDER)
+INPUTS = QwenInputs(IMAGE_CFG, PLACEHOLDER)
 CFG = BatchConfig(
     rows=4, row_lengths=(12, 24, 48), image_rows=(2, 4, 8), patch_lengths=(8, 16), pack=False
 )

@@ -19,8 +19,8 @@ from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Vocabulary
 from uirl_jax.families.loading import PolicyModel
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
-from uirl_jax.families.qwen2_vl.inputs import pixel_values
+from uirl_jax.families.qwen.images import ImageConfig, pixel_values
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.models.lora import LoraConfig
 

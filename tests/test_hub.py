@@ -26,7 +26,7 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
-from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.models import hub as model_hub
 from uirl_jax.models.lora import LoraConfig
 

@@ -182,7 +182,7 @@ def test_nothing_outside_families_and_their_table_names_a_family():
 
 def test_what_a_family_does_on_the_host_imports_no_jax():
     for path in PACKAGE.glob("families/*/*.py"):
-        if path.stem in ("config", "inputs", "chat"):
+        if path.stem in ("config", "images", "inputs", "chat"):
             heavy = {name for name in imports(path) if name.split(".")[0] in ("jax", "flax")}
             assert not heavy, f"{path} imports {heavy}"
 

@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
+from tokenizers import Tokenizer
 
 from tools import make_base_model
+from tools.base_models import BASES
 from uirl_jax import actions
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
-from uirl_jax.families.table import family_of
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop, drawing
 
@@ -20,11 +23,12 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
 
 
-def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(tmp_path):
+@pytest.mark.parametrize("family", BASES)
+def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(family, tmp_path):
     out = tmp_path / "model"
     process = subprocess.run(
         [
-            *(sys.executable, "-m", "tools.make_base_model"),
+            *(sys.executable, "-m", "tools.make_base_model", f"--family={family}"),
             *(f"--out={out}", f"--workdir={tmp_path / 'work'}", "--batch_rows=4"),
             *("--finding_steps=2", "--telling_steps=2", "--acting_steps=2"),
         ],
@@ -38,7 +42,9 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(tmp_path):
     assert 1_000_000 < sum(x.size for x in _leaves(model.trainable)) < 4_000_000
     assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
     assert "--finding_steps=2" in (out / "README.md").read_text()
-    chat = Chat(out, make_base_model.CHAT, model.family.chat)
+    assert model.family.model_type == family
+    chat = Chat(out, BASES[family].chat, model.family.chat)
+    assert ChatConfig().completed(out).coordinates == BASES[family].coordinates
     assert chat.vocab_size <= model.cfg.vocab_size
     assert chat.image_token_id == model.cfg.image_token_id
 
@@ -51,11 +57,17 @@ def test_shipped_base_model_is_whole():
     assert all(np.isfinite(leaf).all() for leaf in _leaves(model.trainable))
 
 
-def test_looking_example_answers_hit_what_was_asked_for():
-    chat = Chat(SHIPPED, make_base_model.CHAT, family_of(SHIPPED).chat)
+@pytest.mark.parametrize("family", BASES)
+def test_looking_example_answers_hit_what_was_asked_for(family):
+    base = BASES[family]
+    chat = Chat(SHIPPED, base.chat, base.family.chat)
+    inputs = base.family.make_inputs(
+        base.config(Tokenizer.from_file(str(SHIPPED / "tokenizer.json")))
+    )
+    setting = make_base_model.Setting(base, chat, inputs)
     asked_for = set()
     for seed in range(20):
-        example = make_base_model.looking_example(chat, np.random.default_rng(seed), 1.0, 3, 5)
+        example = make_base_model.looking_example(setting, np.random.default_rng(seed), 1.0, 3, 5)
         task_seed = int(np.random.default_rng(seed).integers(2**30))
         session = desktop.open_session(
             TaskSpec("desktop/click_button", task_seed, "buttons=3,colors=5")
@@ -64,7 +76,7 @@ def test_looking_example_answers_hit_what_was_asked_for():
         assert len(turns) == 2 * make_base_model.QUESTIONS
         for question, answer in zip(turns[::2], turns[1::2], strict=True):
             (color,) = re.findall(r"Click the (\w+) button", chat.decode(question))
-            click = actions.parse(chat.decode(answer), (224, 168))
+            click = actions.parse(chat.decode(answer), (224, 168), chat.action_format)
             x0, y0, x1, y1 = session.targets[color]
             assert x0 <= click.x < x1 and y0 <= click.y < y1
             asked_for.add(color)

@@ -12,8 +12,8 @@ from tests import small_model
 from tests.model_files import load_adapter, load_pretrained, save_adapter
 from uirl_jax.errors import ModelError
 from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen.inputs import patch_positions, rope_positions
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, read_model_config
-from uirl_jax.families.qwen2_vl.inputs import patch_positions, rope_positions
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.models import peft_adapters, weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam

@@ -31,7 +31,7 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen2_vl import inputs as qwen2_vl_inputs
+from uirl_jax.families.qwen.images import smart_resize
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoRAParam
@@ -297,7 +297,7 @@ def test_published_dimensions_are_those_of_the_published_models():
 @pytest.mark.parametrize("module", [grpo_qwen2vl_2b, grpo_qwen2vl_7b])
 def test_training_configs_hold_ten_screenshots_of_1280x800(module):
     cfg = run_config(module)
-    height_px, width_px = qwen2_vl_inputs.smart_resize(800, 1280, 28, 3136, 12_845_056)
+    height_px, width_px = smart_resize(800, 1280, 28, 3136, 12_845_056)
     patches = (height_px // 14) * (width_px // 14)
     assert cfg.learner.batch.patch_lengths == (patches,) == (cfg.engine.image_row_patches,)
     markers = 12  # chat and vision markers of a turn

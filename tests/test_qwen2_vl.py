@@ -12,9 +12,11 @@ from tests import small_model
 from tests.model_files import load_pretrained
 from uirl_jax.errors import ModelError
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen2_vl import inputs
+from uirl_jax.families.qwen import images, inputs
+from uirl_jax.families.qwen import model as qwen
+from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_vl import model as qwen2_vl
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.models import layers, scoring
 from uirl_jax.models.lora import LoRAParam
@@ -90,7 +92,7 @@ def make_case(name: str) -> Case:
         ids, grids, visual = text[:2], [], []
         for size in sizes:
             pixels = rng.integers(0, 256, (size[1], size[0], 3), np.uint8)
-            patches_pf, grid = inputs.process_image(Image.fromarray(pixels), IMAGE_CFG)
+            patches_pf, grid = images.process_image(Image.fromarray(pixels), IMAGE_CFG)
             count = len(patches_pf)
             # The first two images share a row of patches, the third has one of its own.
             at = min(len(case.spans) // 2, IMAGE_ROWS - 1)
@@ -100,7 +102,7 @@ def make_case(name: str) -> Case:
             case.vision["patch_positions_ip2"][at, span] = inputs.patch_positions(grid, MERGE)
             case.vision["patch_segments_ip"][at, span] = len(case.spans) + 1
             first = (at * ROW_PATCHES + span.start) // MERGE**2
-            tokens = inputs.num_visual_tokens(grid, MERGE)
+            tokens = images.num_visual_tokens(grid, MERGE)
             visual += range(first, first + tokens)
             ids += [V] * tokens + text[len(case.spans) + 2 : len(case.spans) + 4]
             case.patches.append(patches_pf)
@@ -143,7 +145,7 @@ def all_outputs(model, rows, vision):
     visual_md = model.encode_images(vision)
     return (
         qwen2_vl.vision_block_outputs(model, **vision),
-        qwen2_vl.block_outputs(model, rows, visual_md),
+        qwen.block_outputs(model, rows, visual_md),
         model.logits(model.hidden(rows, visual_md)),
     )
 
@@ -323,7 +325,7 @@ def test_extend_prefill_and_decode_equal_hidden():
     whole_btd = hidden(model, whole, visual_md)
     lengths_b = np.array([7, 4])
     prompt_bt = np.where(np.arange(8) < lengths_b[:, None], ids_bt[:, :8], 49)  # 49: padding
-    cache = qwen2_vl.init_cache(model.cfg, 2, 12, jnp.float32)
+    cache = qwen.init_cache(model.cfg, 2, 12, jnp.float32)
     x_btd, cache = extend(
         model,
         prompt_bt,
@@ -352,7 +354,7 @@ def test_extend_prefill_and_decode_equal_hidden():
 
 def test_extend_slots_past_the_end_leave_the_cache_as_it_is():
     model = noisy_model()
-    cache = jax.tree.map(jnp.ones_like, qwen2_vl.init_cache(model.cfg, 1, 4, jnp.float32))
+    cache = jax.tree.map(jnp.ones_like, qwen.init_cache(model.cfg, 1, 4, jnp.float32))
     ids_bt, positions_3bt = text_inputs(1, 1)
     x_btd, after = extend(model, ids_bt, None, None, positions_3bt, cache, np.array([4], np.int32))
     assert np.isfinite(x_btd).all()

@@ -18,7 +18,8 @@ from tests.model_files import save_pretrained as save
 from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.models import stacking, weight_files, weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam

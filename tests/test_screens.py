@@ -9,8 +9,8 @@ from PIL import Image
 from uirl_jax.errors import ImageError
 from uirl_jax.families import screens
 from uirl_jax.families.border import PlacedScreen
-from uirl_jax.families.qwen2_vl.config import ImageConfig
-from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs, cut_image
+from uirl_jax.families.qwen.images import ImageConfig, cut_image
+from uirl_jax.families.qwen.inputs import QwenInputs
 
 
 def picture(width_px: int, height_px: int, seed: int = 0) -> Image.Image:
@@ -77,7 +77,7 @@ def test_decode_image_bad_bytes_are_an_image_error(name):
 
 def test_read_planned_is_the_screen_that_was_read_at_once():
     data = encoded(picture(130, 90), "PNG")
-    inputs = Qwen2VLInputs(ImageConfig(min_pixels=28 * 28), image_token_id=90)
+    inputs = QwenInputs(ImageConfig(min_pixels=28 * 28), image_token_id=90)
     patches_pc, grid = cut_image(screens.decode_image(data), inputs.images)
     planned = screens.plan_screen(inputs, data, (130, 90))
     assert (planned.layout, planned.patches, planned.arrays) == (grid, len(patches_pc), None)
@@ -95,7 +95,7 @@ def test_read_planned_is_the_screen_that_was_read_at_once():
 
 def test_read_planned_of_another_size_or_no_picture_is_an_image_error():
     data = encoded(picture(130, 90), "PNG")
-    inputs = Qwen2VLInputs(ImageConfig(), image_token_id=90)
+    inputs = QwenInputs(ImageConfig(), image_token_id=90)
     planned = screens.plan_screen(inputs, data, (130, 90))
     assert screens.decode_planned(planned).size == (130, 90)
     for size in ((130, 91), (90, 130)):

@@ -8,7 +8,8 @@ from flax import nnx
 
 from tools import tokenizer_training
 from uirl_jax.families import loading, qwen2_vl
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig, VisionConfig
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 
 CONFIG = Path(__file__).with_name("tiny_config.py")

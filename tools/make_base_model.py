@@ -1,9 +1,10 @@
 """Makes the small base model that the quickstart starts from: SFT from nothing on drawn screens.
 
     python -m tools.make_base_model --out=uirl_jax/assets/tiny-ui-base
+    python -m tools.make_base_model --family=qwen3_vl --out=models/tiny-qwen3-vl
 
-The architecture, the files and the chat format are Qwen2-VL's; only the sizes are small. A row is
-one screen and a conversation of several clicks on it, so that every screen that is drawn and
+`base_models` has the architectures; files, chat and coordinates are each family's own. A row is one
+screen and a conversation of several clicks on it, so that every screen that is drawn and
 encoded teaches as often as it can. It learns in three stages. `finding`: two buttons, two colours;
 it learns where buttons are, and then which one is meant. `telling`: more colours, then more
 buttons. That it begins with two colours is what makes the second thing learnable: with eight it
@@ -22,7 +23,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +33,12 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from tools import tokenizer_training
-from uirl_jax import actions, platform_flags
+from tools.base_models import BASES, BaseModel
+from uirl_jax import platform_flags
+from uirl_jax.actions import coordinates
 from uirl_jax.families import chat_config, loading
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen
 from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
-from uirl_jax.families.chat_config import ChatConfig
-from uirl_jax.families.qwen2_vl import FAMILY
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig
-from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
-from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.families.screens import vision_index
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
@@ -50,10 +48,6 @@ from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers.tasks import desktop, drawing
 from uirl_jax.verifiers.tasks import desktop_tasks as tasks
 
-CHAT = ChatConfig(
-    system_prompt="", prompt_template="{instruction}", max_screenshots=6, drop_screenshots=3
-)
-IMAGE = ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
 STAGE_STEPS = {"finding": 500, "telling": 1250, "acting": 400}
 QUESTIONS = 3  # clicks a screen
 ROW_TOKENS = 136  # of the longest conversation
@@ -69,6 +63,14 @@ class Recipe:
     seed: int  # of the weights and of the screens
 
 
+class Setting(NamedTuple):
+    """What examples are written with."""
+
+    base: BaseModel
+    chat: Chat
+    inputs: Inputs
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
     """One row: token ids, which of them are the demonstrator's, and the screens they talk about."""
@@ -78,55 +80,14 @@ class Example:
     screens: tuple[Screen, ...]
 
 
-def model_config(tokenizer: Tokenizer) -> Qwen2VLConfig:
-    """2.5 M parameters. Few, wide heads: on a CPU the softmax costs as much as the products."""
-    cfg = Qwen2VLConfig.from_dict(
-        {
-            "architectures": ["Qwen2VLForConditionalGeneration"],
-            "model_type": "qwen2_vl",
-            "hidden_size": 192,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "intermediate_size": 512,
-            # A multiple of 64, as accelerators like it; the ids on top stand for nothing.
-            "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,
-            "bos_token_id": tokenizer.token_to_id("<|endoftext|>"),
-            "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-            "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
-            "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
-            "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
-            "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
-            "max_position_embeddings": 4096,
-            "initializer_range": 0.07,
-            "tie_word_embeddings": True,
-            "vision_config": {
-                "depth": 2,
-                "embed_dim": 128,
-                "num_heads": 2,
-                "mlp_ratio": 3,
-                "hidden_size": 192,
-                "in_channels": 3,
-                "patch_size": IMAGE.patch_size,
-                "temporal_patch_size": IMAGE.temporal_patch_size,
-                "spatial_merge_size": IMAGE.merge_size,
-            },
-        }
-    )
-    return dataclasses.replace(cfg, images=IMAGE)
-
-
-def tokenizer_texts() -> list[str]:
+def tokenizer_texts(base: BaseModel) -> list[str]:
     """What the model will read and write, in the proportions in which it will."""
     rng = np.random.default_rng(0)
     texts = []
     for _ in range(400):
         color = rng.choice(list(drawing.BUTTON_COLORS))
         caption, word = rng.choice(tasks.CAPTIONS), rng.choice(tasks.WORDS)
-        x, y = rng.integers(0, 448), rng.integers(0, 336)
+        x, y = (rng.integers(0, largest) for largest in base.largest)
         texts += [
             f"Click the {color} button.",
             f"Click the {caption} button.",
@@ -146,14 +107,15 @@ def tokenizer_texts() -> list[str]:
 
 
 def looking_example(
-    chat: Chat, rng: np.random.Generator, quality: float, buttons: int, colors: int
+    setting: Setting, rng: np.random.Generator, quality: float, buttons: int, colors: int
 ) -> Example:
     """One screen of buttons, and clicks on some of them without the screen changing.
 
     A button may be asked for again: if every one were asked for once, the last could be told by
     elimination.
     """
-    screen = _Buttons(_inputs(chat), rng, buttons, colors)
+    chat = setting.chat
+    screen = _Buttons(setting, rng, buttons, colors)
     ids: list[int] = []
     mask: list[int] = []
     for color in rng.choice(screen.colors, QUESTIONS):
@@ -164,42 +126,38 @@ def looking_example(
             start = question.index(chat.image_token_id) - 1
             after = len(question) - question[::-1].index(chat.image_token_id) + 1
             question = [*chat.encode("\n").tolist(), *question[:start], *question[after:]]
-        text = actions.format_action(Action("click", x=x, y=y), screen.size)
+        text = chat.action_format.write(Action("click", x=x, y=y))
         answer = chat.completion_ids(text).tolist()
         ids += [*question, *answer]
         mask += [0] * len(question) + [1] * len(answer)
     return Example(np.array(ids, np.int32), np.array(mask, np.int32), (screen.seen,))
 
 
-def _inputs(chat: Chat) -> Inputs:
-    return Qwen2VLInputs(IMAGE, chat.image_token_id)
-
-
 class _Buttons:
     """A drawn screen of buttons as the model sees it, and where they are."""
 
-    def __init__(self, inputs: Inputs, rng: np.random.Generator, buttons: int, colors: int) -> None:
+    def __init__(
+        self, setting: Setting, rng: np.random.Generator, buttons: int, colors: int
+    ) -> None:
         variant = f"buttons={buttons},colors={colors}"
         task = TaskSpec("desktop/click_button", int(rng.integers(2**30)), variant)
         session = desktop.open_session(task)
         self.targets = session.targets
         self.size = (session.width_px, session.height_px)
-        self.seen = inputs.cut_screen(session.screenshot())
+        self.base = setting.base
+        self.seen = setting.inputs.cut_screen(session.screenshot())
         self.colors = [name for name in self.targets if not name.endswith("_plate")]
 
     def place(self, color: str, *, wrong: bool = False) -> tuple[int, int]:
-        """Where to click; `wrong` is on the caption."""
+        """Where to click, in the model's coordinates; `wrong` is on the caption."""
         x0, y0, x1, y1 = self.targets[f"{color}_plate" if wrong else color]
-        return _tens((x0 + x1) // 2), _tens((y0 + y1) // 2)
-
-
-def _tens(pixel: int) -> int:
-    """To the nearest 10, which is inside still: a target is 26 pixels or more each way.
-
-    The ones of a coordinate are 4.6 nats of chance to a model that sees 14-pixel patches; where to
-    look was hardly learnt through that noise.
-    """
-    return round(pixel / 10) * 10
+        centre = ((x0 + x1) // 2, (y0 + y1) // 2)
+        space, step = self.base.coordinates, self.base.step
+        x, y = (
+            step * round(coordinates.convert(pixel, space, *extents, to_screen=False) / step)
+            for pixel, *extents in zip(centre, self.size, self.seen.seen_px, strict=True)
+        )
+        return x, y
 
 
 def make_batch(
@@ -266,15 +224,15 @@ class Stage:
     schedule: Literal["constant", "cosine"]
 
 
-def draw(chat: Chat, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
+def draw(setting: Setting, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
     """The batch of one step."""
     rng = np.random.default_rng([seed, list(STAGE_STEPS).index(stage.name), step])
     fewest, most, colors = _screens(stage.name, step)
     examples = [
-        looking_example(chat, rng, stage.quality, int(rng.integers(fewest, most + 1)), colors)
+        looking_example(setting, rng, stage.quality, int(rng.integers(fewest, most + 1)), colors)
         for _ in range(rows)
     ]
-    return make_batch(examples, row_tokens=ROW_TOKENS, images_a_row=1, inputs=_inputs(chat))
+    return make_batch(examples, row_tokens=ROW_TOKENS, images_a_row=1, inputs=setting.inputs)
 
 
 def _screens(stage: str, step: int) -> tuple[int, int, int]:
@@ -286,28 +244,33 @@ def _screens(stage: str, step: int) -> tuple[int, int, int]:
     return 2, 4, 8
 
 
-def batches(chat: Chat, stage: Stage, seed: int, rows: int) -> Callable[[int], list[TrainBatch]]:
+def batches(
+    setting: Setting, stage: Stage, seed: int, rows: int
+) -> Callable[[int], list[TrainBatch]]:
     """The one batch of a step; the next one is drawn while a step runs."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
 
     def batches_at(step: int) -> list[TrainBatch]:
-        future = drawn.pop(step, None) or pool.submit(draw, chat, stage, seed, rows, step)
-        drawn[step + 1] = pool.submit(draw, chat, stage, seed, rows, step + 1)
+        future = drawn.pop(step, None) or pool.submit(draw, setting, stage, seed, rows, step)
+        drawn[step + 1] = pool.submit(draw, setting, stage, seed, rows, step + 1)
         return [future.result()]
 
     return batches_at
 
 
-def train(recipe: Recipe, out: Path, workdir: Path) -> None:
+def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
     """All stages, then the directory in Hugging Face's format with its model card."""
     started_s = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = tokenizer_training.train_tokenizer(tokenizer_texts(), 512)
+    tokenizer = tokenizer_training.train_tokenizer(tokenizer_texts(base), 512)
     tokenizer_training.save(tokenizer, workdir / "tokenizer")
-    chat = Chat(workdir / "tokenizer", CHAT, FAMILY.chat)
-    cfg = model_config(tokenizer)
-    model = Qwen2VL(cfg, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none")
+    chat = Chat(workdir / "tokenizer", base.chat, base.family.chat)
+    cfg = base.config(tokenizer)
+    setting = Setting(base, chat, base.family.make_inputs(cfg))
+    model = base.family.make_model(
+        cfg, lora=None, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none"
+    )
     graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     print(f"parameters={parameters} vocabulary={chat.vocab_size}", flush=True)
@@ -315,7 +278,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
     for stage in stages(recipe):
         trainable = supervised.train(
             (graphdef, trainable, frozen),
-            batches(chat, stage, recipe.seed, recipe.batch_rows),
+            batches(setting, stage, recipe.seed, recipe.batch_rows),
             supervised.SupervisedConfig(
                 steps=stage.steps,
                 optimizer=OptimizerConfig(
@@ -332,34 +295,34 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
             checkpoint_dir=workdir / stage.name,
             on_step=_printer(stage, started_s),
         )
-    write_model(nnx.merge(graphdef, trainable, frozen), tokenizer, out)
-    card = model_card(recipe, parameters, (time.monotonic() - started_s) / 60)
+    write_model(base, nnx.merge(graphdef, trainable, frozen), tokenizer, out)
+    card = model_card(base, recipe, parameters, (time.monotonic() - started_s) / 60)
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_model(model: Qwen2VL, tokenizer: Tokenizer, out: Path) -> None:
+def write_model(base: BaseModel, model: Any, tokenizer: Tokenizer, out: Path) -> None:
     """The whole directory: weights (bfloat16, to halve what ships), tokenizer, image processor."""
-    loading.save_model(FAMILY, model, out, dtype="bfloat16")
-    tokenizer_training.save(tokenizer, out, system_prompt=CHAT.system_prompt)
-    chat_config.write(out, CHAT, FAMILY.chat)
-    processor = json.dumps(IMAGE.to_dict(), indent=2) + "\n"
+    loading.save_model(base.family, model, out, dtype="bfloat16")
+    tokenizer_training.save(tokenizer, out, system_prompt=base.chat.prompt.system)
+    chat_config.write(out, base.chat, base.family.chat)
+    processor = json.dumps(base.images.to_dict(), indent=2) + "\n"
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 
-def model_card(recipe: Recipe, parameters: int, minutes: float) -> str:
+def model_card(base: BaseModel, recipe: Recipe, parameters: int, minutes: float) -> str:
     """What the model is, and how to make it again."""
     packages = ("jax", "jaxlib", "flax", "optax", "numpy", "pillow", "tokenizers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     command = " ".join(
         [
-            "python -m tools.make_base_model",
+            f"python -m tools.make_base_model --family={base.family.model_type}",
             *(f"--{name}_steps={steps}" for name, steps in recipe.steps.items()),
             f"--batch_rows={recipe.batch_rows} --quality={recipe.quality} --seed={recipe.seed}",
         ]
     )
     return f"""# tiny-ui-base
 
-A Qwen2-VL of {parameters:,} parameters for the quickstart of uirl_jax, trained from nothing on
+A {base.title} of {parameters:,} parameters for the quickstart of uirl_jax, trained from nothing on
 drawn screens with scripted demonstrations: no pretrained weights, no data but what
 `uirl_jax.verifiers` draws. It finds the buttons of the hermetic desktop, tells their eight colours
 apart and says where to click. It reads no captions and knows nothing else.
@@ -400,10 +363,11 @@ def _printer(stage: Stage, started_s: float) -> Callable[[int, dict[str, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.make_base_model", allow_abbrev=False)
     add = parser.add_argument
+    add("--family", choices=list(BASES), default="qwen2_vl", help="whose architecture")
     add(
         "--out", type=Path, default=Path("uirl_jax/assets/tiny-ui-base"), help="the model goes here"
     )
-    add("--workdir", type=Path, default=Path("runs/base_model"), help="checkpoints: it carries on")
+    add("--workdir", type=Path, help="checkpoints: it carries on; default: runs/base_model-FAMILY")
     for name, steps in STAGE_STEPS.items():
         add(f"--{name}_steps", type=int, default=steps, help=f"steps of the stage {name}")
     add("--batch_rows", type=int, default=32, help="conversations a step")
@@ -413,7 +377,9 @@ def main() -> None:
     platform_flags.set_defaults()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     steps = {name: getattr(args, f"{name}_steps") for name in STAGE_STEPS}
-    train(Recipe(steps, args.batch_rows, args.quality, args.seed), args.out, args.workdir)
+    recipe = Recipe(steps, args.batch_rows, args.quality, args.seed)
+    workdir = args.workdir or Path(f"runs/base_model-{args.family}")
+    train(BASES[args.family], recipe, args.out, workdir)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-from uirl_jax.families.qwen2_vl.chat import LAYOUT
+from uirl_jax.families.qwen.chat import LAYOUT
 
 # Qwen2's split before BPE; \p{N} alone keeps every digit a token of its own.
 # Source: transformers, models/qwen2/tokenization_qwen2.py, PRETOKENIZE_REGEX.

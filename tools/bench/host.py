@@ -43,7 +43,7 @@ from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
-from uirl_jax.families.qwen2_vl.config import ImageConfig
+from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.screens import decode_image
 from uirl_jax.families.table import family_of
 from uirl_jax.types import TaskSpec

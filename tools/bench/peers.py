@@ -13,8 +13,7 @@ import torch
 import transformers
 
 from tools.bench import work
-from uirl_jax.families.qwen2_vl.config import ImageConfig
-from uirl_jax.families.qwen2_vl.inputs import pixel_values
+from uirl_jax.families.qwen.images import ImageConfig, pixel_values
 
 
 def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:

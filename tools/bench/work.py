@@ -83,8 +83,8 @@ def write_work(directory: Path, size: Size) -> None:
     from flax import nnx
 
     from uirl_jax.families import loading, qwen2_vl
+    from uirl_jax.families.qwen.images import process_image
     from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
-    from uirl_jax.families.qwen2_vl.inputs import process_image
     from uirl_jax.models import peft_adapters
     from uirl_jax.models.lora import LoRAParam
 
@@ -139,10 +139,10 @@ def _lora() -> "LoraConfig":
 
 @functools.cache
 def _inputs() -> Inputs:
+    from uirl_jax.families.qwen2_vl import FAMILY
     from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
-    from uirl_jax.families.qwen2_vl.inputs import make_inputs
 
-    return make_inputs(Qwen2VLConfig.from_dict(model_config()))
+    return FAMILY.make_inputs(Qwen2VLConfig.from_dict(model_config()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,17 @@ A family of one's own is one more entry, made before a model is loaded: a config
 from pathlib import Path
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import qwen2_vl
+from uirl_jax.families import qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.models.directory import read_json
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (qwen2_vl.FAMILY,)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY)
+}
+# Relatives of a family that it does not compute, and why.
+_REFUSED = {
+    "qwen3_vl_moe": "its mixture of experts is not computed; Qwen3-VL 2B, 4B and 8B are dense",
+}
 
 
 def family_of(model_dir: str | Path) -> Family:
@@ -24,7 +30,9 @@ def family_of(model_dir: str | Path) -> Family:
         )
     model_type = read_json(path / "config.json", expected).get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        why = f" ({_REFUSED[model_type]})" if str(model_type) in _REFUSED else ""
         raise ModelError(
-            f"{path}: model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"{path}: model_type={model_type!r} is not supported{why}; "
+            f"supported: {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]

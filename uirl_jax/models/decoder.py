@@ -1,8 +1,9 @@
 """The decoder that most families share: pre-norm grouped-query attention, a gated MLP, RMSNorm.
 
-Llama, Mistral and Qwen's text towers differ from it only in sizes, biases and rotary angles. A
-family passes the angles of its positions; visual tokens replace embeddings. Blocks are stacked and
-run by one `lax.scan`.
+Llama, Mistral and Qwen's text towers differ from it only in sizes, biases, norms of queries and
+keys, and rotary angles. A family passes the angles of its positions; visual tokens replace
+embeddings, and may have vectors for the residual stream after the first blocks besides (DeepStack,
+arXiv:2406.04334). Blocks are stacked and run by one `lax.scan`.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ class DecoderConfig:
     initializer_range: float = 0.02  # of the embeddings; projections scale with their width
     tie_word_embeddings: bool = True
     qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of every head's queries and keys, before they are rotated
 
 
 class Rotary(NamedTuple):
@@ -45,6 +47,46 @@ class Rotary(NamedTuple):
 
     cos_bth: jax.Array
     sin_bth: jax.Array
+
+
+class VisualLevels(NamedTuple):
+    """Vectors that visual tokens add to the residual stream after blocks 0, 1, ...
+
+    A row of the table is what stands in place of the token's embedding, then a vector for each of
+    the first blocks, K in all: [embedding | after block 0 | after block 1 | ...].
+    """
+
+    visual_me: jax.Array  # [M,E], E = (1 + K) D
+    vision_index_bt: jax.Array  # int32, -1 at ordinary tokens
+
+    def added(
+        self, x_btd: jax.Array, layer: jax.Array | int, *, in_parts: bool = False
+    ) -> jax.Array:
+        """x_btd with the vectors for `layer`, which belong after its block.
+
+        They are looked up when they are added: looked up before the blocks, those of 8,192 tokens
+        of 4,096 bfloat16 would take 201 MB until the backward pass ends.
+
+        Args: in_parts: these are whole rows, see border.Model.hidden.
+        """
+        dim = x_btd.shape[-1]
+        levels = self.visual_me.shape[-1] // dim - 1
+        if levels == 0:
+            return x_btd
+
+        def add(x_btd: jax.Array) -> jax.Array:
+            parts = visual_parts(len(x_btd), len(self.visual_me)) if in_parts else 1
+            level_btd = layers.lookup_columns(
+                self.visual_me, self.vision_index_bt, (1 + layer) * dim, dim, parts=parts
+            )
+            is_visual_bt1 = (self.vision_index_bt >= 0)[..., None]
+            summed_btd = jnp.where(is_visual_bt1, x_btd + level_btd.astype(x_btd.dtype), x_btd)
+            return constrain(summed_btd, "batch", None, None)
+
+        if isinstance(layer, int):
+            return add(x_btd) if layer < levels else x_btd
+        # A branch, and not a sum with zeros: later blocks neither read the table nor write x again.
+        return jax.lax.cond(layer < levels, add, lambda x_btd: x_btd, x_btd)
 
 
 class DecoderBlock(nnx.Module):
@@ -75,6 +117,11 @@ class DecoderBlock(nnx.Module):
         self.up_proj = linear("up_proj", dim, cfg.intermediate_size)
         self.down_proj = linear("down_proj", cfg.intermediate_size, dim, axes=("wide", None))
         self.head_dim = cfg.head_dim
+        head_norm = functools.partial(
+            layers.RMSNorm, cfg.head_dim, eps=cfg.rms_norm_eps, param_dtype=param_dtype
+        )
+        self.q_norm = head_norm() if cfg.qk_norm else None
+        self.k_norm = head_norm() if cfg.qk_norm else None
 
     def qkv(
         self,
@@ -92,8 +139,10 @@ class DecoderBlock(nnx.Module):
             y = projection(h_btd, adapters=adapters, dropout_key=key)
             return y.reshape(*y.shape[:2], -1, self.head_dim)
 
-        q_btnh = layers.rotate(heads(self.q_proj, q_key), *rotary)
-        k_btkh = layers.rotate(heads(self.k_proj, k_key), *rotary)
+        q_btnh, k_btkh = heads(self.q_proj, q_key), heads(self.k_proj, k_key)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_btnh, k_btkh = self.q_norm(q_btnh), self.k_norm(k_btkh)
+        q_btnh, k_btkh = layers.rotate(q_btnh, *rotary), layers.rotate(k_btkh, *rotary)
         return q_btnh, k_btkh, heads(self.v_proj, v_key)
 
     def finish(
@@ -173,16 +222,17 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """x_btd: token embeddings, with rows of visual_md where vision_index is not -1.
 
+        Of wider rows (`VisualLevels`) the first D columns.
+
         Args: in_parts: these are whole rows, see border.Model.hidden.
         """
         embedding_vd = constrain(self.embedding[...], "vocab", None)
         x_btd = layers.lookup(embedding_vd, token_ids_bt).astype(self.compute_dtype)
         if visual_md is not None and vision_index_bt is not None:
             parts = visual_parts(len(vision_index_bt), len(visual_md)) if in_parts else 1
-            if parts > 1:
-                visual_btd = layers.lookup_in_parts(visual_md, vision_index_bt, parts)
-            else:
-                visual_btd = layers.lookup(visual_md, jnp.maximum(vision_index_bt, 0))
+            visual_btd = layers.lookup_columns(
+                visual_md, vision_index_bt, 0, x_btd.shape[-1], parts=parts
+            )
             is_visual_bt1 = (vision_index_bt >= 0)[..., None]
             x_btd = jnp.where(is_visual_bt1, visual_btd.astype(x_btd.dtype), x_btd)
         return constrain(x_btd, "batch", None, None)
@@ -193,6 +243,7 @@ class Decoder(nnx.Module):
         rotary: Rotary,
         segment_ids_bt: jax.Array,
         prefix_segments_bt: jax.Array | None = None,
+        visual: VisualLevels | None = None,
         *,
         adapters: bool = True,
         dropout_key: jax.Array | None = None,
@@ -200,13 +251,15 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Whole rows through the blocks, causal within a segment and the prefix that it shares.
 
+        Args:
+          visual: what visual tokens add after the first blocks; None: nothing.
         Returns: x_btd before the final norm and, with `collect`, [L,B,T,D] after every block.
         """
 
         def body(
-            x_btd: jax.Array, layer: tuple[DecoderBlock, jax.Array | None]
+            x_btd: jax.Array, at: tuple[DecoderBlock, jax.Array | None, jax.Array]
         ) -> tuple[jax.Array, jax.Array | None]:
-            block, key = layer
+            block, key, layer = at
             qkv_key, finish_key = split_key(key, 2)
             q_btnh, k_btkh, v_btkh = block.qkv(
                 x_btd, rotary, adapters=adapters, dropout_key=qkv_key
@@ -220,9 +273,10 @@ class Decoder(nnx.Module):
                 prefix_segments_bt=prefix_segments_bt,
             )
             x_btd = block.finish(x_btd, attended_btnh, adapters=adapters, dropout_key=finish_key)
+            x_btd = x_btd if visual is None else visual.added(x_btd, layer, in_parts=True)
             return x_btd, x_btd if collect else None
 
-        stacked = (self.blocks, layer_keys(dropout_key, self.depth))
+        stacked = (self.blocks, layer_keys(dropout_key, self.depth), jnp.arange(self.depth))
         return jax.lax.scan(checkpointed(body, self.remat), x_btd, stacked)
 
     def extend(
@@ -235,6 +289,7 @@ class Decoder(nnx.Module):
         slot_b: jax.Array | None,
         span: int | None,
         blocks: Sequence[DecoderBlock] | None,
+        visual: VisualLevels | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Writes the rows' next tokens into the cache and runs the blocks on them.
 
@@ -243,7 +298,7 @@ class Decoder(nnx.Module):
         padding writes lies after the row's last token and is masked until overwritten. Decode:
         T = 1.
 
-        Args: as in families.border.Model.extend.
+        Args: as in families.border.Model.extend, and `visual` as in `rows`.
         Returns: x_btd after the final norm, and the cache (donate the old one).
         """
         span = span or cache.positions
@@ -258,7 +313,9 @@ class Decoder(nnx.Module):
             cache = kv_cache.write(cache, layer, slot_b, start_b, k_btkh, v_btkh)
             k_bksh, v_bksh = kv_cache.read(cache, layer, slot_b, span, q_btnh.dtype)
             attended_btnh = cached_attention(q_btnh, k_btkh, v_btkh, k_bksh, v_bksh, start_b)
-            return (block.finish(x_btd, attended_btnh), cache, layer + 1), None
+            x_btd = block.finish(x_btd, attended_btnh)
+            x_btd = x_btd if visual is None else visual.added(x_btd, layer)
+            return (x_btd, cache, layer + 1), None
 
         if blocks is None:
             carry = (x_btd, cache, jnp.int32(0))

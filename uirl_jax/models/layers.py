@@ -3,6 +3,7 @@
 Norms and angles are computed in float32 whatever the dtype of x is.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -67,6 +68,28 @@ def mrope_angles(
     return jnp.cos(angles_bth), jnp.sin(angles_bth)
 
 
+def interleaved_mrope_angles(
+    positions_3bt: jax.Array, head_dim: int, theta: float, sections: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32[B,T,H/2], of multimodal RoPE whose axes alternate pair by pair.
+
+    Pair j rotates by the height where j % 3 == 1 and by the width where j % 3 == 2, as far as the
+    sections of these axes reach; every other pair by the time. Sections of (3, 2, 2) pairs:
+
+        pair   0 1 2 3 4 5 6
+        axis   t h w t h w t
+
+    Source: transformers, Qwen3VLTextRotaryEmbedding.recomposition_frequencies.
+    """
+    pair_h = np.arange(head_dim // 2)
+    axis_h = np.zeros(head_dim // 2, np.int32)
+    for axis in (1, 2):
+        axis_h[(pair_h % 3 == axis) & (pair_h < 3 * sections[axis])] = axis
+    positions_bt3 = jnp.moveaxis(positions_3bt.astype(jnp.float32), 0, -1)  # as in mrope_angles
+    angles_bth = positions_bt3[..., axis_h] * rotary_frequencies(head_dim // 2, theta)
+    return jnp.cos(angles_bth), jnp.sin(angles_bth)
+
+
 def axial_angles(
     positions_bt2: jax.Array, head_dim: int, theta: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -93,19 +116,38 @@ def lookup(table_vd: jax.Array, ids_bt: jax.Array) -> jax.Array:
     return jnp.take(table_vd, ids_bt, axis=0, mode="clip")
 
 
-def lookup_in_parts(table_md: jax.Array, index_bt: jax.Array, parts: int) -> jax.Array:
-    """table_md[index_bt], [B,T,D], where each of the parts of B rows reads its own part of M.
+def lookup_columns(
+    table_me: jax.Array,
+    index_bt: jax.Array,
+    first: jax.Array | int,
+    width: int,
+    *,
+    parts: int = 1,
+) -> jax.Array:
+    """table_me[index_bt, first : first + width], [B,T,width]; undefined at -1.
 
-    Cut alike over devices, no part reads another's devices. Undefined at -1; NaN, which ends a
-    training, where a row reads another part.
+    One gather that reads nothing else of the table. Rows of 4 x 4096 bfloat16 of 10,000 visual
+    tokens, looked up for 8,192 tokens: compiled for a v5e it moves 206 MB, a lookup in a slice of
+    the table 1,051 MB, a slice of whole rows 2,886 MB.
+
+    Args:
+      parts: each of so many equal parts of B reads its own part of M. Cut alike over devices, no
+        part reads another's devices. NaN, which ends a training, where a row reads another part.
     """
-    size = table_md.shape[0] // parts
-    table_nmd = table_md.reshape(parts, size, -1)
+    size = table_me.shape[0] // parts
     index_nbt = index_bt.reshape(parts, -1, index_bt.shape[-1])
     own_nbt = index_nbt - size * jnp.arange(parts)[:, None, None]
-    # `fill` takes a negative index from the end.
-    own_nbt = jnp.where(index_nbt < 0, 0, jnp.where(own_nbt < 0, size, own_nbt))
-    rows_nbtd = jax.vmap(lambda table, ids: jnp.take(table, ids, axis=0, mode="fill"))(
-        table_nmd, own_nbt
+    own_nbt = jnp.where(index_nbt < 0, 0, own_nbt)
+    starts_nbt2 = jnp.stack([own_nbt, jnp.broadcast_to(first, own_nbt.shape)], axis=-1)
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
     )
-    return rows_nbtd.reshape(*index_bt.shape, -1)
+
+    def look_up(table_me: jax.Array, starts_bt2: jax.Array, mode: str) -> jax.Array:
+        return jax.lax.gather(table_me, starts_bt2, numbers, (1, width), mode=mode)
+
+    if parts == 1:
+        return look_up(table_me, starts_nbt2[0], "clip")
+    table_nme = table_me.reshape(parts, size, -1)
+    rows_nbtw = jax.vmap(functools.partial(look_up, mode="fill"))(table_nme, starts_nbt2)
+    return rows_nbtw.reshape(*index_bt.shape, width)

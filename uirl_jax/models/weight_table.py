@@ -56,7 +56,7 @@ class WeightTable:
       current_name: a module's name in this table -> its name in current transformers.
       redundant: config -> other tensors that a file may hold, such as a tied head.
       peft_targets: projection -> its entry in PEFT's target_modules, if the projection's own last
-        name would match other modules too.
+        name would match other modules too; {layer} in it stands for the number of every layer.
     """
 
     stacks: Mapping[str, Stack]

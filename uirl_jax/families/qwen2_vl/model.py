@@ -1,33 +1,26 @@
-"""Qwen2-VL in Flax NNX: its vision tower, and a `models.decoder` with M-RoPE as text tower.
+"""Qwen2-VL in Flax NNX: its vision tower, before the text tower of `qwen.model`.
 
 Methods are pure; callers jit them. The blocks of a tower are stacked and run by one `lax.scan`
-under `jax.checkpoint`. Patches and positions come from `inputs`, names of tensors from `names`.
+under `jax.checkpoint`. Patches and positions come from `qwen/`, names of tensors from `names`.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen2_vl.config import (
-    VISION_ROPE_THETA,
-    ImageConfig,
-    Qwen2VLConfig,
-    VisionConfig,
-    level_values,
-)
+from uirl_jax.families.qwen.config import VISION_ROPE_THETA
+from uirl_jax.families.qwen.model import QwenVL, pixel_values
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
-from uirl_jax.models import decoder, layers
+from uirl_jax.models import layers
 from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
-from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary
-from uirl_jax.models.kv_cache import KVCache
+from uirl_jax.models.decoder import Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
@@ -126,17 +119,14 @@ class VisionTower(nnx.Module):
         self.merger_fc2 = linear("merger_fc2", merged, cfg.hidden_size, axes=("wide", None))
 
 
-class Qwen2VL(nnx.Module):
+class Qwen2VL(QwenVL):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args:
-      lora: targets of the adapters; None: no adapters.
-      rngs: of the random initial weights.
-      param_dtype: of the base weights; adapters are float32.
-      compute_dtype: of activations; None: param_dtype. Softmax, norms, angles and logprobs are
-        always float32.
-      remat: what the backward pass recomputes of a block.
+    Args: see QwenVL.
     """
+
+    cfg: Qwen2VLConfig
+    visual: VisionTower
 
     def __init__(
         self,
@@ -148,18 +138,14 @@ class Qwen2VL(nnx.Module):
         compute_dtype: jnp.dtype | None = None,
         remat: Remat = "full",
     ) -> None:
-        self.cfg = cfg
-        self.lora = lora
-        self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
-        self.remat: Remat = remat
-        self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
-        self.text = Decoder(
-            decoder_config(cfg),
+        super().__init__(
+            cfg,
+            VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
+            WEIGHTS,
             lora=lora,
-            table=WEIGHTS,
             rngs=rngs,
             param_dtype=param_dtype,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=compute_dtype,
             remat=remat,
         )
 
@@ -173,7 +159,7 @@ class Qwen2VL(nnx.Module):
         """The table of visual tokens.
 
         Args:
-          vision: arrays of `inputs.pack_screens` or `inputs.from_processor`:
+          vision: arrays of `QwenInputs.pack_screens` or `QwenInputs.from_processor`:
             patches_ipc: uint8[I,P,C], or pixels_ipf: float32[I,P,F];
             patch_positions_ip2: int32[I,P,2], (row, column) of the patch within its image;
             patch_segments_ip: int32[I,P], one number per image, 0 at padding. Patches attend to
@@ -204,50 +190,6 @@ class Qwen2VL(nnx.Module):
         visual_md = visual_imd.reshape(-1, self.cfg.vision.hidden_size)
         return constrain(visual_md, "visual", None)
 
-    def hidden(
-        self,
-        rows: TokenRows,
-        visual_md: jax.Array | None,
-        *,
-        adapters: bool = True,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """The text tower over whole rows, causal within a segment and its shared prefix.
-
-        Args:
-          visual_md: [M,D] of encode_images; None: no row holds an image.
-          adapters: False computes the base exactly, without the adapters' matrix products.
-          dropout_key: for the adapters' inputs (LoraConfig.dropout) in this forward pass; None, as
-            for scoring and sampling, drops nothing.
-        Returns: x_btd in the compute dtype, after the final norm.
-        """
-        x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
-        return self.text.final_norm(x_btd)
-
-    def extend(
-        self,
-        token_ids_bt: jax.Array,
-        visual_md: jax.Array | None,
-        vision_index_bt: jax.Array | None,
-        positions_abt: jax.Array,
-        cache: KVCache,
-        start_b: jax.Array,
-        *,
-        slot_b: jax.Array | None = None,
-        span: int | None = None,
-        blocks: Sequence[DecoderBlock] | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """See border.Model.extend."""
-        x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
-        rotary = _rotary(self.cfg, positions_abt)
-        return self.text.extend(
-            x_btd, rotary, cache, start_b, slot_b=slot_b, span=span, blocks=blocks
-        )
-
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]."""
-        return self.text.logits(x_btd)
-
 
 def _vision_blocks(
     model: Qwen2VL,
@@ -275,27 +217,6 @@ def _vision_blocks(
     return jax.lax.scan(checkpointed(body, model.remat), x_ipd, stacked)
 
 
-def _text_rows(
-    model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    x_btd = model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True)
-    rotary = _rotary(model.cfg, rows.positions_abt)
-    return model.text.rows(x_btd, rotary, rows.segment_ids_bt, rows.prefix_segments_bt, **options)
-
-
-def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> Rotary:
-    return Rotary(
-        *layers.mrope_angles(positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section)
-    )
-
-
-def block_outputs(model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block, [L,B,T,D]; for tests."""
-    x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
-    assert x_lbtd is not None  # collect=True
-    return x_lbtd
-
-
 def vision_block_outputs(
     model: Qwen2VL,
     pixels_ipf: jax.Array,
@@ -314,43 +235,3 @@ def vision_block_outputs(
     )
     assert x_lipd is not None  # collect=True
     return x_lipd
-
-
-def pixel_values(patches_ipc: jax.Array, image_cfg: ImageConfig) -> jax.Array:
-    """The vision tower's input, of patches that were transferred as bytes: an eighth of the floats.
-
-    A lookup in a table equals inputs.pixel_values bit for bit. Arithmetic would be rounded
-    differently in every program that the compiler fuses it into, and gradients of equal screens
-    would then differ by 1e-5.
-
-    Args:
-      patches_ipc: uint8[I,P,C], see inputs.cut_image.
-    Returns: float32[I,P,F], the still image repeated in time.
-    """
-    shape_ip = patches_ipc.shape[:2]
-    levels_ipcx = patches_ipc.reshape(*shape_ip, 3, -1)
-    table_cl = jnp.asarray(level_values(image_cfg))
-    values_ipcx = jnp.stack([table_cl[c][levels_ipcx[:, :, c]] for c in range(3)], axis=2)
-    values_ipctx = jnp.repeat(values_ipcx[:, :, :, None], image_cfg.temporal_patch_size, axis=3)
-    return values_ipctx.reshape(*shape_ip, -1)
-
-
-def decoder_config(cfg: Qwen2VLConfig) -> DecoderConfig:
-    """The sizes of the text tower."""
-    return DecoderConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.hidden_size,
-        intermediate_size=cfg.intermediate_size,
-        num_hidden_layers=cfg.num_hidden_layers,
-        num_attention_heads=cfg.num_attention_heads,
-        num_key_value_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        rms_norm_eps=cfg.rms_norm_eps,
-        initializer_range=cfg.initializer_range,
-        tie_word_embeddings=cfg.tie_word_embeddings,
-        qkv_bias=True,
-    )
-
-
-def init_cache(cfg: Qwen2VLConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
-    return decoder.init_cache(decoder_config(cfg), slots, positions, dtype)

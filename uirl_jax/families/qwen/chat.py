@@ -1,4 +1,4 @@
-"""The chat layout of Qwen2-VL: ChatML, with images between vision markers.
+"""The chat layout of the Qwen-VL families: ChatML, with images between vision markers.
 
 Source: chat_template of the published models. Tokens equal those of transformers'
 apply_chat_template.

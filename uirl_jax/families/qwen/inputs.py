@@ -1,8 +1,4 @@
-"""Qwen2-VL on the host: screens as patches, and M-RoPE positions of tokens.
-
-Patches stay bytes, one frame each, until they are on the device (`model.pixel_values`). Engine,
-learner and tools use the same functions, so that actor and learner see the same numbers.
-"""
+"""The Qwen-VL families on the host: screens in rows of patches, and M-RoPE positions of tokens."""
 
 import dataclasses
 import math
@@ -13,15 +9,17 @@ from PIL import Image
 
 from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen, Size
-from uirl_jax.families.qwen2_vl.config import ImageConfig, Qwen2VLConfig, level_values
-
-Grid = tuple[int, int, int]  # patches in time, height and width
-
-_MAX_ASPECT_RATIO = 200  # of smart_resize in the reference implementation
+from uirl_jax.families.qwen.images import (
+    Grid,
+    ImageConfig,
+    cut_image,
+    image_grid,
+    num_visual_tokens,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen2VLInputs:
+class QwenInputs:
     """See border.Inputs. A screen's layout is its Grid; its array is patches_pc, uint8[P,C]."""
 
     images: ImageConfig
@@ -73,32 +71,58 @@ class Qwen2VLInputs:
                 continue
             span = slice(start, start + screen.patches)
             patches_ipc[row, span] = screen.arrays["patches_pc"]
-            positions_ip2[row, span] = patch_positions(_grid(screen), self.images.merge_size)
+            positions_ip2[row, span] = patch_positions(grid_of(screen), self.images.merge_size)
             segments_ip[row, span] = segment
         arrays = {
             "patches_ipc": patches_ipc,
             "patch_positions_ip2": positions_ip2,
             "patch_segments_ip": segments_ip,
         }
-        return PackedScreens(arrays, first_tokens)
+        return self.completed(PackedScreens(arrays, first_tokens), placed)
+
+    def completed(self, packed: PackedScreens, placed: Sequence[PlacedScreen]) -> PackedScreens:
+        """What a family adds to the arrays of a call, or changes in them; here nothing."""
+        del placed
+        return packed
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
-        grids = [_grid(screen) for screen in screens]
+        grids = [grid_of(screen) for screen in screens]
         return rope_positions(token_ids_t, grids, self.image_token_id, self.images.merge_size)
 
     def next_position(self, positions_at: np.ndarray) -> int:
         return int(positions_at.max(initial=-1)) + 1
 
     def from_processor(
-        self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
+        self,
+        *,
+        pixel_values: np.ndarray | None = None,
+        image_grid_thw: np.ndarray | None = None,
+        mm_token_type_ids: np.ndarray | None = None,
+        **more: np.ndarray,
     ) -> tuple[list[Screen], PackedScreens]:
         """Screens without pixels, and the arrays of the images, each in a row of its own.
 
         Args:
           pixel_values: float[P,F], the patches of all images, one after the other.
           image_grid_thw: int[N,3], of each image in patches.
+          mm_token_type_ids: not read, it says again where input_ids has images.
+          more: refused.
         """
+        del mm_token_type_ids
+        if more or pixel_values is None or image_grid_thw is None:
+            got = sorted(more) or "one of them alone"
+            raise ImageError(
+                f"of images got {got}, expected pixel_values and image_grid_thw; videos are not "
+                "supported"
+            )
         grids = [(int(t), int(h), int(w)) for t, h, w in image_grid_thw]
+        merge = self.images.merge_size
+        for index, grid in enumerate(grids):
+            if grid[0] != 1 or any(side < 1 or side % merge for side in grid[1:]):
+                raise ImageError(
+                    f"image_grid_thw[{index}]={grid}, expected one frame, as videos are not "
+                    f"supported, and sides that are multiples of {merge}"
+                )
         screens = [self._screen((0, 0), grid) for grid in grids]
         counts = [screen.patches for screen in screens]
         if sum(counts) != len(pixel_values):
@@ -120,108 +144,15 @@ class Qwen2VLInputs:
             "patch_segments_ip": segments_ip,
         }
         row_tokens = self.row_tokens(most)
-        return screens, PackedScreens(arrays, [row * row_tokens for row in range(len(grids))])
+        packed = PackedScreens(arrays, [row * row_tokens for row in range(len(grids))])
+        placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
+        return screens, self.completed(packed, placed)
 
 
-def _grid(screen: Screen) -> Grid:
+def grid_of(screen: Screen) -> Grid:
+    """The grid of a screen that QwenInputs planned."""
     frames, height, width = screen.layout
     return frames, height, width
-
-
-def make_inputs(cfg: Qwen2VLConfig) -> Qwen2VLInputs:
-    return Qwen2VLInputs(cfg.images, cfg.image_token_id)
-
-
-def smart_resize(
-    height_px: int, width_px: int, factor: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
-    """(height, width) that an image is resized to: multiples of factor, within the pixel limits.
-
-    Raises: ImageError: the aspect ratio is above 200 to 1.
-    Source: transformers, models/qwen2_vl/image_processing_qwen2_vl.py, smart_resize.
-    """
-    ratio = max(height_px, width_px) / max(min(height_px, width_px), 1)
-    if min(height_px, width_px) < 1 or ratio > _MAX_ASPECT_RATIO:
-        raise ImageError(
-            f"image of {width_px}x{height_px} pixels, expected an aspect ratio of at most "
-            f"{_MAX_ASPECT_RATIO} to 1"
-        )
-    height = round(height_px / factor) * factor
-    width = round(width_px / factor) * factor
-    if height * width > max_pixels:
-        beta = math.sqrt((height_px * width_px) / max_pixels)
-        height = max(factor, math.floor(height_px / beta / factor) * factor)
-        width = max(factor, math.floor(width_px / beta / factor) * factor)
-    elif height * width < min_pixels:
-        beta = math.sqrt(min_pixels / (height_px * width_px))
-        height = math.ceil(height_px * beta / factor) * factor
-        width = math.ceil(width_px * beta / factor) * factor
-    return height, width
-
-
-def image_grid(size_px: tuple[int, int], cfg: ImageConfig) -> Grid:
-    """Grid of a (width, height) image after resizing. Raises: ImageError: see smart_resize."""
-    factor = cfg.patch_size * cfg.merge_size
-    width_px, height_px = size_px
-    height_px, width_px = smart_resize(height_px, width_px, factor, cfg.min_pixels, cfg.max_pixels)
-    return 1, height_px // cfg.patch_size, width_px // cfg.patch_size
-
-
-def cut_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
-    """Resizes an image and cuts it into patches.
-
-    Returns:
-      patches_pc: uint8[P,C]; the merge_size**2 patches of one visual token are consecutive, and C
-        is (channel, height, width).
-      grid_thw: (1, height, width) in patches.
-    Source: transformers, models/qwen2_vl/image_processing_pil_qwen2_vl.py.
-    """
-    if image.mode != "RGB":
-        image = image.convert("RGB")
-    _, grid_h, grid_w = grid_thw = image_grid(image.size, cfg)
-    size_px = grid_w * cfg.patch_size, grid_h * cfg.patch_size
-    if size_px != image.size:  # resizing to the same size is the identity
-        image = image.resize(size_px, Image.Resampling.BICUBIC)
-    blocks = (
-        np.asarray(image)
-        .reshape(
-            grid_h // cfg.merge_size,
-            cfg.merge_size,
-            cfg.patch_size,
-            grid_w // cfg.merge_size,
-            cfg.merge_size,
-            cfg.patch_size,
-            3,
-        )
-        .transpose(0, 3, 1, 4, 6, 2, 5)
-    )  # block row, block column, row, column, channel, then pixels
-    return blocks.reshape(grid_h * grid_w, cfg.patch_levels), grid_thw
-
-
-def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
-    """`cut_image`, then `pixel_values`: the output of the reference's processor."""
-    patches_pc, grid_thw = cut_image(image, cfg)
-    return pixel_values(patches_pc, cfg), grid_thw
-
-
-def pixel_values(patches_pc: np.ndarray, cfg: ImageConfig) -> np.ndarray:
-    """The vision tower's input, on the host; `model.pixel_values` is the same on the device.
-
-    Returns: float32[P,F]; F is (channel, time, height, width), the still image repeated in time.
-    """
-    table_cl = level_values(cfg)
-    area = cfg.patch_size**2
-    levels_pcx = patches_pc.reshape(-1, 3, area)
-    values_pctx = np.empty((len(levels_pcx), 3, cfg.temporal_patch_size, area), np.float32)
-    for c in range(3):
-        values_pctx[:, c] = table_cl[c][levels_pcx[:, c]][:, None]
-    return values_pctx.reshape(len(levels_pcx), cfg.patch_features)
-
-
-def num_visual_tokens(grid_thw: Grid, merge_size: int) -> int:
-    """Tokens of an image in the text: its patches / merge_size**2."""
-    t, h, w = grid_thw
-    return t * (h // merge_size) * (w // merge_size)
 
 
 def patch_positions(grid_thw: Grid, merge_size: int) -> np.ndarray:

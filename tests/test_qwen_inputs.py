@@ -9,9 +9,9 @@ from PIL import Image
 
 from uirl_jax.errors import ConfigError, ImageError, ModelError
 from uirl_jax.families.border import PlacedScreen
-from uirl_jax.families.qwen2_vl import inputs, model
-from uirl_jax.families.qwen2_vl.config import ImageConfig
-from uirl_jax.families.qwen2_vl.inputs import Qwen2VLInputs
+from uirl_jax.families.qwen import images, inputs, model
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen.inputs import QwenInputs
 
 # As in the directories of Qwen2-VL-2B-Instruct and 7B-Instruct on the hub.
 PUBLISHED_FILE = {
@@ -48,9 +48,9 @@ def test_smart_resize_any_size_equals_transformers(height, width, factor, bounds
         expected = reference.smart_resize(height, width, factor, *bounds)
     except ValueError:
         with pytest.raises(ImageError, match="200 to 1"):
-            inputs.smart_resize(height, width, factor, *bounds)
+            images.smart_resize(height, width, factor, *bounds)
         return
-    assert inputs.smart_resize(height, width, factor, *bounds) == expected
+    assert images.smart_resize(height, width, factor, *bounds) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_process_image_any_size_equals_transformers(size, options):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     image = screen(*size)
     expected = reference.Qwen2VLImageProcessorPil(**options)(image, return_tensors="np")
-    patches_pf, grid = inputs.process_image(image, ImageConfig.from_dict(options))
+    patches_pf, grid = images.process_image(image, ImageConfig.from_dict(options))
     assert list(grid) == expected["image_grid_thw"][0].tolist()
     assert patches_pf.dtype == np.float32
     np.testing.assert_allclose(patches_pf, expected["pixel_values"], atol=1e-5, rtol=0)
@@ -89,7 +89,7 @@ def test_process_image_any_size_equals_transformers(size, options):
 def test_process_image_with_the_published_file_equals_transformers_bit_for_bit(size, grid):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     image = screen(*size)
-    patches_pf, got = inputs.process_image(image, ImageConfig.from_dict(PUBLISHED_FILE))
+    patches_pf, got = images.process_image(image, ImageConfig.from_dict(PUBLISHED_FILE))
     processor = reference.Qwen2VLImageProcessorPil.from_dict(PUBLISHED_FILE)
     expected = processor(image, return_tensors="np")
     assert got == grid == tuple(expected["image_grid_thw"][0])
@@ -99,9 +99,9 @@ def test_process_image_with_the_published_file_equals_transformers_bit_for_bit(s
 @pytest.mark.parametrize("size", [(448, 336), (333, 517), (1280, 800)])
 def test_pixel_values_on_the_device_equal_those_of_the_table(size):
     cfg = ImageConfig(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4), max_pixels=300_000)
-    patches_pf, grid = inputs.process_image(screen(*size), cfg)
-    patches_pc, cut_grid = inputs.cut_image(screen(*size), cfg)
-    assert cut_grid == grid == inputs.image_grid(size, cfg)
+    patches_pf, grid = images.process_image(screen(*size), cfg)
+    patches_pc, cut_grid = images.cut_image(screen(*size), cfg)
+    assert cut_grid == grid == images.image_grid(size, cfg)
     assert (patches_pc.dtype, 8 * patches_pc.nbytes) == (np.uint8, patches_pf.nbytes)
     on_device_ipf = model.pixel_values(patches_pc[None], cfg)
     assert on_device_ipf.dtype == np.float32
@@ -147,7 +147,7 @@ def test_image_config_file_of_the_directory_wins_over_every_default(tmp_path):
 def test_screen_of_1280x800_has_more_tokens_by_the_published_file_than_by_the_default():
     published, default = ImageConfig.from_dict(PUBLISHED_FILE), ImageConfig()
     tokens = [
-        inputs.num_visual_tokens(inputs.image_grid((1280, 800), cfg), MERGE)
+        images.num_visual_tokens(images.image_grid((1280, 800), cfg), MERGE)
         for cfg in (published, default)
     ]
     assert tokens == [1334, 1260]
@@ -183,7 +183,7 @@ def test_patch_positions_equal_transformers_and_the_order_of_patches(grid):
         pixels = np.repeat(np.repeat(numbers_hw, 14, 0), 14, 1)
         cfg = ImageConfig(min_pixels=1, max_pixels=10**6, image_mean=(0,) * 3, image_std=(1,) * 3)
         image = Image.fromarray(np.stack([pixels] * 3, -1))
-        patches_pf, got = inputs.process_image(image, cfg)
+        patches_pf, got = images.process_image(image, cfg)
         assert got == grid
         order_p = np.rint(patches_pf[:, 0] * 255).astype(int)
         np.testing.assert_array_equal(order_p, positions_p2 @ [w, 1])
@@ -233,7 +233,7 @@ def test_rope_positions_grids_that_do_not_fit_are_refused(grids):
         inputs.rope_positions(np.array([7, V, V, V, V, V, V, 7]), grids, V, MERGE)
 
 
-SMALL = Qwen2VLInputs(ImageConfig(patch_size=4, min_pixels=8 * 8), image_token_id=V)
+SMALL = QwenInputs(ImageConfig(patch_size=4, min_pixels=8 * 8), image_token_id=V)
 
 
 def test_plan_screen_says_what_cut_screen_finds():
@@ -243,7 +243,7 @@ def test_plan_screen_says_what_cut_screen_finds():
     assert (planned.layout, planned.patches, planned.tokens) == ((1, 4, 6), 24, 6)
     for field in ("key", "size_px", "seen_px", "layout", "patches", "tokens", "screenshot"):
         assert getattr(cut, field) == getattr(planned, field)
-    patches_pc, _ = inputs.cut_image(screen(25, 13), SMALL.images)
+    patches_pc, _ = images.cut_image(screen(25, 13), SMALL.images)
     np.testing.assert_array_equal(cut.arrays["patches_pc"], patches_pc)
     with pytest.raises(ImageError, match="200 to 1"):
         SMALL.plan_screen((1000, 4))
@@ -290,7 +290,7 @@ def test_next_position_follows_the_largest_of_all_axes():
 
 def test_from_processor_equals_pack_screens_of_the_same_images():
     cut = [SMALL.cut_screen(screen(*size)) for size in ((24, 16), (16, 8))]
-    pixels_pf = [inputs.pixel_values(one.arrays["patches_pc"], SMALL.images) for one in cut]
+    pixels_pf = [images.pixel_values(one.arrays["patches_pc"], SMALL.images) for one in cut]
     grids = np.array([one.layout for one in cut])
     screens, packed = SMALL.from_processor(
         pixel_values=np.concatenate(pixels_pf), image_grid_thw=grids

@@ -1,0 +1,159 @@
+"""Small directories of Qwen2.5-VL and Qwen3-VL, written by transformers; rows for both sides.
+
+Configs are named in tests/oracles/qwen_torch.py; a name says the family, too.
+"""
+
+import dataclasses
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+from PIL import Image
+
+from tests.oracles import qwen_torch
+from uirl_jax.families import loading
+from uirl_jax.families.border import Inputs, Model, PlacedScreen, Screen, TokenRows
+from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.qwen.images import pixel_values
+from uirl_jax.families.screens import vision_index
+from uirl_jax.models.blocks import Remat
+from uirl_jax.models.lora import LoraConfig
+
+IMAGE_TOKEN, VOCAB = qwen_torch.IMAGE_TOKEN_ID, qwen_torch.VOCAB
+ROW_TOKENS, ROW_PATCHES, IMAGE_ROWS = 48, 80, 2  # of every case: compiled once a config
+
+
+_PROCESSORS = {
+    "qwen2_5_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+}
+
+
+@functools.cache
+def reference_of(name: str):
+    """transformers' model of qwen_torch.CONFIGS; nobody changes it."""
+    return qwen_torch.make_reference(name)
+
+
+@functools.cache
+def directory_of(name: str) -> Path:
+    """Its directory, as it is published: weights, config.json, preprocessor_config.json."""
+    directory = Path(tempfile.mkdtemp(prefix=f"family-{name}-"))
+    write_reference(name, directory)
+    return directory
+
+
+def write_reference(name: str, directory: Path) -> None:
+    reference_of(name).save_pretrained(directory)
+    vision = qwen_torch.CONFIGS[name]["vision_config"]
+    factor = 2 * vision["patch_size"]
+    processor = {
+        "size": {"shortest_edge": factor**2, "longest_edge": 10**6},
+        "patch_size": vision["patch_size"],
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        **_PROCESSORS[qwen_torch.CONFIGS[name]["model_type"]],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+@functools.cache
+def policy_of(name: str, lora: LoraConfig | None = None, remat: Remat = "none") -> PolicyModel:
+    return loading.load(directory_of(name), lora=lora, seed=0, remat=remat)
+
+
+def merged(policy: PolicyModel) -> Model:
+    return nnx.merge(policy.graphdef, policy.trainable, policy.frozen)
+
+
+def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Screen:
+    """A cut screen of so many visual tokens across and down."""
+    factor = 2 * inputs.images.patch_size
+    width, height = size_tokens[0] * factor, size_tokens[1] * factor
+    pixels_hwc = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    screen = inputs.cut_screen(Image.fromarray(pixels_hwc))
+    return dataclasses.replace(screen, key=f"{size_tokens} {seed}")
+
+
+def pixels_of(inputs: Inputs, screens: list[Screen]) -> list[np.ndarray]:
+    """float32[P,F] of each, as transformers' processor returns them."""
+    return [pixel_values(screen.arrays["patches_pc"], inputs.images) for screen in screens]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The same rows for both implementations."""
+
+    screens: list[Screen]
+    lengths: list[int]
+    rows: TokenRows
+    vision: dict[str, np.ndarray]
+    spans: list[tuple[int, slice]]  # of each screen in the arrays of vision: row, patches
+    table_rows: np.ndarray  # of the table of visual tokens, for all screens
+
+
+# Rows of a case: the sizes of its images in visual tokens, and how many words it has.
+CASES = {
+    "no_image": [((), 9)],
+    "one_image": [(((3, 2),), 8)],
+    "three_images_of_different_sizes": [(((5, 3), (1, 2), (2, 2)), 12)],
+    "two_rows_with_padding": [(((3, 2),), 20), (((1, 2), (4, 1)), 6)],
+}
+
+
+def make_case(inputs: Inputs, name: str) -> Case:
+    """Text in two rows, the first two images in one row of patches; the rest is padding."""
+    rng = np.random.default_rng(len(name))
+    sizes = [size for images, _ in CASES[name] for size in images]
+    screens = [screen_of(inputs, size, seed) for seed, size in enumerate(sizes)]
+    placed, spans, used = [], [], [0] * IMAGE_ROWS
+    for number, screen in enumerate(screens):
+        row = min(number // 2, IMAGE_ROWS - 1)
+        placed.append(PlacedScreen(screen, row, used[row], number + 1))
+        spans.append((row, slice(used[row], used[row] + screen.patches)))
+        used[row] += screen.patches
+    packed = inputs.pack_screens(placed, IMAGE_ROWS, ROW_PATCHES)
+    table_rows = [
+        first + np.arange(screen.tokens)
+        for first, screen in zip(packed.first_tokens, screens, strict=True)
+    ]
+    shape_bt = (2, ROW_TOKENS)
+    rows = TokenRows(
+        np.zeros(shape_bt, np.int32),
+        np.zeros((3, *shape_bt), np.int32),
+        np.zeros(shape_bt, np.int32),
+        np.full(shape_bt, -1, np.int32),
+    )
+    lengths, done = [], 0
+    for row, (images, words) in enumerate(CASES[name]):
+        text = rng.integers(3, 280, words).tolist()
+        ids = text[:2]
+        own = slice(done, done + len(images))
+        for number, screen in enumerate(screens[own]):
+            ids += [288, *[IMAGE_TOKEN] * screen.tokens, 289, text[2 + number]]
+        ids += text[2 + len(images) :]
+        done += len(images)
+        length = len(ids)
+        lengths.append(length)
+        ids_t = np.array(ids, np.int32)
+        rows.token_ids_bt[row, :length] = ids_t
+        rows.segment_ids_bt[row, :length] = 1
+        rows.positions_abt[:, row, :length] = inputs.positions(ids_t, screens[own])
+        if images:
+            rows_v = np.concatenate(table_rows[own])
+            rows.vision_index_bt[row, :length] = vision_index(ids_t, IMAGE_TOKEN, rows_v)
+    every_row = np.concatenate(table_rows) if table_rows else np.zeros(0, np.int32)
+    return Case(screens, lengths, rows, packed.arrays, spans, every_row)

@@ -1,0 +1,167 @@
+"""The small models that `make_base_model` trains from nothing, one for each family it knows.
+
+Architecture, files, chat format, image processor and coordinate space are the family's own; only
+the sizes are small.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from uirl_jax.families import qwen2_vl, qwen3_vl
+from uirl_jax.families.border import Family
+from uirl_jax.families.chat_config import ChatConfig
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseModel:
+    """One family's small model.
+
+    Attributes:
+      title: of the family, for the model card.
+      config: tokenizer -> the model's config, with `images`.
+      coordinates: space in which it learns to click (actions.coordinates).
+      step: clicks are rounded to multiples of it. The last digits of a coordinate are nats of
+        chance to a model that sees patches of 14 or 16 pixels, and where to look was hardly learnt
+        through that noise. Targets are 26 pixels or more each way: a rounded click is inside still.
+      largest: coordinates that the tokenizer is trained on, along x and y.
+    """
+
+    title: str
+    family: Family
+    config: Callable[[Tokenizer], Any]
+    images: ImageConfig
+    coordinates: str
+    step: int
+    largest: tuple[int, int]
+
+    @property
+    def chat(self) -> ChatConfig:
+        return ChatConfig(
+            coordinates=self.coordinates,
+            system_prompt="",
+            prompt_template="{instruction}",
+            max_screenshots=6,
+            drop_screenshots=3,
+        )
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The config's ids. The vocabulary is a multiple of 64, as accelerators like it; the ids on top
+    stand for nothing."""
+    ids = {
+        "bos_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
+        "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
+        "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
+    }
+    return {**ids, "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64}
+
+
+_QWEN2_IMAGES = ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
+
+
+def _qwen2_vl(tokenizer: Tokenizer) -> Qwen2VLConfig:
+    """2.7 M parameters. Few, wide heads: on a CPU the softmax costs as much as the products."""
+    cfg = Qwen2VLConfig.from_dict(
+        {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "hidden_size": 192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "intermediate_size": 512,
+            **_token_ids(tokenizer),
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.07,
+            "tie_word_embeddings": True,
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 128,
+                "num_heads": 2,
+                "mlp_ratio": 3,
+                "hidden_size": 192,
+                "in_channels": 3,
+                "patch_size": _QWEN2_IMAGES.patch_size,
+                "temporal_patch_size": _QWEN2_IMAGES.temporal_patch_size,
+                "spatial_merge_size": _QWEN2_IMAGES.merge_size,
+            },
+        }
+    )
+    return dataclasses.replace(cfg, images=_QWEN2_IMAGES)
+
+
+# The published image rule but for its floor of 65,536 pixels: a screen of 224x168 stays 224x160, 35
+# visual tokens, where the floor would enlarge it to 320x224, 70 of them.
+_QWEN3_IMAGES = ImageConfig(
+    patch_size=16,
+    min_pixels=32 * 32,
+    max_pixels=512 * 512,
+    image_mean=(0.5, 0.5, 0.5),
+    image_std=(0.5, 0.5, 0.5),
+)
+
+
+def _qwen3_vl(tokenizer: Tokenizer) -> Qwen3VLConfig:
+    """3.3 M parameters, with two levels of DeepStack. Its heads are wider than the width's share,
+    as in the published 4B."""
+    return Qwen3VLConfig(
+        **_token_ids(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+        rope_theta=10_000.0,
+        max_position_embeddings=4096,
+        initializer_range=0.07,
+        tie_word_embeddings=True,
+        vision=VisionConfig(
+            depth=3,
+            hidden_size=128,
+            intermediate_size=384,
+            num_heads=2,
+            out_hidden_size=192,
+            num_position_embeddings=14 * 14,
+            deepstack_visual_indexes=(0, 1),
+        ),
+        images=_QWEN3_IMAGES,
+    )
+
+
+BASES: Mapping[str, BaseModel] = types.MappingProxyType(
+    {
+        "qwen2_vl": BaseModel(
+            title="Qwen2-VL",
+            family=qwen2_vl.FAMILY,
+            config=_qwen2_vl,
+            images=_QWEN2_IMAGES,
+            coordinates="pixels",
+            step=10,
+            largest=(448, 336),
+        ),
+        "qwen3_vl": BaseModel(
+            title="Qwen3-VL",
+            family=qwen3_vl.FAMILY,
+            config=_qwen3_vl,
+            images=_QWEN3_IMAGES,
+            coordinates=qwen3_vl.FAMILY.coordinates,
+            step=20,
+            largest=(1000, 1000),
+        ),
+    }
+)

@@ -1,0 +1,442 @@
+"""Qwen3-VL in Flax NNX: its vision tower, and a `models.decoder` with DeepStack as text tower.
+
+A visual token is 1 + K vectors side by side: what stands in place of its embedding, and what it
+adds to the residual stream after each of the first K text blocks, from the outputs of K vision
+blocks. Methods are pure; callers jit them. Patches and positions come from `inputs`, names of
+tensors from `names`.
+
+Source: transformers, models/qwen3_vl/modeling_qwen3_vl.py; DeepStack: arXiv:2406.04334.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen.model import pixel_values
+from uirl_jax.families.qwen3_vl.config import VISION_ROPE_THETA, Qwen3VLConfig, VisionConfig
+from uirl_jax.families.qwen3_vl.names import WEIGHTS
+from uirl_jax.models import decoder, layers
+from uirl_jax.models.attention import attention
+from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary, VisualLevels
+from uirl_jax.models.kv_cache import KVCache
+from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
+from uirl_jax.models.sharding import constrain
+
+_VISION_NORM_EPS = 1e-6  # a constant in the reference, too
+
+
+class VisionBlock(nnx.Module):
+    """Pre-norm attention over an image's patches, then a two-layer MLP."""
+
+    def __init__(
+        self,
+        cfg: VisionConfig,
+        *,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
+        dim = cfg.hidden_size
+        linear = functools.partial(
+            adapted_linear,
+            lora=lora,
+            table=WEIGHTS,
+            use_bias=True,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
+        self.qkv = linear("qkv", dim, 3 * dim)
+        self.proj = linear("proj", dim, dim, axes=("wide", None))
+        self.norm2 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
+        self.fc1 = linear("fc1", dim, cfg.intermediate_size)
+        self.fc2 = linear("fc2", cfg.intermediate_size, dim, axes=("wide", None))
+        self.num_heads = cfg.num_heads
+
+    def __call__(
+        self,
+        x_ipd: jax.Array,
+        rotary: Rotary,
+        segments_ip: jax.Array,
+        *,
+        adapters: bool,
+        dropout_key: jax.Array | None,
+    ) -> jax.Array:
+        images, patches, dim = x_ipd.shape
+        qkv_key, proj_key, fc1_key, fc2_key = split_key(dropout_key, 4)
+        qkv_ipe = self.qkv(self.norm1(x_ipd), adapters=adapters, dropout_key=qkv_key)
+        qkv_ip3nh = qkv_ipe.reshape(images, patches, 3, self.num_heads, -1)
+        q_ipnh, k_ipnh, v_ipnh = (qkv_ip3nh[:, :, i] for i in range(3))
+        q_ipnh, k_ipnh = (layers.rotate(x, *rotary) for x in (q_ipnh, k_ipnh))
+        out_ipnh = attention(q_ipnh, k_ipnh, v_ipnh, segments_ip, causal=False)
+        out_ipd = out_ipnh.reshape(images, patches, dim)
+        x_ipd = x_ipd + self.proj(out_ipd, adapters=adapters, dropout_key=proj_key)
+        wide_ipf = self.fc1(self.norm2(x_ipd), adapters=adapters, dropout_key=fc1_key)
+        wide_ipf = jax.nn.gelu(wide_ipf, approximate=True)
+        x_ipd = x_ipd + self.fc2(wide_ipf, adapters=adapters, dropout_key=fc2_key)
+        return constrain(x_ipd, "images", None, None)
+
+
+class DeepstackMerger(nnx.Module):
+    """Merged patches of an inner vision block -> what visual tokens add after a text block.
+
+    Unlike the tower's own merger it norms after patches were put side by side.
+    """
+
+    def __init__(
+        self,
+        cfg: VisionConfig,
+        *,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
+        merged = cfg.merged_size
+        linear = functools.partial(
+            adapted_linear,
+            lora=lora,
+            table=WEIGHTS,
+            use_bias=True,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.norm = layers.LayerNorm(merged, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
+        self.deepstack_fc1 = linear("deepstack_fc1", merged, merged)
+        self.deepstack_fc2 = linear(
+            "deepstack_fc2", merged, cfg.out_hidden_size, axes=("wide", None)
+        )
+
+    def __call__(
+        self, x_ime: jax.Array, *, adapters: bool, dropout_key: jax.Array | None
+    ) -> jax.Array:
+        fc1_key, fc2_key = split_key(dropout_key, 2)
+        h_ime = self.deepstack_fc1(self.norm(x_ime), adapters=adapters, dropout_key=fc1_key)
+        h_ime = jax.nn.gelu(h_ime, approximate=False)
+        return self.deepstack_fc2(h_ime, adapters=adapters, dropout_key=fc2_key)
+
+
+class VisionTower(nnx.Module):
+    """Patches -> visual tokens."""
+
+    def __init__(
+        self,
+        cfg: VisionConfig,
+        *,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
+        # The reference's Conv3d with stride = kernel size is a matrix product on flat patches.
+        self.patch_embed = Linear(
+            cfg.patch_features,
+            cfg.hidden_size,
+            axes=(None, None),
+            use_bias=True,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        table_nd = 0.02 * jax.random.normal(
+            rngs.params(), (cfg.num_position_embeddings, cfg.hidden_size), jnp.float32
+        )
+        self.position_table = nnx.Param(table_nd.astype(param_dtype))
+        self.blocks = stack(
+            lambda key: VisionBlock(cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            cfg.depth,
+            rngs,
+        )
+        self.merger_norm = layers.LayerNorm(
+            cfg.hidden_size, eps=_VISION_NORM_EPS, param_dtype=param_dtype
+        )
+        linear = functools.partial(
+            adapted_linear,
+            lora=lora,
+            table=WEIGHTS,
+            use_bias=True,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.merger_fc1 = linear("merger_fc1", cfg.merged_size, cfg.merged_size)
+        self.merger_fc2 = linear(
+            "merger_fc2", cfg.merged_size, cfg.out_hidden_size, axes=("wide", None)
+        )
+        levels = len(cfg.deepstack_visual_indexes)
+        self.deepstack = (
+            stack(
+                lambda key: DeepstackMerger(
+                    cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype
+                ),
+                levels,
+                rngs,
+            )
+            if levels
+            else None
+        )
+
+    def learned_positions(self, table_positions_ip2: jax.Array) -> jax.Array:
+        """float32[I,P,D]: the table of positions between its four nearest entries.
+
+        Args:
+          table_positions_ip2: float32[I,P,2], (row, column) on the grid of the table.
+        Source: transformers, vision_utils.py, get_vision_interpolation_indices_and_weights.
+        """
+        side = round(self.position_table.shape[0] ** 0.5)
+        table_nd = constrain(self.position_table[...], None, None)
+        floor_ip2 = jnp.floor(table_positions_ip2)
+        share_ip2 = table_positions_ip2 - floor_ip2  # of the entry after the floor
+        first_ip2 = floor_ip2.astype(jnp.int32)
+        # One corner after the other: all four at once would be four arrays of this size.
+        sum_ipd = jnp.zeros((), jnp.float32)
+        for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            at_ip2 = jnp.minimum(first_ip2 + jnp.array([row, column]), side - 1)
+            weight_ip2 = jnp.where(jnp.array([row, column]), share_ip2, 1 - share_ip2)
+            corner_ipd = layers.lookup(table_nd, at_ip2[..., 0] * side + at_ip2[..., 1])
+            weight_ip1 = (weight_ip2[..., 0] * weight_ip2[..., 1])[..., None]
+            sum_ipd = sum_ipd + weight_ip1 * corner_ipd.astype(jnp.float32)
+        return sum_ipd
+
+
+class Qwen3VL(nnx.Module):
+    """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
+
+    Args:
+      lora: targets of the adapters; None: no adapters.
+      rngs: of the random initial weights.
+      param_dtype: of the base weights; adapters are float32.
+      compute_dtype: of activations; None: param_dtype. Softmax, norms, angles and logprobs are
+        always float32.
+      remat: what the backward pass recomputes of a block.
+    """
+
+    def __init__(
+        self,
+        cfg: Qwen3VLConfig,
+        *,
+        lora: LoraConfig | None = None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype = jnp.float32,
+        compute_dtype: jnp.dtype | None = None,
+        remat: Remat = "full",
+    ) -> None:
+        self.cfg = cfg
+        self.lora = lora
+        self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
+        self.remat: Remat = remat
+        self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
+        self.text = Decoder(
+            decoder_config(cfg),
+            lora=lora,
+            table=WEIGHTS,
+            rngs=rngs,
+            param_dtype=param_dtype,
+            compute_dtype=self.compute_dtype,
+            remat=remat,
+        )
+
+    def encode_images(
+        self,
+        vision: Mapping[str, jax.Array],
+        *,
+        adapters: bool = True,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The table of visual tokens.
+
+        Args:
+          vision: arrays of `inputs.pack_screens` or `inputs.from_processor`:
+            patches_ipc: uint8[I,P,C], or pixels_ipf: float32[I,P,F];
+            patch_positions_ip2: int32[I,P,2], (row, column) of the patch within its image;
+            table_positions_ip2: float32[I,P,2], the same on the grid of learned positions;
+            patch_segments_ip: int32[I,P], one number per image, 0 at padding. Patches attend to
+            those of the same number; merge_size**2 consecutive patches belong to one image.
+          adapters, dropout_key: see `hidden`; for adapters of the vision tower.
+        Returns: visual_me, [I * P / merge_size**2, (1 + K) D], see decoder.VisualLevels; rows of
+          padding are undefined.
+        """
+        blocks_key, fc1_key, fc2_key, deepstack_key = split_key(dropout_key, 4)
+        x_ipd, kept_kipd, _ = _vision_blocks(
+            self, vision, adapters=adapters, dropout_key=blocks_key, collect=False
+        )
+        tower, merged = self.visual, self.cfg.vision.merged_size
+        images = len(x_ipd)
+        h_ime = tower.merger_norm(x_ipd).reshape(images, -1, merged)
+        h_ime = tower.merger_fc1(h_ime, adapters=adapters, dropout_key=fc1_key)
+        h_ime = jax.nn.gelu(h_ime, approximate=False)
+        levels = [tower.merger_fc2(h_ime, adapters=adapters, dropout_key=fc2_key)]
+        if tower.deepstack is not None:
+
+            def body(_: None, level: Any) -> tuple[None, jax.Array]:
+                merger, key, x_ipd = level
+                x_ime = x_ipd.reshape(images, -1, merged)
+                return None, merger(x_ime, adapters=adapters, dropout_key=key)
+
+            count = len(self.cfg.vision.deepstack_visual_indexes)
+            stacked = (tower.deepstack, layer_keys(deepstack_key, count), kept_kipd)
+            levels += [*jax.lax.scan(checkpointed(body, self.remat), None, stacked)[1]]
+        visual_me = jnp.concatenate(levels, axis=-1).reshape(-1, len(levels) * self.cfg.hidden_size)
+        return constrain(visual_me, "visual", None)
+
+    def hidden(
+        self,
+        rows: TokenRows,
+        visual_md: jax.Array | None,
+        *,
+        adapters: bool = True,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The text tower over whole rows, causal within a segment and its shared prefix.
+
+        Args:
+          visual_md: the table of encode_images; None: no row holds an image.
+          adapters: False computes the base exactly, without the adapters' matrix products.
+          dropout_key: for the adapters' inputs (LoraConfig.dropout) in this forward pass; None, as
+            for scoring and sampling, drops nothing.
+        Returns: x_btd in the compute dtype, after the final norm.
+        """
+        x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
+        return self.text.final_norm(x_btd)
+
+    def extend(
+        self,
+        token_ids_bt: jax.Array,
+        visual_md: jax.Array | None,
+        vision_index_bt: jax.Array | None,
+        positions_abt: jax.Array,
+        cache: KVCache,
+        start_b: jax.Array,
+        *,
+        slot_b: jax.Array | None = None,
+        span: int | None = None,
+        blocks: Sequence[DecoderBlock] | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """See border.Model.extend."""
+        x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
+        return self.text.extend(
+            x_btd,
+            _rotary(self.cfg, positions_abt),
+            cache,
+            start_b,
+            slot_b=slot_b,
+            span=span,
+            blocks=blocks,
+            visual=_levels(visual_md, vision_index_bt),
+        )
+
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """float32[B,T,V]."""
+        return self.text.logits(x_btd)
+
+
+def _vision_blocks(
+    model: Qwen3VL,
+    vision: Mapping[str, jax.Array],
+    *,
+    adapters: bool,
+    dropout_key: jax.Array | None,
+    collect: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Outputs of the last block, of the DeepStack blocks [K,I,P,D], and of all if `collect`."""
+    cfg, tower = model.cfg.vision, model.visual
+    pixels_ipf = vision.get("pixels_ipf")
+    if pixels_ipf is None:
+        pixels_ipf = pixel_values(vision["patches_ipc"], model.cfg.images)
+    pixels_ipf = constrain(pixels_ipf.astype(model.compute_dtype), "images", None, None)
+    x_ipd = tower.patch_embed(pixels_ipf)
+    x_ipd = x_ipd + tower.learned_positions(vision["table_positions_ip2"]).astype(x_ipd.dtype)
+    angles = layers.axial_angles(vision["patch_positions_ip2"], cfg.head_dim, VISION_ROPE_THETA)
+    rotary = Rotary(*angles)
+    # Every block writes its output where the next one belongs that is kept, which overwrites it;
+    # what comes after the last one goes to an entry of its own:
+    #   block    0 1 2 3 4 5 6      kept are 1 and 4
+    #   kept_at  0 0 1 1 1 2 2
+    indexes = np.array(cfg.deepstack_visual_indexes, np.int32)
+    kept_at_l = jnp.asarray(np.searchsorted(indexes, np.arange(cfg.depth)), jnp.int32)
+
+    def body(
+        carry: tuple[jax.Array, jax.Array],
+        layer: tuple[VisionBlock, jax.Array | None, jax.Array],
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+        x_ipd, kept_kipd = carry
+        block, key, kept_at = layer
+        x_ipd = block(
+            x_ipd, rotary, vision["patch_segments_ip"], adapters=adapters, dropout_key=key
+        )
+        kept_kipd = jax.lax.dynamic_update_index_in_dim(kept_kipd, x_ipd, kept_at, 0)
+        return (x_ipd, kept_kipd), x_ipd if collect else None
+
+    kept_kipd = constrain(
+        jnp.zeros((len(indexes) + 1, *x_ipd.shape), x_ipd.dtype), None, "images", None, None
+    )
+    stacked = (tower.blocks, layer_keys(dropout_key, cfg.depth), kept_at_l)
+    (x_ipd, kept_kipd), x_lipd = jax.lax.scan(
+        checkpointed(body, model.remat), (x_ipd, kept_kipd), stacked
+    )
+    return x_ipd, kept_kipd[:-1], x_lipd
+
+
+def _text_rows(
+    model: Qwen3VL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    return model.text.rows(
+        model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True),
+        _rotary(model.cfg, rows.positions_abt),
+        rows.segment_ids_bt,
+        rows.prefix_segments_bt,
+        _levels(visual_md, rows.vision_index_bt),
+        **options,
+    )
+
+
+def _levels(visual_me: jax.Array | None, vision_index_bt: jax.Array | None) -> VisualLevels | None:
+    if visual_me is None or vision_index_bt is None:
+        return None
+    return VisualLevels(visual_me, vision_index_bt)
+
+
+def _rotary(cfg: Qwen3VLConfig, positions_3bt: jax.Array) -> Rotary:
+    return Rotary(
+        *layers.interleaved_mrope_angles(
+            positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section
+        )
+    )
+
+
+def block_outputs(model: Qwen3VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
+    """The residual stream after every text block and what is added there, [L,B,T,D]; for tests."""
+    x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
+    assert x_lbtd is not None  # collect=True
+    return x_lbtd
+
+
+def vision_block_outputs(model: Qwen3VL, vision: Mapping[str, jax.Array]) -> jax.Array:
+    """The residual stream after every vision block, [L,I,P,D]; for tests."""
+    x_lipd = _vision_blocks(model, vision, adapters=True, dropout_key=None, collect=True)[2]
+    assert x_lipd is not None  # collect=True
+    return x_lipd
+
+
+def decoder_config(cfg: Qwen3VLConfig) -> DecoderConfig:
+    """The sizes of the text tower."""
+    return DecoderConfig(
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.hidden_size,
+        intermediate_size=cfg.intermediate_size,
+        num_hidden_layers=cfg.num_hidden_layers,
+        num_attention_heads=cfg.num_attention_heads,
+        num_key_value_heads=cfg.num_key_value_heads,
+        head_dim=cfg.head_dim,
+        rms_norm_eps=cfg.rms_norm_eps,
+        initializer_range=cfg.initializer_range,
+        tie_word_embeddings=cfg.tie_word_embeddings,
+        qk_norm=True,
+    )
+
+
+def init_cache(cfg: Qwen3VLConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
+    return decoder.init_cache(decoder_config(cfg), slots, positions, dtype)

@@ -1,0 +1,119 @@
+"""Tables of Qwen3-VL: names of published tensors, LoRA projections, sharding rules."""
+
+import types
+from collections.abc import Mapping
+
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
+from uirl_jax.models.sharding_rules import param_rules
+from uirl_jax.models.weight_table import Stack, WeightTable
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_MERGERS = ("merger_fc1", "merger_fc2", "deepstack_fc1", "deepstack_fc2")
+
+# attention, mlp and all (both) are in the text tower. vision (the blocks of the vision tower) and
+# merger (between the towers, with the mergers of DeepStack) change visual tokens: the learner then
+# computes them inside the loss, and once more with adapters off for the reference.
+LORA_GROUPS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "attention": _ATTENTION,
+        "mlp": _MLP,
+        "all": (*_ATTENTION, *_MLP),
+        "vision": ("qkv", "proj", "fc1", "fc2"),
+        "merger": _MERGERS,
+    }
+)
+
+
+def _patch_embed_shape(cfg: Qwen3VLConfig) -> tuple[int, ...]:
+    vision = cfg.vision
+    return (
+        *(vision.hidden_size, vision.in_channels, vision.temporal_patch_size),
+        *(vision.patch_size, vision.patch_size),
+    )
+
+
+# The published files have the module names of transformers: there is one layout.
+WEIGHTS = WeightTable(
+    stacks={
+        "text/blocks": Stack(
+            "model.language_model.layers",
+            {
+                "input_norm": "input_layernorm",
+                "q_proj": "self_attn.q_proj",
+                "k_proj": "self_attn.k_proj",
+                "v_proj": "self_attn.v_proj",
+                "o_proj": "self_attn.o_proj",
+                "q_norm": "self_attn.q_norm",
+                "k_norm": "self_attn.k_norm",
+                "post_attention_norm": "post_attention_layernorm",
+                "gate_proj": "mlp.gate_proj",
+                "up_proj": "mlp.up_proj",
+                "down_proj": "mlp.down_proj",
+            },
+        ),
+        "visual/blocks": Stack(
+            "model.visual.blocks",
+            {
+                "norm1": "norm1",
+                "qkv": "attn.qkv",
+                "proj": "attn.proj",
+                "norm2": "norm2",
+                "fc1": "mlp.linear_fc1",
+                "fc2": "mlp.linear_fc2",
+            },
+        ),
+        "visual/deepstack": Stack(
+            "model.visual.deepstack_merger_list",
+            {
+                "norm": "norm",
+                "deepstack_fc1": "linear_fc1",
+                "deepstack_fc2": "linear_fc2",
+            },
+        ),
+    },
+    single={
+        "visual/patch_embed/kernel": "model.visual.patch_embed.proj.weight",
+        "visual/patch_embed/bias": "model.visual.patch_embed.proj.bias",
+        "visual/position_table": "model.visual.pos_embed.weight",
+        "visual/merger_norm/scale": "model.visual.merger.norm.weight",
+        "visual/merger_norm/bias": "model.visual.merger.norm.bias",
+        "visual/merger_fc1/kernel": "model.visual.merger.linear_fc1.weight",
+        "visual/merger_fc1/bias": "model.visual.merger.linear_fc1.bias",
+        "visual/merger_fc2/kernel": "model.visual.merger.linear_fc2.weight",
+        "visual/merger_fc2/bias": "model.visual.merger.linear_fc2.bias",
+        "text/embedding": "model.language_model.embed_tokens.weight",
+        "text/final_norm/scale": "model.language_model.norm.weight",
+        "text/lm_head/kernel": "lm_head.weight",
+    },
+    shapes={"visual/patch_embed/kernel": _patch_embed_shape},
+    redundant=lambda cfg: ("lm_head.weight",) if cfg.tie_word_embeddings else (),
+    lora_groups=LORA_GROUPS,
+    # Names that match no other module: every MLP and merger has a linear_fc1, and the patch
+    # embedding is a `proj`.
+    peft_targets={
+        "proj": "attn.proj",
+        "fc1": "mlp.linear_fc1",
+        "fc2": "mlp.linear_fc2",
+        "merger_fc1": "merger.linear_fc1",
+        "merger_fc2": "merger.linear_fc2",
+        "deepstack_fc1": "deepstack_merger_list.{layer}.linear_fc1",
+        "deepstack_fc2": "deepstack_merger_list.{layer}.linear_fc2",
+    },
+    sharding_rules=param_rules(
+        wide_out=(
+            *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+            *("qkv", "fc1", "merger_fc1", "deepstack_fc1"),
+        ),
+        wide_in=("o_proj", "down_proj", "proj", "fc2", "merger_fc2", "deepstack_fc2"),
+        whole=(
+            *("norm1", "norm2", "norm", "merger_norm"),
+            *("input_norm", "q_norm", "k_norm", "post_attention_norm", "final_norm"),
+        ),
+        more={
+            "patch_embed/kernel": (None, "embed"),
+            "patch_embed/bias": (None,),
+            "position_table": (None, "embed"),
+        },
+    ),
+)
