@@ -76,6 +76,16 @@ def test_reading_moving_listing_and_deleting_with_all_faults_lose_nothing(monkey
         assert service.objects("runs") == {}
 
 
+def test_error_whose_answer_breaks_off_is_asked_for_again(monkeypatch):
+    faults = Faults(slow_body=0.2, slow_s=0.01, seed=1)
+    with bucket_store("gs", monkeypatch, faults=faults) as (store, service):
+        for n in range(30):
+            with pytest.raises(FileNotFoundError):
+                store.read(f"missing/{n}")
+            assert store.names("missing") == []
+        assert service.counters()["injected"]["slow"] > 6
+
+
 def test_put_of_a_large_content_is_sent_in_parts(monkeypatch):
     with bucket_store("gs", monkeypatch) as (store, service):
         content = bytes(range(256)) * (150 << 10)

@@ -40,7 +40,8 @@ def model_dir(tmp_path_factory) -> Path:
 
 
 def values_of(model_dir: Path, steps: int = FEW_STEPS, **values) -> dict:
-    return {"model.path": str(model_dir), "learner.steps": steps, **values}
+    several = {"algorithm.minibatches": 2}  # updates of a step, each of which has its batches
+    return {"model.path": str(model_dir), "learner.steps": steps, **several, **values}
 
 
 def train(workdir: Path, values: dict, **how) -> list[int]:

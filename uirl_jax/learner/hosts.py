@@ -53,13 +53,13 @@ class Decision(NamedTuple):
     Attributes:
       step: from 1; of an end: the last step that was taken.
       ends: why no step follows: ENDED or STOPPED; empty for a step.
-      records: where the records of the step are, by their number in it.
+      records: where the records of each update are; a plan names them by their number there.
       plans: of the batches of each update.
     """
 
     step: int
     ends: str
-    records: tuple[RecordRef, ...] = ()
+    records: tuple[tuple[RecordRef, ...], ...] = ()
     plans: tuple[tuple[BatchPlan, ...], ...] = ()
 
 
@@ -95,13 +95,12 @@ class Hosts:
         Raises: ShardError: the decision cannot be written.
         """
         parts = sharding.batch_parts(self._mesh)
-        pieces, plans, first = [], [], 0
+        pieces, plans = [], []
         for records in chosen.parts:
-            pieces.append(batching.cut(dict(enumerate(records, start=first)), self._inputs))
+            pieces.append(batching.cut(dict(enumerate(records)), self._inputs))
             plans.append(tuple(batching.plan_of(pieces[-1], self._cfg, parts)))
-            first += len(records)
         if self._cluster.count > 1:
-            where = tuple(refs[r.episode_id] for records in chosen.parts for r in records)
+            where = tuple(tuple(refs[r.episode_id] for r in part) for part in chosen.parts)
             self._tell(Decision(step, "", where, tuple(plans)))
         return [
             [batching.assemble(plan, known, self._cfg, self.part_of(plan)) for plan in update]
@@ -161,7 +160,7 @@ class Hosts:
         return Decision(
             content["step"],
             content["ends"],
-            tuple(RecordRef(*ref) for ref in content["records"]),
+            tuple(tuple(RecordRef(*ref) for ref in update) for update in content["records"]),
             tuple(
                 tuple(BatchPlan.from_json(plan) for plan in update) for update in content["plans"]
             ),
@@ -175,14 +174,12 @@ class Hosts:
         Raises: RestartError: a record does not appear in timeout_s, or is damaged.
         """
 
-        def read(numbers: list[int]) -> list[Trajectory]:
-            refs = [decision.records[number] for number in numbers]
+        def read(refs: list[RecordRef]) -> list[Trajectory]:
             once = functools.partial(read_refs, self._store, refs, layout)
             return self._once_visible(refs[0].name, once, timeout_s)
 
-        records: dict[int, Trajectory] = {}
         batches = []
-        for update in decision.plans:
+        for update, refs in zip(decision.plans, decision.records, strict=True):
             parts = [self.part_of(plan) for plan in update]
             needed = {
                 number
@@ -190,11 +187,16 @@ class Hosts:
                 for number in plan.records(part.rows or (), part.image_rows or ())
             }
             of_shard: dict[str, list[int]] = {}
-            for number in sorted(needed - records.keys()):
-                of_shard.setdefault(decision.records[number].name, []).append(number)
-            groups = list(of_shard.values())
-            for numbers, found in zip(groups, read_each(self._store, read, groups), strict=True):
-                records |= dict(zip(numbers, found, strict=True))
+            for number in sorted(needed):
+                of_shard.setdefault(refs[number].name, []).append(number)
+            found = read_each(
+                self._store, read, [[refs[n] for n in numbers] for numbers in of_shard.values()]
+            )
+            records = {
+                number: record
+                for numbers, of_one in zip(of_shard.values(), found, strict=True)
+                for number, record in zip(numbers, of_one, strict=True)
+            }
             pieces = batching.cut({n: records[n] for n in sorted(needed)}, self._inputs)
             batches.append(
                 [

@@ -17,10 +17,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import (
@@ -37,6 +37,7 @@ from uirl_jax.store import files
 from uirl_jax.store.counted_lease import CountedLease, LeaseTimes, Sightings
 from uirl_jax.store.interface import StoreUnavailableError, checked_name
 
+T = TypeVar("T")
 SCHEMES = ("gs://", "s3://")
 # Listings and reads are paid for. With two listings and one read per look, an actor costs 0.007 $
 # an hour at 5 s, and a learner, with one listing, 0.004 $ (docs/buckets.md).
@@ -49,6 +50,7 @@ TIMES = LeaseTimes()
 _NONCE = "nonce"
 _MARK = "mark"
 _ATTEMPTS = 6  # of a conditional write whose outcome is not known
+_BROKEN_OFF = "body error"  # in the message of a request or an answer that ended early
 _FINAL = (PermissionDeniedError, UnauthenticatedError, FileNotFoundError)  # repeating helps nothing
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 
@@ -220,11 +222,13 @@ class BucketStore:
         root = f"{self._root}/" if self._root else ""
         with self._errors(prefix):
             # S3 Express and others do not sort; Google and S3 do, and so does `sorted`.
-            found = [
-                (meta["path"].removeprefix(root), _version(meta))
-                for page in obstore.list(self._client, self._key(prefix), offset=offset)
-                for meta in page
-            ]
+            found = _unbroken(
+                lambda: [
+                    (meta["path"].removeprefix(root), _version(meta))
+                    for page in obstore.list(self._client, self._key(prefix), offset=offset)
+                    for meta in page
+                ]
+            )
         return iter(sorted(pair for pair in found if "/." not in pair[0]))
 
     def versions(self, prefix: str) -> dict[str, str]:
@@ -389,21 +393,27 @@ def _split(address: str) -> tuple[str, str, str]:
 
 
 def _get(
-    client: Any, key: str, options: Any = None, *, most_bytes: int = PART_BYTES, bodies: int = 4
+    client: Any, key: str, options: Any = None, *, most_bytes: int = PART_BYTES
 ) -> tuple[bytes | None, Any]:
-    """Content and metadata; None: the content is longer than `most_bytes`.
+    """Content and metadata; None: the content is longer than `most_bytes`."""
 
-    Args: bodies: how often the body may break off; obstore repeats a request, but not its body.
-    """
-    while True:
+    def get() -> tuple[bytes | None, Any]:
         found = obstore.get(client, key, options=options)
         if options is None and found.meta["size"] > most_bytes:
             return None, found.meta
-        bodies -= 1
+        return found.bytes().to_bytes(), found.meta
+
+    return _unbroken(get)
+
+
+def _unbroken(read: Callable[[], T], tries: int = 4) -> T:
+    """The result of a read whose answer may break off; obstore does not repeat such a request."""
+    while True:
         try:
-            return found.bytes().to_bytes(), found.meta
-        except GenericError:
-            if not bodies:
+            return read()
+        except GenericError as error:
+            tries -= 1
+            if not tries or _BROKEN_OFF not in str(error):
                 raise
 
 
