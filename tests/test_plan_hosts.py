@@ -72,9 +72,7 @@ def test_machine_that_nobody_rents_is_one_clear_line(topology, message):
 
 def abstract_run(module, chips: int, **changes) -> plan_programs.Run:
     cfg = run_config(module, **changes)
-    return plan_programs.abstract_run(
-        cfg, plan_programs.read_model_config(cfg.model.path), chips, None
-    )
+    return plan_programs.abstract_run(cfg, plan_programs.find_model(cfg.model.path), chips, None)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +198,8 @@ def test_learner_on_two_slices_sends_only_the_sum_of_the_gradients():
     pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
     cfg = short_rows(run_config(rows=16, images=32, mesh=MeshConfig(2, 8, 1)))
     machine = plan_machines.find_machine("2xv5e:2x4")
-    model_cfg = two_layers(plan_programs.read_model_config(cfg.model.path))
-    run = plan_programs.abstract_run(cfg, model_cfg, machine.chips, machine.devices)
+    planned = two_layers(plan_programs.find_model(cfg.model.path))
+    run = plan_programs.abstract_run(cfg, planned, machine.chips, machine.devices)
     programs = plan_programs.compile_programs(run, ("score", "gradients"), print)
     plan = plan_report.plan_compiled(run, machine, programs)
     assert "xla_megascale" not in programs[0].text
