@@ -15,8 +15,9 @@ from tests.model_files import load_pretrained, save_adapter, save_pretrained
 from uirl_jax.config.schema import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen.model import init_cache
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
-from uirl_jax.families.qwen2_vl.model import Qwen2VL, init_cache
+from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step

@@ -7,6 +7,7 @@ import pytest
 from tests import qwen3_vl_world as world
 from tests.oracles import qwen3_vl_torch
 from uirl_jax.families.border import TokenRows
+from uirl_jax.families.qwen import model as qwen
 from uirl_jax.families.qwen3_vl import model as qwen3_vl
 
 CONFIGS = [*qwen3_vl_torch.CONFIGS]
@@ -18,7 +19,7 @@ def all_outputs(model, rows, vision):
     return (
         qwen3_vl.vision_block_outputs(model, vision),
         visual_me,
-        qwen3_vl.block_outputs(model, rows, visual_me),
+        qwen.block_outputs(model, rows, visual_me),
         model.logits(model.hidden(rows, visual_me)),
     )
 

@@ -2,7 +2,8 @@
 
 `attention` serves learner and vision tower, on rows of packed segments; `cached_attention` serves
 the engine. Both use the kernel of the platform that the program is compiled for.
-`masked_attention`, in plain XLA, is their fallback and their oracle. Queries and keys are rotated
+`window_attention`, for many short segments, is plain XLA. `masked_attention`, too, is their
+fallback and their oracle. Queries and keys are rotated
 by the caller; positions play no role here.
 """
 
@@ -128,6 +129,55 @@ def cached_attention(
     kernel = functools.partial(splash.attend, first=positions, interpret=platform() != "tpu")
     kv_ids_bs = jnp.concatenate([before_bs, q_ids_bt], axis=1)
     return _on_every_device(kernel, q_btnh, k_bskh, v_bskh, q_ids_bt, kv_ids_bs)
+
+
+def window_attention(
+    q_btnh: jax.Array,
+    k_btkh: jax.Array,
+    v_btkh: jax.Array,
+    segment_ids_bt: jax.Array,
+    *,
+    longest: int,
+) -> jax.Array:
+    """attention(causal=False) where no segment is longer than `longest`; time linear in T.
+
+    A segment that has a token in one of the row's blocks of `longest` tokens ends within the next
+    block and starts within the one before. A block's queries see these three blocks:
+
+        segment 1 1 2 2 2 3 0 0     blocks of 3    1 1 2   queries see        1 1 2 2 2 3
+                                                   2 2 3               1 1 2  2 2 3  0 0 .
+                                                   0 0 .                             2 2 3 0 0 .
+
+    Args:
+      segment_ids_bt: int32[B,T], at least 0; 0 at padding. A segment is contiguous, and at most
+        `longest` tokens long; padding may be longer.
+    Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
+    """
+    batch, tokens = segment_ids_bt.shape
+    if tokens <= longest:
+        return attention(q_btnh, k_btkh, v_btkh, segment_ids_bt, causal=False, implementation="xla")
+    blocks = -(-tokens // longest)
+    padding = blocks * longest - tokens
+
+    def padded(x: jax.Array, before: int, after: int, value: int = 0) -> jax.Array:
+        widths = ((0, 0), (before, padding + after), *[(0, 0)] * (x.ndim - 2))
+        return jnp.pad(x, widths, constant_values=value)
+
+    def neighbours(x: jax.Array, value: int = 0) -> jax.Array:
+        """[B * blocks, 3 * longest, ...]: every block behind its left and before its right one."""
+        x = padded(x, longest, longest, value)
+        x = x.reshape(batch, blocks + 2, longest, *x.shape[2:])
+        x = jnp.concatenate([x[:, :-2], x[:, 1:-1], x[:, 2:]], axis=2)
+        return x.reshape(batch * blocks, 3 * longest, *x.shape[3:])
+
+    q_xtnh = padded(q_btnh, 0, 0).reshape(batch * blocks, longest, *q_btnh.shape[2:])
+    q_ids_xt = padded(segment_ids_bt, 0, 0).reshape(batch * blocks, longest)
+    # -1 outside the row: padding attends to padding of the row alone, as in segment_mask.
+    mask_xts = q_ids_xt[:, :, None] == neighbours(segment_ids_bt, -1)[:, None, :]
+    k_xksh, v_xksh = (neighbours(x).swapaxes(1, 2) for x in (k_btkh, v_btkh))
+    # The row's last block may be padding of this function: those queries see nothing but their own.
+    out_xtnh = masked_attention(q_xtnh, k_xksh, v_xksh, mask_xts)
+    return out_xtnh.reshape(batch, blocks * longest, *q_btnh.shape[2:])[:, :tokens]
 
 
 def segment_mask(

@@ -97,6 +97,12 @@ class QwenInputs:
           image_grid_thw: int[N,3], of each image in patches.
         """
         grids = [(int(t), int(h), int(w)) for t, h, w in image_grid_thw]
+        for index, grid in enumerate(grids):
+            if grid[0] != 1 or any(side < 1 or side % self.images.merge_size for side in grid[1:]):
+                raise ImageError(
+                    f"image_grid_thw[{index}]={grid}: expected one frame (videos are not supported) "
+                    f"and sides that are multiples of {self.images.merge_size}"
+                )
         screens = [self._screen((0, 0), grid) for grid in grids]
         counts = [screen.patches for screen in screens]
         if sum(counts) != len(pixel_values):

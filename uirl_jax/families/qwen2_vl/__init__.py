@@ -20,7 +20,7 @@ def make_model(*args: Any, **options: Any) -> Any:
 
 
 def init_cache(*args: Any) -> Any:
-    from uirl_jax.families.qwen2_vl import model
+    from uirl_jax.families.qwen import model
 
     return model.init_cache(*args)
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL in Flax NNX: its vision tower, and a `models.decoder` with M-RoPE as text tower.
+"""Qwen2-VL in Flax NNX: its vision tower, before the text tower of `qwen.model`.
 
 Methods are pure; callers jit them. The blocks of a tower are stacked and run by one `lax.scan`
 under `jax.checkpoint`. Patches and positions come from `qwen/`, names of tensors from `names`.
@@ -7,22 +7,20 @@ Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen.model import pixel_values
-from uirl_jax.families.qwen2_vl.config import VISION_ROPE_THETA, Qwen2VLConfig, VisionConfig
+from uirl_jax.families.qwen.config import VISION_ROPE_THETA
+from uirl_jax.families.qwen.model import QwenVL, decoder_config, pixel_values
+from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
-from uirl_jax.models import decoder, layers
+from uirl_jax.models import layers
 from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
-from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary
-from uirl_jax.models.kv_cache import KVCache
+from uirl_jax.models.decoder import Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
@@ -121,17 +119,14 @@ class VisionTower(nnx.Module):
         self.merger_fc2 = linear("merger_fc2", merged, cfg.hidden_size, axes=("wide", None))
 
 
-class Qwen2VL(nnx.Module):
+class Qwen2VL(QwenVL):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args:
-      lora: targets of the adapters; None: no adapters.
-      rngs: of the random initial weights.
-      param_dtype: of the base weights; adapters are float32.
-      compute_dtype: of activations; None: param_dtype. Softmax, norms, angles and logprobs are
-        always float32.
-      remat: what the backward pass recomputes of a block.
+    Args: see QwenVL.
     """
+
+    cfg: Qwen2VLConfig
+    visual: VisionTower
 
     def __init__(
         self,
@@ -143,18 +138,15 @@ class Qwen2VL(nnx.Module):
         compute_dtype: jnp.dtype | None = None,
         remat: Remat = "full",
     ) -> None:
-        self.cfg = cfg
-        self.lora = lora
-        self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
-        self.remat: Remat = remat
-        self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
-        self.text = Decoder(
+        super().__init__(
+            cfg,
             decoder_config(cfg),
+            VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
+            WEIGHTS,
             lora=lora,
-            table=WEIGHTS,
             rngs=rngs,
             param_dtype=param_dtype,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=compute_dtype,
             remat=remat,
         )
 
@@ -200,50 +192,6 @@ class Qwen2VL(nnx.Module):
         # Replicated: any row of text may hold any image.
         return constrain(visual_md, None, None)
 
-    def hidden(
-        self,
-        rows: TokenRows,
-        visual_md: jax.Array | None,
-        *,
-        adapters: bool = True,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """The text tower over whole rows, causal within a segment and its shared prefix.
-
-        Args:
-          visual_md: [M,D] of encode_images; None: no row holds an image.
-          adapters: False computes the base exactly, without the adapters' matrix products.
-          dropout_key: for the adapters' inputs (LoraConfig.dropout) in this forward pass; None, as
-            for scoring and sampling, drops nothing.
-        Returns: x_btd in the compute dtype, after the final norm.
-        """
-        x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
-        return self.text.final_norm(x_btd)
-
-    def extend(
-        self,
-        token_ids_bt: jax.Array,
-        visual_md: jax.Array | None,
-        vision_index_bt: jax.Array | None,
-        positions_abt: jax.Array,
-        cache: KVCache,
-        start_b: jax.Array,
-        *,
-        slot_b: jax.Array | None = None,
-        span: int | None = None,
-        blocks: Sequence[DecoderBlock] | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """See border.Model.extend."""
-        x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
-        rotary = _rotary(self.cfg, positions_abt)
-        return self.text.extend(
-            x_btd, rotary, cache, start_b, slot_b=slot_b, span=span, blocks=blocks
-        )
-
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]."""
-        return self.text.logits(x_btd)
-
 
 def _vision_blocks(
     model: Qwen2VL,
@@ -271,27 +219,6 @@ def _vision_blocks(
     return jax.lax.scan(checkpointed(body, model.remat), x_ipd, stacked)
 
 
-def _text_rows(
-    model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    x_btd = model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt)
-    rotary = _rotary(model.cfg, rows.positions_abt)
-    return model.text.rows(x_btd, rotary, rows.segment_ids_bt, rows.prefix_segments_bt, **options)
-
-
-def _rotary(cfg: Qwen2VLConfig, positions_3bt: jax.Array) -> Rotary:
-    return Rotary(
-        *layers.mrope_angles(positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section)
-    )
-
-
-def block_outputs(model: Qwen2VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block, [L,B,T,D]; for tests."""
-    x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
-    assert x_lbtd is not None  # collect=True
-    return x_lbtd
-
-
 def vision_block_outputs(
     model: Qwen2VL,
     pixels_ipf: jax.Array,
@@ -310,24 +237,3 @@ def vision_block_outputs(
     )
     assert x_lipd is not None  # collect=True
     return x_lipd
-
-
-def decoder_config(cfg: Qwen2VLConfig) -> DecoderConfig:
-    """The sizes of the text tower."""
-    return DecoderConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.hidden_size,
-        intermediate_size=cfg.intermediate_size,
-        num_hidden_layers=cfg.num_hidden_layers,
-        num_attention_heads=cfg.num_attention_heads,
-        num_key_value_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        rms_norm_eps=cfg.rms_norm_eps,
-        initializer_range=cfg.initializer_range,
-        tie_word_embeddings=cfg.tie_word_embeddings,
-        qkv_bias=True,
-    )
-
-
-def init_cache(cfg: Qwen2VLConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
-    return decoder.init_cache(decoder_config(cfg), slots, positions, dtype)

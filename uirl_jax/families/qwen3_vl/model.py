@@ -9,7 +9,7 @@ Source: transformers, models/qwen3_vl/modeling_qwen3_vl.py; DeepStack: arXiv:240
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen.model import pixel_values
-from uirl_jax.families.qwen3_vl.config import VISION_ROPE_THETA, Qwen3VLConfig, VisionConfig
+from uirl_jax.families.qwen.config import VISION_ROPE_THETA
+from uirl_jax.families.qwen.model import QwenVL, pixel_values
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from uirl_jax.families.qwen3_vl.names import WEIGHTS
 from uirl_jax.models import decoder, layers
 from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
-from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary, VisualLevels
+from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
@@ -202,17 +202,14 @@ class VisionTower(nnx.Module):
         return sum_ipd
 
 
-class Qwen3VL(nnx.Module):
+class Qwen3VL(QwenVL):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args:
-      lora: targets of the adapters; None: no adapters.
-      rngs: of the random initial weights.
-      param_dtype: of the base weights; adapters are float32.
-      compute_dtype: of activations; None: param_dtype. Softmax, norms, angles and logprobs are
-        always float32.
-      remat: what the backward pass recomputes of a block.
+    Args: see QwenVL.
     """
+
+    cfg: Qwen3VLConfig
+    visual: VisionTower
 
     def __init__(
         self,
@@ -224,19 +221,25 @@ class Qwen3VL(nnx.Module):
         compute_dtype: jnp.dtype | None = None,
         remat: Remat = "full",
     ) -> None:
-        self.cfg = cfg
-        self.lora = lora
-        self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
-        self.remat: Remat = remat
-        self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
-        self.text = Decoder(
+        super().__init__(
+            cfg,
             decoder_config(cfg),
+            VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
+            WEIGHTS,
             lora=lora,
-            table=WEIGHTS,
             rngs=rngs,
             param_dtype=param_dtype,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=compute_dtype,
             remat=remat,
+        )
+
+    def rotary(self, positions_3bt: jax.Array) -> Rotary:
+        """The angles of positions, whose axes alternate from pair to pair of a head."""
+        cfg = self.cfg
+        return Rotary(
+            *layers.interleaved_mrope_angles(
+                positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section
+            )
         )
 
     def encode_images(
@@ -282,56 +285,6 @@ class Qwen3VL(nnx.Module):
         visual_me = jnp.concatenate(levels, axis=-1).reshape(-1, len(levels) * self.cfg.hidden_size)
         # Replicated: any row of text may hold any image.
         return constrain(visual_me, None, None)
-
-    def hidden(
-        self,
-        rows: TokenRows,
-        visual_md: jax.Array | None,
-        *,
-        adapters: bool = True,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """The text tower over whole rows, causal within a segment and its shared prefix.
-
-        Args:
-          visual_md: the table of encode_images; None: no row holds an image.
-          adapters: False computes the base exactly, without the adapters' matrix products.
-          dropout_key: for the adapters' inputs (LoraConfig.dropout) in this forward pass; None, as
-            for scoring and sampling, drops nothing.
-        Returns: x_btd in the compute dtype, after the final norm.
-        """
-        x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
-        return self.text.final_norm(x_btd)
-
-    def extend(
-        self,
-        token_ids_bt: jax.Array,
-        visual_md: jax.Array | None,
-        vision_index_bt: jax.Array | None,
-        positions_abt: jax.Array,
-        cache: KVCache,
-        start_b: jax.Array,
-        *,
-        slot_b: jax.Array | None = None,
-        span: int | None = None,
-        blocks: Sequence[DecoderBlock] | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """See border.Model.extend."""
-        x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
-        return self.text.extend(
-            x_btd,
-            _rotary(self.cfg, positions_abt),
-            cache,
-            start_b,
-            slot_b=slot_b,
-            span=span,
-            blocks=blocks,
-            visual=_levels(visual_md, vision_index_bt),
-        )
-
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]."""
-        return self.text.logits(x_btd)
 
 
 def _vision_blocks(
@@ -379,40 +332,6 @@ def _vision_blocks(
         checkpointed(body, model.remat), (x_ipd, kept_kipd), stacked
     )
     return x_ipd, kept_kipd[:-1], x_lipd
-
-
-def _text_rows(
-    model: Qwen3VL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    return model.text.rows(
-        model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt),
-        _rotary(model.cfg, rows.positions_abt),
-        rows.segment_ids_bt,
-        rows.prefix_segments_bt,
-        _levels(visual_md, rows.vision_index_bt),
-        **options,
-    )
-
-
-def _levels(visual_me: jax.Array | None, vision_index_bt: jax.Array | None) -> VisualLevels | None:
-    if visual_me is None or vision_index_bt is None:
-        return None
-    return VisualLevels(visual_me, vision_index_bt)
-
-
-def _rotary(cfg: Qwen3VLConfig, positions_3bt: jax.Array) -> Rotary:
-    return Rotary(
-        *layers.interleaved_mrope_angles(
-            positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section
-        )
-    )
-
-
-def block_outputs(model: Qwen3VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block and what is added there, [L,B,T,D]; for tests."""
-    x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
-    assert x_lbtd is not None  # collect=True
-    return x_lbtd
 
 
 def vision_block_outputs(model: Qwen3VL, vision: Mapping[str, jax.Array]) -> jax.Array:
