@@ -155,6 +155,56 @@ def test_attention_of_packed_rows_equals_a_loop(causal):
     np.testing.assert_allclose(got_btnh, expected_btnh, atol=1e-5)
 
 
+def short_segments(tokens: int, longest: int) -> np.ndarray:
+    """int32[3,T]: segments of all lengths up to `longest`, with padding of any length; padding."""
+    rng = np.random.default_rng(tokens)
+    segment_ids_bt = np.zeros((3, tokens), np.int32)
+    for row, padding in ((0, 0), (1, tokens // 3)):
+        lengths = rng.integers(1, longest + 1, tokens)
+        lengths[::3] = longest
+        segments_t = np.repeat(1 + np.arange(tokens), lengths)[: tokens - padding]
+        segment_ids_bt[row, : tokens - padding] = segments_t
+    return segment_ids_bt
+
+
+@pytest.mark.parametrize(("tokens", "longest"), [(4, 4), (9, 4), (24, 4), (23, 5), (13, 1)])
+def test_window_attention_equals_a_loop_and_has_its_gradients(tokens, longest):
+    segment_ids_bt = short_segments(tokens, longest)
+    qkv = random_qkv(3, tokens, 4, 2, 4)
+    mask_bts = segment_ids_bt[:, :, None] == segment_ids_bt[:, None, :]
+    expected_btnh = naive_attention(*(np.asarray(x) for x in qkv), mask_bts)
+    weights_btnh = np.random.default_rng(1).normal(size=qkv[0].shape).astype(np.float32)
+    real_bt11 = (segment_ids_bt > 0)[..., None, None]
+
+    def run(function, **options):
+        def loss(q_btnh, k_btkh, v_btkh):
+            out_btnh = function(q_btnh, k_btkh, v_btkh, segment_ids_bt, **options)
+            return jnp.sum(jnp.where(real_bt11, out_btnh * weights_btnh, 0)), out_btnh
+
+        (_, out_btnh), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*qkv)
+        return [np.asarray(x) for x in (out_btnh, *gradients)]
+
+    got = run(attention.window_attention, longest=longest)
+    whole = run(attention.attention, causal=False)
+    # Padding is meaningless, but never 0 / 0.
+    assert np.isfinite(got[0]).all()
+    for array in (got, whole):
+        array[0] = np.where(real_bt11, array[0], 0)
+    np.testing.assert_allclose(got[0], np.where(real_bt11, expected_btnh, 0), atol=1e-5)
+    assert_close(got, whole, 1e-5)
+
+
+def test_window_attention_of_a_long_row_holds_no_scores_of_the_whole():
+    qkv = random_qkv(1, 512, 2, 2, 4)
+    text = str(
+        jax.make_jaxpr(lambda *x: attention.window_attention(*x, longest=16))(
+            *qkv, np.ones((1, 512), np.int32)
+        )
+    )
+    assert "16,48]" in text
+    assert "512,512]" not in text
+
+
 @pytest.mark.parametrize("tokens", [6, 7, 13])  # 13: more blocks than are compiled
 def test_attention_in_causal_blocks_equals_the_whole(tokens, monkeypatch):
     segment_ids_bt = packed_rows(tokens)

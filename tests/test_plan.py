@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs import grpo_qwen2vl_2b, grpo_qwen2vl_7b
+from configs import (
+    grpo_qwen2_5_vl_3b,
+    grpo_qwen2_5_vl_7b,
+    grpo_qwen2vl_2b,
+    grpo_qwen2vl_7b,
+    ui_tars_1_5_7b_data_entry,
+)
 from tests import small_model
 from tools.planner import hlo as plan_hlo
 from tools.planner import hlo_ops as plan_hlo_ops
@@ -27,12 +33,14 @@ from tools.planner import plans
 from tools.planner import programs as plan_programs
 from tools.planner import report as plan_report
 from tools.planner import search as plan_search
+from tools.planner.families import PlannedModel, vision_sizes
 from uirl_jax.config import reading
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.families import qwen2_vl
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.qwen.images import smart_resize
-from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
+from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoRAParam
 
@@ -44,10 +52,14 @@ def run_config(module=grpo_qwen2vl_2b, **changes) -> RunConfig:
     return plan_search.with_changes(cfg, **changes)
 
 
-def two_layers(cfg: Qwen2VLConfig) -> Qwen2VLConfig:
+def two_layers(model: PlannedModel) -> PlannedModel:
     """Of each tower; a layer more only makes the loop over them longer."""
-    vision = dataclasses.replace(cfg.vision, depth=2)
-    return dataclasses.replace(cfg, num_hidden_layers=2, vision=vision)
+    vision = dataclasses.replace(model.cfg.vision, depth=2)
+    return model._replace(cfg=dataclasses.replace(model.cfg, num_hidden_layers=2, vision=vision))
+
+
+def qwen2_vl_of(cfg) -> PlannedModel:
+    return PlannedModel(qwen2_vl.FAMILY, cfg)
 
 
 def program_of(function, *args) -> plan_hlo.Program:
@@ -196,7 +208,8 @@ def test_text_formula_equals_the_compiled_forward_pass():
         x_btd = model.hidden(token_rows, None)
         return scoring.token_logprobs(model, x_btd, jnp.asarray(token_rows.token_ids_bt))
 
-    text = plan_model.text_forward(cfg, lora, rows * tokens, tokens, rows * (tokens - 1))
+    scored = rows * (tokens - 1)
+    text = plan_model.text_forward(qwen2_vl_of(cfg), lora, rows * tokens, tokens, scored)
     # Plain attention computes the half that the causal mask throws away, too.
     expected = text.base + text.adapters + text.attention
     assert program_of(run, state).cost.flops == expected
@@ -224,7 +237,7 @@ def test_text_formula_equals_xlas_own_count_of_one_wide_layer():
         return model.logits(x_btd)
 
     counted = jax.jit(run).lower(state).compile().cost_analysis()["flops"]
-    text = plan_model.text_forward(cfg, None, 64, 64, 64)
+    text = plan_model.text_forward(qwen2_vl_of(cfg), None, 64, 64, 64)
     assert counted == pytest.approx(text.base + text.attention, rel=0.03)
 
 
@@ -242,7 +255,40 @@ def test_vision_formula_equals_the_compiled_tower():
             }
         )
 
-    assert program_of(run, state).cost.flops == plan_model.vision_forward(cfg, images, patches)
+    sizes = vision_sizes(qwen2_vl_of(cfg))
+    assert program_of(run, state).cost.flops == plan_model.vision_forward(sizes, images, patches)
+
+
+def test_vision_formula_of_gated_blocks_equals_the_compiled_tower_and_windows_need_less():
+    vision = Qwen25VisionConfig(
+        **{"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24},
+        **{"patch_size": 4, "window_size": 16, "out_hidden_size": 64},
+        fullatt_block_indexes=(0, 1),
+    )
+    published = plan_programs.find_model("Qwen2.5-VL-3B-Instruct")
+    images = dataclasses.replace(published.cfg.images, patch_size=4)
+    cfg = dataclasses.replace(
+        published.cfg,
+        **{"hidden_size": 64, "num_attention_heads": 2, "mrope_section": (4, 6, 6)},
+        **{"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32},
+        vision=vision,
+        images=images,
+    )
+    planned = published._replace(cfg=cfg)
+    rows, patches = 3, 64
+    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
+    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
+
+    def run(state, arrays):
+        return nnx.merge(graphdef, state).encode_images(arrays)
+
+    # The dearer branch of each block counts: attention within images.
+    whole = plan_model.vision_forward(vision_sizes(planned), rows, patches)
+    assert program_of(run, state, shapes).cost.flops == whole
+    windowed = dataclasses.replace(vision, fullatt_block_indexes=(1,))
+    sizes = vision_sizes(planned._replace(cfg=dataclasses.replace(cfg, vision=windowed)))
+    less = whole - plan_model.vision_forward(sizes, rows, patches)
+    assert less == 2 * rows * patches * 2 * 32 * (patches - 16)
 
 
 def test_backward_formula_is_near_the_compiled_gradient():
@@ -257,7 +303,8 @@ def test_backward_formula_is_near_the_compiled_gradient():
         x_btd = model.hidden(token_rows, None)
         return scoring.token_logprobs(model, x_btd, jnp.asarray(token_rows.token_ids_bt)).sum()
 
-    text = plan_model.text_forward(cfg, lora, 80, 40, 78)  # a row's first token is not scored
+    # A row's first token is not scored.
+    text = plan_model.text_forward(qwen2_vl_of(cfg), lora, 80, 40, 78)
     whole = text.base + text.adapters + text.attention
     whole += text.projections + 2 * text.adapters + 4 * text.attention
     whole += 2 * text.vocabulary  # backward, and recomputed: it is always checkpointed
@@ -265,14 +312,26 @@ def test_backward_formula_is_near_the_compiled_gradient():
 
 
 def test_published_dimensions_are_those_of_the_published_models():
-    for module, parameters in ((grpo_qwen2vl_2b, 2_208_985_600), (grpo_qwen2vl_7b, 8_291_375_616)):
+    for module, parameters in (
+        (grpo_qwen2vl_2b, 2_208_985_600),
+        (grpo_qwen2vl_7b, 8_291_375_616),
+        (grpo_qwen2_5_vl_3b, 3_754_622_976),
+        (grpo_qwen2_5_vl_7b, 8_292_166_656),
+        (ui_tars_1_5_7b_data_entry, 8_292_166_656),
+    ):
         cfg = run_config(module)
-        model_cfg = plan_programs.read_model_config(cfg.model.path)
-        run = plan_programs.abstract_run(cfg, model_cfg, 8, None)
+        planned = plan_programs.find_model(cfg.model.path)
+        run = plan_programs.abstract_run(cfg, planned, 8, None)
         assert sum(leaf.size for leaf in jax.tree.leaves(run.model.frozen)) == parameters
 
 
-@pytest.mark.parametrize("module", [grpo_qwen2vl_2b, grpo_qwen2vl_7b])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(grpo_qwen2vl_2b, grpo_qwen2vl_7b),
+        *(grpo_qwen2_5_vl_3b, grpo_qwen2_5_vl_7b, ui_tars_1_5_7b_data_entry),
+    ],
+)
 def test_training_configs_hold_ten_screenshots_of_1280x800(module):
     cfg = run_config(module)
     height_px, width_px = smart_resize(800, 1280, 28, 3136, 12_845_056)
@@ -291,11 +350,11 @@ def test_training_configs_hold_ten_screenshots_of_1280x800(module):
 
 
 def test_gpu_machines_are_planned_by_formula_and_rows_cut_the_memory():
-    model_cfg = plan_programs.read_model_config("Qwen2-VL-7B-Instruct")
+    planned = plan_programs.find_model("Qwen2-VL-7B-Instruct")
     machine = plan_machines.find_machine("gpu:8xH100")
     cfg = run_config(grpo_qwen2vl_7b)
     whole, parts = (
-        plans.make_plan(plan_search.with_changes(cfg, rows=n), model_cfg, machine, (), print)
+        plans.make_plan(plan_search.with_changes(cfg, rows=n), planned, machine, (), print)
         for n in (16, 8)
     )
     assert "by formula" in whole["how"]
@@ -331,17 +390,17 @@ def test_unknown_topology_is_an_error_that_lists_what_is_accepted(topology, mess
     ],
 )
 def test_what_does_not_divide_is_an_error_with_what_would(changes, message):
-    model_cfg = plan_programs.read_model_config("Qwen2-VL-2B-Instruct")
+    planned = plan_programs.find_model("Qwen2-VL-2B-Instruct")
     with pytest.raises(ConfigError, match=message):
-        plan_programs.abstract_run(run_config(**changes), model_cfg, 8, None)
+        plan_programs.abstract_run(run_config(**changes), planned, 8, None)
 
 
 def test_model_without_config_is_an_error_that_names_the_published(tmp_path):
     with pytest.raises(ModelError, match=r"Qwen2-VL-2B-Instruct, Qwen2-VL-7B-Instruct"):
-        plan_programs.read_model_config(str(tmp_path / "mine"))
+        plan_programs.find_model(str(tmp_path / "mine"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        plan_programs.read_model_config(str(tmp_path))
+        plan_programs.find_model(str(tmp_path))
 
 
 def test_tpu_without_its_compiler_is_an_error_that_says_what_to_install(monkeypatch):
@@ -393,8 +452,8 @@ class Unreadable:
 def test_program_that_does_not_fit_or_cannot_be_read_is_told_apart(reason):
     compiled = plan_programs._compile("gradients", Refused(reason), print)
     cfg = run_config()
-    model_cfg = plan_programs.read_model_config(cfg.model.path)
-    run = plan_programs.abstract_run(cfg, model_cfg, 8, None)
+    planned = plan_programs.find_model(cfg.model.path)
+    run = plan_programs.abstract_run(cfg, planned, 8, None)
     host = plan_machines.HOSTS["v5e"][2]
     machine = plan_machines.Machine("v5e:2x4", plan_machines.CHIPS["v5e"], 8, None, host)
     made = plan_report.plan_compiled(run, machine, [compiled])
@@ -417,7 +476,7 @@ def test_nearest_change_is_the_first_that_fits(monkeypatch):
     """Gradients do not fit until there are four rows at a time; sampling fits as it is."""
     tried = []
 
-    def compiled(cfg, model_cfg, machine, programs, say, texts_dir=None):
+    def compiled(cfg, planned, machine, programs, say, texts_dir=None):
         tried.append(cfg.learner.batch.rows)
         assert programs == ("score", "gradients")
         return {"fits": cfg.learner.batch.rows <= 4}
@@ -451,9 +510,9 @@ def test_search_candidates_divide_and_keep_rows_and_screenshots_together():
 
 
 def test_search_by_formula_finds_the_fastest_that_fits():
-    model_cfg = plan_programs.read_model_config("Qwen2-VL-2B-Instruct")
+    planned = plan_programs.find_model("Qwen2-VL-2B-Instruct")
     machine = plan_machines.find_machine("gpu:4xA100")
-    found = plans.search(run_config(), model_cfg, machine, 100, print)
+    found = plans.search(run_config(), planned, machine, 100, print)
     speeds = [entry["step"]["tokens_per_s"] for _, entry in found]
     assert len(found) > 10 and speeds == sorted(speeds, reverse=True)
     assert all(entry["fits"] for _, entry in found)
@@ -511,11 +570,11 @@ def test_two_layers_at_full_width_compile_for_v5e_and_fit():
             rollout=dataclasses.replace(cfg.actor.rollout, max_context_tokens=1024),
         ),
     )
-    model_cfg = two_layers(plan_programs.read_model_config(cfg.model.path))
+    planned = two_layers(plan_programs.find_model(cfg.model.path))
     machine = plan_machines.find_machine("v5e:2x4")
     # Without `score`, which has nothing that the other two lack: a minute less.
     names = ("gradients", "encode", "prefill", "decode")
-    made = plans.make_plan(cfg, model_cfg, machine, names, print)
+    made = plans.make_plan(cfg, planned, machine, names, print)
     print(plan_report.format_plan(made))
     assert made["fits"]
     programs = made["programs"]
@@ -523,7 +582,7 @@ def test_two_layers_at_full_width_compile_for_v5e_and_fit():
     # The engine's prefill behind its cache too; one token after it reads the cache in plain XLA.
     assert [programs[name]["attention_kernels"] for name in names] == [4, 1, 1, 0]
     assert made["sampling"]["token_s"] > 0
-    whole_logits = 2048 * model_cfg.vocab_size * 2  # bfloat16[1,T,V] of one chip's row
+    whole_logits = 2048 * planned.cfg.vocab_size * 2  # bfloat16[1,T,V] of one chip's row
     assert max(entry["largest_array_bytes"] for entry in programs.values()) < whole_logits
     flops = made["model_flops"]
     needed = flops["new policy, forward"] + flops["new policy, backward"] + made["recomputed_flops"]

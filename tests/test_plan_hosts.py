@@ -72,9 +72,7 @@ def test_machine_that_nobody_rents_is_one_clear_line(topology, message):
 
 def abstract_run(module, chips: int, **changes) -> plan_programs.Run:
     cfg = run_config(module, **changes)
-    return plan_programs.abstract_run(
-        cfg, plan_programs.read_model_config(cfg.model.path), chips, None
-    )
+    return plan_programs.abstract_run(cfg, plan_programs.find_model(cfg.model.path), chips, None)
 
 
 @pytest.mark.parametrize(

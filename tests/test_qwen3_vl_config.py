@@ -7,19 +7,19 @@ import shutil
 
 import pytest
 
-from tests import qwen3_vl_world as world
-from tests.oracles import qwen3_vl_torch
+from tests import family_world as world
+from tests.oracles import qwen_torch
 from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, read_config
 from uirl_jax.families.table import family_of
 
-CONFIGS = [*qwen3_vl_torch.CONFIGS]
+CONFIGS = [*qwen_torch.QWEN3_VL]
 
 
 def config_with(changes: dict) -> dict:
     """The published layout of `plain` with other values; None takes one away."""
-    config = copy.deepcopy(qwen3_vl_torch.CONFIGS["plain"])
+    config = copy.deepcopy(qwen_torch.CONFIGS["plain"])
     for path, value in changes.items():
         *parents, name = path.split(".")
         holder = config
@@ -36,7 +36,7 @@ def config_with(changes: dict) -> dict:
 def test_config_both_layouts_of_transformers_give_the_same(name):
     from transformers import Qwen3VLConfig as Reference
 
-    published = qwen3_vl_torch.CONFIGS[name]
+    published = qwen_torch.CONFIGS[name]
     cfg = Qwen3VLConfig.from_dict(published)
     assert Qwen3VLConfig.from_dict(Reference(**published).to_dict()) == cfg
     assert Qwen3VLConfig.from_dict(cfg.to_dict()) == cfg

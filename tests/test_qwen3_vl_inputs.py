@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
 
-from tests import qwen3_vl_world as world
+from tests import family_world as world
 from tools import tokenizer_training
 from uirl_jax import actions
 from uirl_jax.errors import ImageError

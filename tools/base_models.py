@@ -11,12 +11,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from uirl_jax.families import qwen2_vl, qwen3_vl
+from uirl_jax.families import qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig
+from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
-from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
+from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +106,33 @@ def _qwen2_vl(tokenizer: Tokenizer) -> Qwen2VLConfig:
     return dataclasses.replace(cfg, images=_QWEN2_IMAGES)
 
 
+def _qwen2_5_vl(tokenizer: Tokenizer) -> Qwen25VLConfig:
+    """2.7 M parameters. A screen of 224x168 is 6 x 8 visual tokens, four attention windows, the
+    lower two cut off."""
+    return Qwen25VLConfig(
+        **_token_ids(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        mrope_section=(8, 12, 12),
+        rope_theta=10_000.0,
+        max_position_embeddings=4096,
+        initializer_range=0.07,
+        tie_word_embeddings=True,
+        vision=Qwen25VisionConfig(
+            depth=2,
+            hidden_size=128,
+            intermediate_size=256,
+            num_heads=2,
+            out_hidden_size=192,
+            fullatt_block_indexes=(1,),
+        ),
+        images=_QWEN2_IMAGES,
+    )
+
+
 # The published image rule but for its floor of 65,536 pixels: a screen of 224x168 stays 224x160, 35
 # visual tokens, where the floor would enlarge it to 320x224, 70 of them.
 _QWEN3_IMAGES = ImageConfig(
@@ -130,7 +160,7 @@ def _qwen3_vl(tokenizer: Tokenizer) -> Qwen3VLConfig:
         max_position_embeddings=4096,
         initializer_range=0.07,
         tie_word_embeddings=True,
-        vision=VisionConfig(
+        vision=Qwen3VisionConfig(
             depth=3,
             hidden_size=128,
             intermediate_size=384,
@@ -151,6 +181,15 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             config=_qwen2_vl,
             images=_QWEN2_IMAGES,
             coordinates="pixels",
+            step=10,
+            largest=(448, 336),
+        ),
+        "qwen2_5_vl": BaseModel(
+            title="Qwen2.5-VL",
+            family=qwen2_5_vl.FAMILY,
+            config=_qwen2_5_vl,
+            images=_QWEN2_IMAGES,
+            coordinates=qwen2_5_vl.FAMILY.coordinates,
             step=10,
             largest=(448, 336),
         ),

@@ -58,19 +58,19 @@ def main(argv: list[str]) -> int:
         cfg = reading.from_config(RunConfig, _CONFIG.value)
         if cfg.screen_px:  # sizes that follow from the model's tokenizer, which must be here
             cfg = completed(cfg, say)
-        model_cfg = programs.read_model_config(cfg.model.path)
+        planned = programs.find_model(cfg.model.path)
         machine = machines.find_machine(_TOPOLOGY.value)
         names = programs.TRAINING + (programs.SAMPLING if _SAMPLING.value else ())
         texts_dir = Path(_TEXTS.value) if _TEXTS.value else None
-        plan = plans.make_plan(cfg, model_cfg, machine, names, say, texts_dir)
+        plan = plans.make_plan(cfg, planned, machine, names, say, texts_dir)
         if not plan["fits"] and machine.devices is not None:
-            plan["nearest_change"] = plans.find_nearest_change(cfg, model_cfg, machine, plan, say)
+            plan["nearest_change"] = plans.find_nearest_change(cfg, planned, machine, plan, say)
         print(report.format_plan(plan), flush=True)
         if "nearest_change" in plan:
             print(f"nearest change that fits: {plan['nearest_change']}")
         if _SEARCH.value:
             plan["search"] = []
-            for words, found in plans.search(cfg, model_cfg, machine, _MOST.value, say):
+            for words, found in plans.search(cfg, planned, machine, _MOST.value, say):
                 plan["search"].append({"change": words, **found})
                 print(
                     f"  {'fits        ' if found['fits'] else 'does not fit'} "

@@ -1,4 +1,4 @@
-"""What a batch of Qwen2-VL costs by formula: FLOPs that it needs, and an estimate of its memory.
+"""What a batch costs by formula: FLOPs that it needs, and an estimate of its memory.
 
 FLOPs are of matrix products, two for a multiplication and an addition, and exclude what is computed
 twice to save memory. Rows are taken as full, one episode each. The memory estimate ranks the
@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 
+from tools.planner.families import PlannedModel, VisionSizes, vision_sizes
 from tools.planner.machines import Machine
 from tools.planner.programs import Run, chip_bytes
 from uirl_jax.families.loading import held_dtype
-from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
-from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
 
@@ -37,18 +36,15 @@ class TextFlops:
         return self.projections + self.attention + self.vocabulary
 
 
-def text_projections(cfg: Qwen2VLConfig) -> dict[str, tuple[int, int]]:
+def text_projections(cfg: Any) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a block's projections."""
-    dim, kv, mlp = (
-        cfg.hidden_size,
-        cfg.num_key_value_heads * cfg.head_dim,
-        cfg.intermediate_size,
-    )
+    dim, mlp = cfg.hidden_size, cfg.intermediate_size
+    q, kv = (heads * cfg.head_dim for heads in (cfg.num_attention_heads, cfg.num_key_value_heads))
     return {
-        "q_proj": (dim, dim),
+        "q_proj": (dim, q),
         "k_proj": (dim, kv),
         "v_proj": (dim, kv),
-        "o_proj": (dim, dim),
+        "o_proj": (q, dim),
         "gate_proj": (dim, mlp),
         "up_proj": (dim, mlp),
         "down_proj": (mlp, dim),
@@ -56,12 +52,13 @@ def text_projections(cfg: Qwen2VLConfig) -> dict[str, tuple[int, int]]:
 
 
 def text_forward(
-    cfg: Qwen2VLConfig, lora: LoraConfig | None, tokens: int, episode_tokens: int, scored: int
+    model: PlannedModel, lora: LoraConfig | None, tokens: int, episode_tokens: int, scored: int
 ) -> TextFlops:
     """Args: tokens in all; of an episode, which attends to itself; that meet the vocabulary."""
+    cfg = model.cfg
     layers, projections = cfg.num_hidden_layers, text_projections(cfg)
     per_token = sum(a * b for a, b in projections.values())
-    adapted = WEIGHTS.projections_of(lora.targets) if lora else ()
+    adapted = model.family.weights.projections_of(lora.targets) if lora else ()
     per_token_lora = sum(
         lora.rank * (a + b) for name, (a, b) in projections.items() if name in adapted
     )
@@ -69,19 +66,26 @@ def text_forward(
         projections=2.0 * layers * tokens * per_token,
         adapters=2.0 * layers * tokens * per_token_lora,
         # Scores and values, each against half of the episode: 2 x 2 x T / 2.
-        attention=2.0 * layers * tokens * episode_tokens * cfg.hidden_size,
+        attention=2.0 * layers * tokens * episode_tokens * projections["q_proj"][1],
         vocabulary=2.0 * scored * cfg.hidden_size * cfg.vocab_size,
     )
 
 
-def vision_forward(cfg: Qwen2VLConfig, images: int, patches: int) -> float:
-    """The vision tower over screenshots of so many patches; attention within a screenshot."""
-    vision = cfg.vision
-    dim, merged = vision.embed_dim, vision.embed_dim * vision.spatial_merge_size**2
+def vision_forward(vision: VisionSizes, images: int, patches: int) -> float:
+    """The vision tower over screenshots of so many patches; attention within a screenshot, or
+    within its windows."""
+    dim, merged = vision.width, vision.width * vision.merge_area
     per_patch = vision.patch_features * dim
-    per_patch += vision.depth * (4 * dim**2 + 2 * dim * vision.mlp_dim + 2 * patches * dim)
-    per_visual_token = merged**2 + merged * vision.hidden_size
-    return 2.0 * images * patches * (per_patch + per_visual_token / vision.spatial_merge_size**2)
+    per_patch += vision.depth * (4 * dim**2 + vision.mlp_matrices * dim * vision.mlp_width)
+    full_blocks = vision.depth - vision.windowed_blocks
+    keys = full_blocks * patches + vision.windowed_blocks * min(vision.window_patches, patches)
+    per_patch += 2 * keys * dim
+    per_visual_token = vision.mergers * (merged**2 + merged * vision.out_width)
+    return 2.0 * images * patches * (per_patch + per_visual_token / vision.merge_area)
+
+
+def planned_model(run: Run) -> PlannedModel:
+    return PlannedModel(run.model.family, run.model.cfg)
 
 
 def _text_pass(run: Run) -> TextFlops:
@@ -89,7 +93,7 @@ def _text_pass(run: Run) -> TextFlops:
     batch, lora = run.cfg.learner.batch, run.cfg.model.lora
     tokens = batch.rows * batch.row_lengths[-1]
     scored = math.prod(run.batch["sampled_index_bs"].shape)
-    return text_forward(run.model.cfg, lora, tokens, batch.row_lengths[-1], scored=scored)
+    return text_forward(planned_model(run), lora, tokens, batch.row_lengths[-1], scored=scored)
 
 
 def batches_a_step(run: Run) -> int:
@@ -105,7 +109,7 @@ def batch_flops(run: Run) -> dict[str, float]:
     backward = text.projections + text.vocabulary + 2 * text.adapters + 2 * text.attention
     parts = {
         "vision tower": vision_forward(
-            run.model.cfg, batch.image_rows[-1], batch.patch_lengths[-1]
+            vision_sizes(planned_model(run)), batch.image_rows[-1], batch.patch_lengths[-1]
         ),
         "new policy, forward": text.base + text.adapters,
         "new policy, backward": backward,
@@ -145,9 +149,10 @@ def resident(run: Run) -> tuple[float, float, float]:
     """Weights, state, and batch with the table of visual tokens: exact, from the shardings."""
     batch = run.cfg.learner.batch
     patches = batch.image_rows[-1] * batch.patch_lengths[-1]
-    tokens = patches // run.model.cfg.vision.spatial_merge_size**2
+    vision = vision_sizes(planned_model(run))
     # Whole on every chip: any row may look up any screenshot.
-    table = tokens * run.model.cfg.hidden_size * _activation_bytes(run)
+    width = vision.mergers * vision.out_width
+    table = patches // vision.merge_area * width * _activation_bytes(run)
     return chip_bytes(run.model.frozen), chip_bytes(run.state), chip_bytes(run.batch) + table
 
 
@@ -165,7 +170,7 @@ def host_memory(run: Run, machine: Machine) -> dict[str, float]:
     Not at once: the weights come and go before the first batch.
     """
     rows, share = run.cfg.learner.batch.rows, rows_on_a_host(run, machine)
-    leaves = weights.leaves_of(run.model.cfg, run.model.frozen, WEIGHTS)
+    leaves = weights.leaves_of(run.model.cfg, run.model.frozen, run.model.family.weights)
     state = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.state) if leaf.shape]
     stored_bytes = 2  # of a bfloat16 weight, as published
     largest = max(math.prod(leaf.tensor_shape) for leaf in leaves) * stored_bytes
@@ -190,7 +195,8 @@ def estimate_memory(run: Run) -> Memory:
     tokens = batch.rows / across * batch.row_lengths[-1]
     dim, mlp = model.hidden_size, model.intermediate_size
     kv = model.num_key_value_heads * model.head_dim
-    outputs = (2 * dim + 2 * kv + 2 * mlp) / wide + dim  # of the projections of a block
+    q = model.num_attention_heads * model.head_dim
+    outputs = (2 * q + 2 * kv + 2 * mlp) / wide + dim  # of the projections of a block
     kept = {"full": dim, "dots": 2 * dim + outputs, "none": 6 * dim + 2 * outputs}
     saved = model.num_hidden_layers * tokens * kept[cfg.model.remat] * item
     # Backward through one block, the logits of a chunk with their gradient, gathered weights.
@@ -198,8 +204,9 @@ def estimate_memory(run: Run) -> Memory:
     logits = 3 * _LOGITS_BYTES
     gathered = 2 * model.vocab_size * dim * item / wide
     images = batch.image_rows[-1] / across * batch.patch_lengths[-1]
-    # 2 mlp + 10 embed: 47 kB a patch was what libtpu took for 40 screenshots a chip.
-    vision = images * (2 * model.vision.mlp_dim + 10 * model.vision.embed_dim) * item
+    # 2 mlp + 10 width: 47 kB a patch was what libtpu took for 40 screenshots a chip of Qwen2-VL.
+    tower = vision_sizes(planned_model(run))
+    vision = images * (tower.mlp_matrices * tower.mlp_width + 10 * tower.width) * item
     scoring = block / 2 + logits * 2 / 3 + gathered
     gradients = saved + block + logits + gathered
     weights, state, resident_batch = resident(run)

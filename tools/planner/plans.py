@@ -11,23 +11,23 @@ from typing import Any
 from tools.planner import programs as plan_programs
 from tools.planner import report as plan_report
 from tools.planner import search as plan_search
+from tools.planner.families import PlannedModel
 from tools.planner.machines import Machine
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 
 _MOST_CHANGES = 4  # compiled to find one that fits; a compilation takes minutes
 
 
 def make_plan(
     cfg: RunConfig,
-    model_cfg: Qwen2VLConfig,
+    planned: PlannedModel,
     machine: Machine,
     programs: tuple[str, ...],
     say: Callable[[str], None],
     texts_dir: Path | None = None,
 ) -> dict[str, Any]:
     """The plan of one config on one machine."""
-    run = plan_programs.abstract_run(cfg, model_cfg, machine.chips, machine.devices)
+    run = plan_programs.abstract_run(cfg, planned, machine.chips, machine.devices)
     if machine.devices is None:
         return plan_report.plan_by_formula(run, machine)
     compiled = plan_programs.compile_programs(run, programs, say)
@@ -40,7 +40,7 @@ def make_plan(
 
 def find_nearest_change(
     cfg: RunConfig,
-    model_cfg: Qwen2VLConfig,
+    planned: PlannedModel,
     machine: Machine,
     plan: dict[str, Any],
     say: Callable[[str], None],
@@ -58,7 +58,7 @@ def find_nearest_change(
         for (words, changed), _ in zip(changes, range(_MOST_CHANGES), strict=False):
             say(f"trying {words}")
             again = tuple(name for name in kind if name in plan["programs"])
-            if make_plan(changed, model_cfg, machine, again, say)["fits"]:
+            if make_plan(changed, planned, machine, again, say)["fits"]:
                 found.append(words)
                 break
         else:
@@ -68,7 +68,7 @@ def find_nearest_change(
 
 def search(
     cfg: RunConfig,
-    model_cfg: Qwen2VLConfig,
+    planned: PlannedModel,
     machine: Machine,
     most: int,
     say: Callable[[str], None],
@@ -76,7 +76,7 @@ def search(
     """Ranks the candidates by formula, compiles the first `most`; the best that fits first."""
     ranked = []
     for words, changed in plan_search.candidates(cfg, machine.chips, machine.slices):
-        run = plan_programs.abstract_run(changed, model_cfg, machine.chips, machine.devices)
+        run = plan_programs.abstract_run(changed, planned, machine.chips, machine.devices)
         plan = plan_report.plan_by_formula(run, machine)
         if plan["peak_bytes"] <= 1.1 * machine.chip.hbm_bytes:  # the estimate may be too high
             ranked.append((words, changed, plan))
@@ -88,7 +88,7 @@ def search(
     tried = []
     for number, (words, changed, _) in enumerate(ranked[:most], start=1):
         say(f"search {number}/{min(most, len(ranked))}: {words}")
-        plan = make_plan(changed, model_cfg, machine, plan_programs.TRAINING, say)
+        plan = make_plan(changed, planned, machine, plan_programs.TRAINING, say)
         if "step" in plan:
             tried.append((words, plan))
     tried.sort(key=lambda entry: (not entry[1]["fits"], -entry[1]["step"]["tokens_per_s"]))

@@ -2,8 +2,8 @@
 
 What the learner jits (`make_steps`: score, gradients) and what the engine jits (`make_programs`:
 vision tower, prefill and decode steps) are lowered with abstract arrays, placed as the run places
-them, and compiled by the TPU's compiler on this host. Only Qwen2-VL is planned: config.json is all
-that is read of a model directory, and `model` counts FLOPs by this architecture.
+them, and compiled by the TPU's compiler on this host. config.json is all that is read of a model
+directory; `families` lists the families that are planned.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from tools.planner.families import PlannedModel, read_model, vision_sizes
 from uirl_jax import assets
 from uirl_jax.config.schema import ModelConfig, RunConfig
 from uirl_jax.engine import programs as engine_programs
@@ -28,9 +29,7 @@ from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Vocabulary
 from uirl_jax.families.loading import PolicyModel, held_dtype
-from uirl_jax.families.qwen2_vl import FAMILY
-from uirl_jax.families.qwen2_vl import config as qwen2_vl_config
-from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
+from uirl_jax.families.table import FAMILIES
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import hub, sharding
@@ -77,7 +76,7 @@ class Compiled:
     wanted_bytes: float = 0.0  # what it would have taken at least
 
 
-def read_model_config(path: str) -> Qwen2VLConfig:
+def find_model(path: str) -> PlannedModel:
     """Dimensions of a model; of a published one also where the directory is missing.
 
     Raises: ModelError.
@@ -87,7 +86,7 @@ def read_model_config(path: str) -> Qwen2VLConfig:
         path = str(hub.model_directory(path, weights=False))
     for directory in (assets.find(path), published):
         if (directory / "config.json").is_file():
-            return qwen2_vl_config.read_model_config(directory)
+            return read_model(directory)
     names = ", ".join(sorted(p.name for p in PUBLISHED.iterdir()))
     raise ModelError(
         f"{path}: has no config.json, and its name is none of the published models that can be "
@@ -97,7 +96,7 @@ def read_model_config(path: str) -> Qwen2VLConfig:
 
 def abstract_run(
     cfg: RunConfig,
-    model_cfg: Qwen2VLConfig,
+    planned: PlannedModel,
     chips: int,
     devices: tuple[jax.Device, ...] | None,
 ) -> Run:
@@ -117,18 +116,18 @@ def abstract_run(
         raise ConfigError("model.train='all': plans are made for adapters; set model.train='lora'")
     learner = cfg.learner
     graphdef, frozen, optimizer, state = _abstract_leaves(
-        model_cfg, cfg.model, learner.optimizer, learner.steps
+        planned.family.model_type, planned.cfg, cfg.model, learner.optimizer, learner.steps
     )
-    rules = FAMILY.weights.sharding_rules
+    rules = planned.family.weights.sharding_rules
     state = _placed(state, sharding.state_shardings(mesh, state, rules))
     model = PolicyModel(
         path=Path(),
-        family=FAMILY,
+        family=planned.family,
         graphdef=graphdef,
         trainable=state.trainable,
         frozen=_placed(frozen, sharding.state_shardings(mesh, frozen, rules)),
-        cfg=model_cfg,
-        inputs=FAMILY.make_inputs(model_cfg),
+        cfg=planned.cfg,
+        inputs=planned.family.make_inputs(planned.cfg),
         base_hash="",
     )
     return Run(
@@ -143,13 +142,14 @@ def abstract_run(
 
 @functools.cache  # a search asks for the same a hundred times, and it takes a second
 def _abstract_leaves(
-    model_cfg: Qwen2VLConfig,
+    model_type: str,
+    model_cfg: Any,
     cfg: ModelConfig,
     optimizer_cfg: learner_state.OptimizerConfig,
     steps: int,
 ) -> tuple[nnx.GraphDef, nnx.State, optax.GradientTransformation, learner_state.TrainState]:
     model = nnx.eval_shape(
-        lambda: FAMILY.make_model(
+        lambda: FAMILIES[model_type].make_model(
             model_cfg,
             lora=cfg.lora,
             rngs=nnx.Rngs(0),
@@ -272,9 +272,9 @@ def _trace_sampling(run: Run, name: str) -> Any:
     )
     cache = jax.tree.map(lambda array: placed(array, engine_programs.CACHE_AXES), cache)
     dtype = model.frozen["text"]["embedding"].dtype
-    table_md = placed(
-        of(dtype, cfg.table_rows(model.inputs), model.cfg.hidden_size), engine_programs.TABLE_AXES
-    )
+    vision = vision_sizes(PlannedModel(model.family, model.cfg))
+    width = vision.mergers * vision.out_width
+    table_md = placed(of(dtype, cfg.table_rows(model.inputs), width), engine_programs.TABLE_AXES)
     programs = engine_programs.make_programs(
         model,
         _vocabulary(model.cfg),
@@ -355,7 +355,7 @@ def chip_bytes(tree: Any) -> int:
     return total
 
 
-def _vocabulary(cfg: Qwen2VLConfig) -> Vocabulary:
+def _vocabulary(cfg: Any) -> Vocabulary:
     """In place of the tokenizer's; which ids they are changes no cost."""
     forbidden_ids = (
         cfg.vision_start_token_id,

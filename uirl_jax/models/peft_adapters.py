@@ -84,11 +84,8 @@ def save_adapter(
     arrays = adapters_to_numpy(nnx.state(model, LoRAParam))
     tensors = {}
     leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)), table)
-    targets = set()
-    for leaf in _adapted(leaves, table.projections_of(model.lora.targets)):
-        projection = _projection(leaf)
-        target = table.peft_targets.get(projection, projection)
-        targets |= {target.replace("{layer}", str(i)) for i in range(len(leaf.tensors))}
+    adapted = _adapted(leaves, table.projections_of(model.lora.targets))
+    for leaf in adapted:
         for name, peft_name in _MATRICES.items():
             array = arrays[_sibling(leaf, name)]
             layers = array if leaf.stacked else [array]
@@ -104,7 +101,7 @@ def save_adapter(
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers need an int
         "lora_dropout": model.lora.dropout,
         "use_rslora": model.lora.rslora,
-        "target_modules": sorted(targets),
+        "target_modules": _target_modules(leaves, adapted, table),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -116,6 +113,29 @@ def save_adapter(
         metadata = {"format": "pt"} | ({_BASE_HASH: base_hash} if base_hash else {})
         tensors_file.write(_with_metadata(safetensors.numpy.save(tensors), metadata))
         config_file.write((json.dumps(config, indent=2) + "\n").encode())
+
+
+def _target_modules(leaves: list[Leaf], adapted: list[Leaf], table: WeightTable) -> list[str] | str:
+    """PEFT's words for the adapted modules: last names, or a regular expression where other modules
+    have the same names, as Qwen2.5-VL's MLPs in both towers."""
+    names = set()
+    for leaf in adapted:
+        name = table.peft_targets.get(_projection(leaf), _projection(leaf))
+        names |= {name.replace("{layer}", str(i)) for i in range(len(leaf.tensors))}
+    targets = sorted(names)
+    others = {leaf.path: leaf for leaf in leaves if not leaf.path.endswith("/bias")}
+    for leaf in adapted:
+        del others[leaf.path]
+    current = [table.current_name(_module(x)) for leaf in others.values() for x in leaf.tensors]
+    if not any(_matches(targets, module) for module in current):
+        return targets
+    modules = [(re.escape(table.current_name(_module(leaf.tensors[0]))), leaf) for leaf in adapted]
+    return "|".join(
+        sorted(
+            name.replace(r"\.0\.", r"\.\d+\.", 1) if leaf.stacked else name
+            for name, leaf in modules
+        )
+    )
 
 
 def _with_metadata(contents: bytes, metadata: dict[str, str]) -> bytes:

@@ -126,9 +126,8 @@ def read_text(
         raise ModelError(f"config.json: not supported: {', '.join([*problems, *vision_problems])}")
 
     fields = [f.name for f in dataclasses.fields(QwenConfig) if f.name != "images"]
-    found = {"rms_norm_eps": _RMS_NORM_EPS} | {
-        n: text[n] for n in fields if text.get(n) is not None
-    }
+    found: dict[str, Any] = {name: text[name] for name in fields if text.get(name) is not None}
+    found.setdefault("rms_norm_eps", _RMS_NORM_EPS)
     if "num_attention_heads" in found:  # the default is no grouping
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
     if "rope_theta" in rope:
@@ -147,9 +146,9 @@ def read_text(
 def vision_rope_problems(vision: Mapping[str, Any]) -> list[str]:
     """What of the vision tower's rotary positions is not computed, in words."""
     theta = (vision.get("rope_parameters") or {}).get("rope_theta", VISION_ROPE_THETA)
-    return (
-        [] if theta == VISION_ROPE_THETA else [f"vision_config.rope_parameters.rope_theta={theta}"]
-    )
+    if theta == VISION_ROPE_THETA:
+        return []
+    return [f"vision_config.rope_parameters.rope_theta={theta}"]
 
 
 def check_complete(

@@ -71,37 +71,57 @@ class QwenInputs:
                 continue
             span = slice(start, start + screen.patches)
             patches_ipc[row, span] = screen.arrays["patches_pc"]
-            positions_ip2[row, span] = patch_positions(_grid(screen), self.images.merge_size)
+            positions_ip2[row, span] = patch_positions(grid_of(screen), self.images.merge_size)
             segments_ip[row, span] = segment
         arrays = {
             "patches_ipc": patches_ipc,
             "patch_positions_ip2": positions_ip2,
             "patch_segments_ip": segments_ip,
         }
-        return PackedScreens(arrays, first_tokens)
+        return self.completed(PackedScreens(arrays, first_tokens), placed)
+
+    def completed(self, packed: PackedScreens, placed: Sequence[PlacedScreen]) -> PackedScreens:
+        """What a family adds to the arrays of a call, or changes in them; here nothing."""
+        del placed
+        return packed
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
-        grids = [_grid(screen) for screen in screens]
+        grids = [grid_of(screen) for screen in screens]
         return rope_positions(token_ids_t, grids, self.image_token_id, self.images.merge_size)
 
     def next_position(self, positions_at: np.ndarray) -> int:
         return int(positions_at.max(initial=-1)) + 1
 
     def from_processor(
-        self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
+        self,
+        *,
+        pixel_values: np.ndarray | None = None,
+        image_grid_thw: np.ndarray | None = None,
+        mm_token_type_ids: np.ndarray | None = None,
+        **more: np.ndarray,
     ) -> tuple[list[Screen], PackedScreens]:
         """Screens without pixels, and the arrays of the images, each in a row of its own.
 
         Args:
           pixel_values: float[P,F], the patches of all images, one after the other.
           image_grid_thw: int[N,3], of each image in patches.
+          mm_token_type_ids: not read, it says again where input_ids has images.
+          more: refused.
         """
+        del mm_token_type_ids
+        if more or pixel_values is None or image_grid_thw is None:
+            got = sorted(more) or "one of them alone"
+            raise ImageError(
+                f"of images got {got}, expected pixel_values and image_grid_thw; videos are not "
+                "supported"
+            )
         grids = [(int(t), int(h), int(w)) for t, h, w in image_grid_thw]
+        merge = self.images.merge_size
         for index, grid in enumerate(grids):
-            if grid[0] != 1 or any(side < 1 or side % self.images.merge_size for side in grid[1:]):
+            if grid[0] != 1 or any(side < 1 or side % merge for side in grid[1:]):
                 raise ImageError(
-                    f"image_grid_thw[{index}]={grid}: expected one frame (videos are not supported) "
-                    f"and sides that are multiples of {self.images.merge_size}"
+                    f"image_grid_thw[{index}]={grid}, expected one frame, as videos are not "
+                    f"supported, and sides that are multiples of {merge}"
                 )
         screens = [self._screen((0, 0), grid) for grid in grids]
         counts = [screen.patches for screen in screens]
@@ -124,10 +144,13 @@ class QwenInputs:
             "patch_segments_ip": segments_ip,
         }
         row_tokens = self.row_tokens(most)
-        return screens, PackedScreens(arrays, [row * row_tokens for row in range(len(grids))])
+        packed = PackedScreens(arrays, [row * row_tokens for row in range(len(grids))])
+        placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
+        return screens, self.completed(packed, placed)
 
 
-def _grid(screen: Screen) -> Grid:
+def grid_of(screen: Screen) -> Grid:
+    """The grid of a screen that QwenInputs planned."""
     frames, height, width = screen.layout
     return frames, height, width
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen
+from uirl_jax.families.border import PackedScreens, PlacedScreen
 from uirl_jax.families.qwen.images import Grid
-from uirl_jax.families.qwen.inputs import QwenInputs
+from uirl_jax.families.qwen.inputs import QwenInputs, grid_of
 from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig
 
 _PIXELS = ("patches_ipc", "pixels_ipf")  # one of them is in a call of the vision tower
@@ -24,27 +24,12 @@ class Qwen25VLInputs(QwenInputs):
 
     window_tokens: int  # visual tokens in a row and a column of a window
 
-    def pack_screens(
-        self, placed: Sequence[PlacedScreen], rows: int, row_patches: int
-    ) -> PackedScreens:
-        """The arrays of QwenInputs with each screen's patches in the order of windows.
+    def completed(self, packed: PackedScreens, placed: Sequence[PlacedScreen]) -> PackedScreens:
+        """The arrays of QwenInputs with each screen's patches in the order of windows, and
 
         patch_windows_ip: int32[I,P], a number for each window of a row, 0 at padding.
         token_order_im: int32[I,M], where in its row each visual token is, in the text's order.
         """
-        return self._in_windows(super().pack_screens(placed, rows, row_patches), placed)
-
-    def from_processor(
-        self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
-    ) -> tuple[list[Screen], PackedScreens]:
-        """As QwenInputs.from_processor; the arrays are those of pack_screens."""
-        screens, packed = super().from_processor(
-            pixel_values=pixel_values, image_grid_thw=image_grid_thw
-        )
-        placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
-        return screens, self._in_windows(packed, placed)
-
-    def _in_windows(self, packed: PackedScreens, placed: Sequence[PlacedScreen]) -> PackedScreens:
         area = self.images.merge_size**2
         arrays = dict(packed.arrays)
         segments_ip = arrays["patch_segments_ip"]
@@ -57,7 +42,7 @@ class Qwen25VLInputs(QwenInputs):
             if not segments_ip[row, span].any():  # another host has its pixels
                 continue
             order_m, counts_w = window_order(
-                _grid(screen), self.images.merge_size, self.window_tokens
+                grid_of(screen), self.images.merge_size, self.window_tokens
             )
             order_p = (order_m[:, None] * area + np.arange(area, dtype=np.int32)).reshape(-1)
             for name in moved:
@@ -101,8 +86,3 @@ def window_order(
         for column in range(0, columns, window_tokens)
     ]
     return np.concatenate(windows), np.array([len(window) for window in windows], np.int32)
-
-
-def _grid(screen: Screen) -> Grid:
-    frames, height, width = screen.layout
-    return frames, height, width

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen
+from uirl_jax.families.border import PackedScreens, PlacedScreen
 from uirl_jax.families.qwen.images import Grid
-from uirl_jax.families.qwen.inputs import QwenInputs, patch_positions
+from uirl_jax.families.qwen.inputs import QwenInputs, grid_of, patch_positions
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 
 
@@ -17,30 +17,12 @@ class Qwen3VLInputs(QwenInputs):
 
     table_side: int  # of the square grid of learned positions
 
-    def pack_screens(
-        self, placed: Sequence[PlacedScreen], rows: int, row_patches: int
-    ) -> PackedScreens:
+    def completed(self, packed: PackedScreens, placed: Sequence[PlacedScreen]) -> PackedScreens:
         """The arrays of QwenInputs, and table_positions_ip2: float32[I,P,2]."""
-        return self._with_table_positions(super().pack_screens(placed, rows, row_patches), placed)
-
-    def from_processor(
-        self, *, pixel_values: np.ndarray, image_grid_thw: np.ndarray
-    ) -> tuple[list[Screen], PackedScreens]:
-        """As QwenInputs.from_processor."""
-        screens, packed = super().from_processor(
-            pixel_values=pixel_values, image_grid_thw=image_grid_thw
-        )
-        placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
-        return screens, self._with_table_positions(packed, placed)
-
-    def _with_table_positions(
-        self, packed: PackedScreens, placed: Sequence[PlacedScreen]
-    ) -> PackedScreens:
         positions_ip2 = np.zeros(packed.arrays["patch_positions_ip2"].shape, np.float32)
         for screen, row, start, _ in placed:
-            frames, height, width = screen.layout
             positions_ip2[row, start : start + screen.patches] = table_positions(
-                (frames, height, width), self.images.merge_size, self.table_side
+                grid_of(screen), self.images.merge_size, self.table_side
             )
         return packed._replace(arrays=packed.arrays | {"table_positions_ip2": positions_ip2})
 

@@ -1,4 +1,7 @@
-"""Small Qwen3-VL directories written by transformers, and rows for both implementations."""
+"""Small directories of Qwen2.5-VL and Qwen3-VL, written by transformers; rows for both sides.
+
+Configs are named in tests/oracles/qwen_torch.py; a name says the family, too.
+"""
 
 import dataclasses
 import functools
@@ -10,47 +13,59 @@ import numpy as np
 from flax import nnx
 from PIL import Image
 
-from tests.oracles import qwen3_vl_torch
+from tests.oracles import qwen_torch
 from uirl_jax.families import loading
-from uirl_jax.families.border import Inputs, PlacedScreen, Screen, TokenRows
+from uirl_jax.families.border import Inputs, Model, PlacedScreen, Screen, TokenRows
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.families.qwen.images import pixel_values
-from uirl_jax.families.qwen3_vl.model import Qwen3VL
 from uirl_jax.families.screens import vision_index
 from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 
-IMAGE_TOKEN, VOCAB = qwen3_vl_torch.IMAGE_TOKEN_ID, qwen3_vl_torch.VOCAB
+IMAGE_TOKEN, VOCAB = qwen_torch.IMAGE_TOKEN_ID, qwen_torch.VOCAB
 ROW_TOKENS, ROW_PATCHES, IMAGE_ROWS = 48, 80, 2  # of every case: compiled once a config
+
+
+_PROCESSORS = {
+    "qwen2_5_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+}
 
 
 @functools.cache
 def reference_of(name: str):
-    """transformers' model of qwen3_vl_torch.CONFIGS; nobody changes it."""
-    return qwen3_vl_torch.make_reference(name)
+    """transformers' model of qwen_torch.CONFIGS; nobody changes it."""
+    return qwen_torch.make_reference(name)
 
 
 @functools.cache
 def directory_of(name: str) -> Path:
     """Its directory, as it is published: weights, config.json, preprocessor_config.json."""
-    directory = Path(tempfile.mkdtemp(prefix=f"qwen3-vl-{name}-"))
+    directory = Path(tempfile.mkdtemp(prefix=f"family-{name}-"))
     write_reference(name, directory)
     return directory
 
 
 def write_reference(name: str, directory: Path) -> None:
     reference_of(name).save_pretrained(directory)
-    vision = qwen3_vl_torch.CONFIGS[name]["vision_config"]
+    vision = qwen_torch.CONFIGS[name]["vision_config"]
     factor = 2 * vision["patch_size"]
     processor = {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": "Qwen3VLProcessor",
         "size": {"shortest_edge": factor**2, "longest_edge": 10**6},
         "patch_size": vision["patch_size"],
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
+        **_PROCESSORS[qwen_torch.CONFIGS[name]["model_type"]],
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
 
@@ -60,7 +75,7 @@ def policy_of(name: str, lora: LoraConfig | None = None, remat: Remat = "none") 
     return loading.load(directory_of(name), lora=lora, seed=0, remat=remat)
 
 
-def merged(policy: PolicyModel) -> Qwen3VL:
+def merged(policy: PolicyModel) -> Model:
     return nnx.merge(policy.graphdef, policy.trainable, policy.frozen)
 
 

@@ -1,16 +1,17 @@
-"""Oracle: Qwen3-VL of transformers in torch, float32, small and with random weights."""
+"""Oracle: Qwen2.5-VL and Qwen3-VL of transformers in torch, float32, small, random weights."""
 
+import copy
 import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+import transformers
 
 IMAGE_TOKEN_ID, VOCAB = 290, 300
 
 
-def config_dict(text: dict, vision: dict, *, tied: bool) -> dict[str, Any]:
+def _qwen3_vl(text: dict, vision: dict, *, tied: bool) -> dict[str, Any]:
     """A config.json in the published layout."""
     sections = text.pop("mrope_section")
     return {
@@ -54,8 +55,8 @@ def config_dict(text: dict, vision: dict, *, tied: bool) -> dict[str, Any]:
 # Each has what the published sizes leave out: heads x head_dim is not the width (plain), nothing is
 # a multiple of 8 and a level comes from the last vision block (odd), one level and no grouped heads
 # (one_level), no level at all (none). With a theta of 100 few tokens turn every pair of a head.
-CONFIGS = {
-    "plain": config_dict(
+QWEN3_VL = {
+    "plain": _qwen3_vl(
         {
             "hidden_size": 64,
             "intermediate_size": 96,
@@ -76,7 +77,7 @@ CONFIGS = {
         },
         tied=True,
     ),
-    "odd": config_dict(
+    "odd": _qwen3_vl(
         {
             "hidden_size": 44,
             "intermediate_size": 50,
@@ -98,7 +99,7 @@ CONFIGS = {
         },
         tied=False,
     ),
-    "one_level": config_dict(
+    "one_level": _qwen3_vl(
         {
             "hidden_size": 30,
             "intermediate_size": 44,
@@ -120,7 +121,7 @@ CONFIGS = {
         },
         tied=True,
     ),
-    "none": config_dict(
+    "none": _qwen3_vl(
         {
             "hidden_size": 36,
             "intermediate_size": 40,
@@ -144,11 +145,149 @@ CONFIGS = {
 }
 
 
-def make_reference(name: str) -> Qwen3VLForConditionalGeneration:
+def _qwen2_5_vl(text: dict, vision: dict, *, tied: bool) -> dict[str, Any]:
+    """A config.json in the published, flat layout."""
+    sections = text.pop("mrope_section")
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": 291,
+        "vision_start_token_id": 288,
+        "vision_end_token_id": 289,
+        "vocab_size": VOCAB,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"type": "mrope", "mrope_section": sections},
+        "rope_theta": 1_000_000.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": tied,
+        **text,
+        "vision_config": {
+            "hidden_act": "silu",
+            "in_channels": 3,
+            "out_hidden_size": text["hidden_size"],
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            **vision,
+        },
+    }
+
+
+# Windows of 2 x 2 visual tokens: the images of the cases have whole windows and all kinds of edges.
+# Every second block is full (windows), nothing is a multiple of 8 and the first block is full
+# (odd_windows), windows of 3 x 3 and a full block in the middle, no grouped heads (wide_windows),
+# windows of one visual token and no full block (narrow_windows).
+QWEN2_5_VL = {
+    "windows": _qwen2_5_vl(
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "mrope_section": [2, 3, 3],
+        },
+        {
+            "depth": 4,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 8,
+            "window_size": 32,
+            "fullatt_block_indexes": [1, 3],
+        },
+        tied=True,
+    ),
+    "odd_windows": _qwen2_5_vl(
+        {
+            "hidden_size": 60,
+            "intermediate_size": 50,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "mrope_section": [1, 2, 2],
+            "rope_theta": 100.0,
+        },
+        {
+            "depth": 4,
+            "hidden_size": 36,
+            "intermediate_size": 50,
+            "num_heads": 3,
+            "patch_size": 6,
+            "window_size": 24,
+            "fullatt_block_indexes": [0, 2],
+        },
+        tied=False,
+    ),
+    "wide_windows": _qwen2_5_vl(
+        {
+            "hidden_size": 36,
+            "intermediate_size": 44,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "mrope_section": [2, 2, 2],
+            "rope_theta": 100.0,
+        },
+        {
+            "depth": 3,
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "num_heads": 3,
+            "patch_size": 4,
+            "window_size": 24,
+            "fullatt_block_indexes": [1],
+        },
+        tied=True,
+    ),
+    "narrow_windows": _qwen2_5_vl(
+        {
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "mrope_section": [2, 1, 1],
+        },
+        {
+            "depth": 2,
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 8,
+            "fullatt_block_indexes": [],
+        },
+        tied=False,
+    ),
+}
+CONFIGS = {**QWEN2_5_VL, **QWEN3_VL}
+_CLASSES = {
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLConfig,
+        transformers.Qwen2_5_VLForConditionalGeneration,
+    ),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+}
+
+
+def config_class(name: str) -> Any:
+    return _CLASSES[CONFIGS[name]["model_type"]][0]
+
+
+def model_class(name: str) -> Any:
+    return _CLASSES[CONFIGS[name]["model_type"]][1]
+
+
+def make_reference(name: str) -> Any:
     """Weights of a scale at which every part of the model moves the logits, biases included."""
-    config = Qwen3VLConfig(**CONFIGS[name])
+    config = config_class(name)(**copy.deepcopy(CONFIGS[name]))
     config._attn_implementation = "eager"
-    reference = Qwen3VLForConditionalGeneration(config).eval()
+    reference = model_class(name)(config).eval()
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for leaf, parameter in reference.named_parameters():
@@ -156,7 +295,8 @@ def make_reference(name: str) -> Qwen3VLForConditionalGeneration:
             if parameter.ndim > 1:
                 parameter.copy_(noise / parameter[0].numel() ** 0.5)
             else:  # norms of exactly 1 and biases of 0 would hide mistakes
-                parameter.copy_(0.2 * noise + ("norm" in leaf and leaf.endswith("weight")))
+                norm = "norm" in leaf or "ln_q" in leaf
+                parameter.copy_(0.2 * noise + (norm and leaf.endswith("weight")))
     return reference
 
 
@@ -186,7 +326,7 @@ def model_inputs(
 
 
 def run(
-    reference: Qwen3VLForConditionalGeneration,
+    reference: Any,
     token_ids_bt: np.ndarray,
     attention_bt: np.ndarray,
     pixels: list[np.ndarray],
@@ -221,7 +361,8 @@ def run(
         visual = []
         if grids:
             found = model.get_image_features(given["pixel_values"], given["image_grid_thw"])
-            levels = [found.pooler_output, *found.deepstack_features]
+            qwen3 = reference.config.model_type == "qwen3_vl"
+            levels = [found.pooler_output, *(found.deepstack_features if qwen3 else ())]
             visual = torch.cat([torch.cat(level) for level in levels], dim=-1).numpy()
     return Outputs(
         logits.numpy(),
