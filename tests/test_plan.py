@@ -22,6 +22,9 @@ from configs import (
     grpo_qwen2_5_vl_7b,
     grpo_qwen2vl_2b,
     grpo_qwen2vl_7b,
+    grpo_qwen3_vl_2b,
+    grpo_qwen3_vl_4b,
+    grpo_qwen3_vl_8b,
     ui_tars_1_5_7b_data_entry,
 )
 from tests import small_model
@@ -318,6 +321,9 @@ def test_published_dimensions_are_those_of_the_published_models():
         (grpo_qwen2_5_vl_3b, 3_754_622_976),
         (grpo_qwen2_5_vl_7b, 8_292_166_656),
         (ui_tars_1_5_7b_data_entry, 8_292_166_656),
+        (grpo_qwen3_vl_2b, 2_127_532_032),
+        (grpo_qwen3_vl_4b, 4_437_815_808),
+        (grpo_qwen3_vl_8b, 8_767_123_696),
     ):
         cfg = run_config(module)
         planned = plan_programs.find_model(cfg.model.path)
@@ -326,16 +332,21 @@ def test_published_dimensions_are_those_of_the_published_models():
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "patch", "max_pixels"),
     [
-        *(grpo_qwen2vl_2b, grpo_qwen2vl_7b),
-        *(grpo_qwen2_5_vl_3b, grpo_qwen2_5_vl_7b, ui_tars_1_5_7b_data_entry),
+        *((module, 14, 12_845_056) for module in (grpo_qwen2vl_2b, grpo_qwen2vl_7b)),
+        *((module, 14, 12_845_056) for module in (grpo_qwen2_5_vl_3b, grpo_qwen2_5_vl_7b)),
+        (ui_tars_1_5_7b_data_entry, 14, 2_116_800),
+        *(
+            (module, 16, 16_777_216)
+            for module in (grpo_qwen3_vl_2b, grpo_qwen3_vl_4b, grpo_qwen3_vl_8b)
+        ),
     ],
 )
-def test_training_configs_hold_ten_screenshots_of_1280x800(module):
+def test_training_configs_hold_ten_screenshots_of_1280x800(module, patch, max_pixels):
     cfg = run_config(module)
-    height_px, width_px = smart_resize(800, 1280, 28, 3136, 12_845_056)
-    patches = (height_px // 14) * (width_px // 14)
+    height_px, width_px = smart_resize(800, 1280, 2 * patch, 3136, max_pixels)
+    patches = (height_px // patch) * (width_px // patch)
     assert cfg.learner.batch.patch_lengths == (patches,) == (cfg.engine.image_row_patches,)
     markers = 12  # chat and vision markers of a turn
     turn = patches // 4 + markers + cfg.actor.rollout.max_new_tokens
