@@ -147,7 +147,7 @@ _QWEN3_IMAGES = ImageConfig(
 
 
 def _qwen3_vl(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    """3.3 M parameters, with two levels of DeepStack. Its heads are wider than the width's share,
+    """3.7 M parameters, with two levels of DeepStack. Its heads are wider than the width's share,
     as in the published 4B."""
     return Qwen3VLConfig(
         **_token_ids(tokenizer),

@@ -19,69 +19,15 @@ from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
 from uirl_jax.families.qwen.model import QwenVL, pixel_values
+from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from uirl_jax.families.qwen3_vl.names import WEIGHTS
 from uirl_jax.models import decoder, layers
-from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
 from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
-
-_VISION_NORM_EPS = 1e-6  # a constant in the reference, too
-
-
-class VisionBlock(nnx.Module):
-    """Pre-norm attention over an image's patches, then a two-layer MLP."""
-
-    def __init__(
-        self,
-        cfg: VisionConfig,
-        *,
-        lora: LoraConfig | None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype,
-    ) -> None:
-        dim = cfg.hidden_size
-        linear = functools.partial(
-            adapted_linear,
-            lora=lora,
-            table=WEIGHTS,
-            use_bias=True,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.qkv = linear("qkv", dim, 3 * dim)
-        self.proj = linear("proj", dim, dim, axes=("wide", None))
-        self.norm2 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.fc1 = linear("fc1", dim, cfg.intermediate_size)
-        self.fc2 = linear("fc2", cfg.intermediate_size, dim, axes=("wide", None))
-        self.num_heads = cfg.num_heads
-
-    def __call__(
-        self,
-        x_ipd: jax.Array,
-        rotary: Rotary,
-        segments_ip: jax.Array,
-        *,
-        adapters: bool,
-        dropout_key: jax.Array | None,
-    ) -> jax.Array:
-        images, patches, dim = x_ipd.shape
-        qkv_key, proj_key, fc1_key, fc2_key = split_key(dropout_key, 4)
-        qkv_ipe = self.qkv(self.norm1(x_ipd), adapters=adapters, dropout_key=qkv_key)
-        qkv_ip3nh = qkv_ipe.reshape(images, patches, 3, self.num_heads, -1)
-        q_ipnh, k_ipnh, v_ipnh = (qkv_ip3nh[:, :, i] for i in range(3))
-        q_ipnh, k_ipnh = (layers.rotate(x, *rotary) for x in (q_ipnh, k_ipnh))
-        out_ipnh = attention(q_ipnh, k_ipnh, v_ipnh, segments_ip, causal=False)
-        out_ipd = out_ipnh.reshape(images, patches, dim)
-        x_ipd = x_ipd + self.proj(out_ipd, adapters=adapters, dropout_key=proj_key)
-        wide_ipf = self.fc1(self.norm2(x_ipd), adapters=adapters, dropout_key=fc1_key)
-        wide_ipf = jax.nn.gelu(wide_ipf, approximate=True)
-        x_ipd = x_ipd + self.fc2(wide_ipf, adapters=adapters, dropout_key=fc2_key)
-        return constrain(x_ipd, "images", None, None)
 
 
 class DeepstackMerger(nnx.Module):
@@ -107,7 +53,7 @@ class DeepstackMerger(nnx.Module):
             rngs=rngs,
             param_dtype=param_dtype,
         )
-        self.norm = layers.LayerNorm(merged, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
+        self.norm = layers.LayerNorm(merged, eps=NORM_EPS, param_dtype=param_dtype)
         self.deepstack_fc1 = linear("deepstack_fc1", merged, merged)
         self.deepstack_fc2 = linear(
             "deepstack_fc2", merged, cfg.out_hidden_size, axes=("wide", None)
@@ -147,13 +93,20 @@ class VisionTower(nnx.Module):
         )
         self.position_table = nnx.Param(table_nd.astype(param_dtype))
         self.blocks = stack(
-            lambda key: VisionBlock(cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            lambda key: VisionBlock(
+                cfg.hidden_size,
+                cfg.intermediate_size,
+                cfg.num_heads,
+                layers.gelu_tanh,
+                table=WEIGHTS,
+                lora=lora,
+                rngs=nnx.Rngs(key),
+                param_dtype=param_dtype,
+            ),
             cfg.depth,
             rngs,
         )
-        self.merger_norm = layers.LayerNorm(
-            cfg.hidden_size, eps=_VISION_NORM_EPS, param_dtype=param_dtype
-        )
+        self.merger_norm = layers.LayerNorm(cfg.hidden_size, eps=NORM_EPS, param_dtype=param_dtype)
         linear = functools.partial(
             adapted_linear,
             lora=lora,
