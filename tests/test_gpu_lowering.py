@@ -28,7 +28,7 @@ def lowered_for_cuda(names: tuple[str, ...], *, share_prompts: bool = False) -> 
     cfg = test_plan.run_config()
     batch = dataclasses.replace(cfg.learner.batch, share_prompts=share_prompts)
     cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, batch=batch))
-    model_cfg = test_plan.two_layers(programs.read_model_config(cfg.model.path))
+    model_cfg = test_plan.two_layers(programs.find_model(cfg.model.path))
     devices = tuple(jax.devices())
     run = programs.abstract_run(cfg, model_cfg, len(devices), devices)
     local_devices = jax.local_devices
