@@ -29,7 +29,6 @@ GROUPS = ("attention", "mlp", "vision", "merger")  # every projection of a model
 def _all_outputs(model_type: str):
     own = importlib.import_module(f"uirl_jax.families.{model_type}.model")
     shared = importlib.import_module("uirl_jax.families.qwen.model")
-    block_outputs = own.block_outputs if model_type == "qwen3_vl" else shared.block_outputs
 
     @jax.jit
     def run(model, rows, vision):
@@ -37,7 +36,7 @@ def _all_outputs(model_type: str):
         return (
             own.vision_block_outputs(model, vision),
             visual_me,
-            block_outputs(model, rows, visual_me),
+            shared.block_outputs(model, rows, visual_me),
             model.logits(model.hidden(rows, visual_me)),
         )
 

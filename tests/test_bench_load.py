@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,14 +7,27 @@ from flax import nnx
 
 from tests import small_model
 from tools.bench import load
-from uirl_jax.families import loading
+from tools.planner.families import PlannedModel, read_model
+from uirl_jax.families import loading, qwen2_vl
 from uirl_jax.families.table import family_of
+
+SMALL = PlannedModel(
+    qwen2_vl.FAMILY,
+    dataclasses.replace(
+        small_model.CONFIG, images=dataclasses.replace(small_model.CONFIG.images, patch_size=4)
+    ),
+)
+
+
+def test_every_published_model_can_be_written_at_its_size():
+    for path in load.PUBLISHED.iterdir():
+        assert read_model(path).cfg.vocab_size > 150_000
 
 
 def test_write_checkpoint_is_a_model_of_random_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(load, "BLOCK_BYTES", 1000)  # tensors of several blocks
-    total_bytes = load.write_checkpoint(tmp_path, small_model.CONFIG)
+    total_bytes = load.write_checkpoint(tmp_path, SMALL)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     family = family_of(tmp_path)
     model = loading.read_model(
@@ -32,7 +47,7 @@ def test_write_checkpoint_is_a_model_of_random_bfloat16(tmp_path, monkeypatch):
 
 
 def test_measure_counts_the_arrays_and_what_is_above_them(tmp_path, monkeypatch):
-    load.write_checkpoint(tmp_path, small_model.CONFIG)
+    load.write_checkpoint(tmp_path, SMALL)
     monkeypatch.setattr(load, "drop_caches", lambda directory: "nothing")
     wide, narrow = (
         load.measure("load", tmp_path, load.Settings(dtype, quantize))

@@ -125,11 +125,11 @@ def test_family_that_is_not_supported_costs_no_weights(hub):
 
 
 def test_tools_that_need_no_weights_fetch_none(hub):
-    expected = plan_programs.read_model_config(str(TINY))
-    assert plan_programs.read_model_config(f"hf://{NAME}@v1") == expected
+    expected = plan_programs.find_model(str(TINY))
+    assert plan_programs.find_model(f"hf://{NAME}@v1") == expected
     assert hub.files_sent() == WANTED - {"model.safetensors"}
     hub.forget()
-    plan_programs.read_model_config("hf://Qwen/Qwen2-VL-2B-Instruct")  # its dimensions ship
+    plan_programs.find_model("hf://Qwen/Qwen2-VL-2B-Instruct")  # its dimensions ship
     assert not hub.requests
 
 

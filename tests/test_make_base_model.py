@@ -1,5 +1,6 @@
 """The tool that makes the shipped base model, cut down; and the model that ships."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -43,6 +44,8 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(family, tmp_pa
     assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
     assert "--finding_steps=2" in (out / "README.md").read_text()
     assert model.family.model_type == family
+    processor = json.loads((out / "preprocessor_config.json").read_text())["processor_class"]
+    assert processor in dir(importlib.import_module(f"transformers.models.{family}"))
     chat = Chat(out, BASES[family].chat, model.family.chat)
     assert ChatConfig().completed(out).coordinates == BASES[family].coordinates
     assert chat.vocab_size <= model.cfg.vocab_size

@@ -22,6 +22,9 @@ from configs import (
     grpo_qwen2_5_vl_7b,
     grpo_qwen2vl_2b,
     grpo_qwen2vl_7b,
+    grpo_qwen3_vl_2b,
+    grpo_qwen3_vl_4b,
+    grpo_qwen3_vl_8b,
     ui_tars_1_5_7b_data_entry,
 )
 from tests import small_model
@@ -40,7 +43,6 @@ from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families import qwen2_vl
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.qwen.images import smart_resize
-from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoRAParam
 
@@ -281,38 +283,6 @@ def test_vision_formula_equals_the_compiled_tower():
     assert program_of(run, state).cost.flops == plan_model.vision_forward(sizes, images, patches)
 
 
-def test_vision_formula_of_gated_blocks_equals_the_compiled_tower_and_windows_need_less():
-    vision = Qwen25VisionConfig(
-        **{"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24},
-        **{"patch_size": 4, "window_size": 16, "out_hidden_size": 64},
-        fullatt_block_indexes=(0, 1),
-    )
-    published = plan_programs.find_model("Qwen2.5-VL-3B-Instruct")
-    images = dataclasses.replace(published.cfg.images, patch_size=4)
-    cfg = dataclasses.replace(
-        published.cfg,
-        **{"hidden_size": 64, "num_attention_heads": 2, "mrope_section": (4, 6, 6)},
-        **{"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32},
-        vision=vision,
-        images=images,
-    )
-    planned = published._replace(cfg=cfg)
-    rows, patches = 3, 64
-    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
-    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
-
-    def run(state, arrays):
-        return nnx.merge(graphdef, state).encode_images(arrays)
-
-    # The dearer branch of each block counts: attention within images.
-    whole = plan_model.vision_forward(vision_sizes(planned), rows, patches)
-    assert program_of(run, state, shapes).cost.flops == whole
-    windowed = dataclasses.replace(vision, fullatt_block_indexes=(1,))
-    sizes = vision_sizes(planned._replace(cfg=dataclasses.replace(cfg, vision=windowed)))
-    less = whole - plan_model.vision_forward(sizes, rows, patches)
-    assert less == 2 * rows * patches * 2 * 32 * (patches - 16)
-
-
 def test_backward_formula_is_near_the_compiled_gradient():
     """Gradients of the adapters alone. XLA leaves out what no adapter of the first layer needs, and
     computes whole attention, forward once and backward four products: within 6 %."""
@@ -340,6 +310,9 @@ def test_published_dimensions_are_those_of_the_published_models():
         (grpo_qwen2_5_vl_3b, 3_754_622_976),
         (grpo_qwen2_5_vl_7b, 8_292_166_656),
         (ui_tars_1_5_7b_data_entry, 8_292_166_656),
+        (grpo_qwen3_vl_2b, 2_127_532_032),
+        (grpo_qwen3_vl_4b, 4_437_815_808),
+        (grpo_qwen3_vl_8b, 8_767_123_696),
     ):
         cfg = run_config(module)
         planned = plan_programs.find_model(cfg.model.path)
@@ -348,16 +321,21 @@ def test_published_dimensions_are_those_of_the_published_models():
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "patch", "max_pixels"),
     [
-        *(grpo_qwen2vl_2b, grpo_qwen2vl_7b),
-        *(grpo_qwen2_5_vl_3b, grpo_qwen2_5_vl_7b, ui_tars_1_5_7b_data_entry),
+        *((module, 14, 12_845_056) for module in (grpo_qwen2vl_2b, grpo_qwen2vl_7b)),
+        *((module, 14, 12_845_056) for module in (grpo_qwen2_5_vl_3b, grpo_qwen2_5_vl_7b)),
+        (ui_tars_1_5_7b_data_entry, 14, 2_116_800),
+        *(
+            (module, 16, 16_777_216)
+            for module in (grpo_qwen3_vl_2b, grpo_qwen3_vl_4b, grpo_qwen3_vl_8b)
+        ),
     ],
 )
-def test_training_configs_hold_ten_screenshots_of_1280x800(module):
+def test_training_configs_hold_ten_screenshots_of_1280x800(module, patch, max_pixels):
     cfg = run_config(module)
-    height_px, width_px = smart_resize(800, 1280, 28, 3136, 12_845_056)
-    patches = (height_px // 14) * (width_px // 14)
+    height_px, width_px = smart_resize(800, 1280, 2 * patch, 3136, max_pixels)
+    patches = (height_px // patch) * (width_px // patch)
     assert cfg.learner.batch.patch_lengths == (patches,) == (cfg.engine.image_row_patches,)
     markers = 12  # chat and vision markers of a turn
     turn = patches // 4 + markers + cfg.actor.rollout.max_new_tokens

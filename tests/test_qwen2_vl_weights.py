@@ -287,7 +287,9 @@ def test_loading_hashes_the_files_meanwhile_and_gives_up_with_the_load(
 ):
     model_dir = tmp_path / "model"
     shutil.copytree(saved[0], model_dir)
-    (model_dir / "preprocessor_config.json").write_text(json.dumps(ImageConfig().to_dict()))
+    (model_dir / "preprocessor_config.json").write_text(
+        json.dumps(ImageConfig(patch_size=4).to_dict())
+    )
     asked = []
 
     def slow_hash(path, stop):

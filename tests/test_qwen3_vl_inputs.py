@@ -76,6 +76,15 @@ def test_picture_of_1x4000_is_refused_in_one_line(size):
     assert "\n" not in str(error.value)
 
 
+def test_pixels_of_another_models_processor_are_refused_in_one_line():
+    """Patches of 14 pixels have 1,176 values, those of 16 pixels 1,536."""
+    with pytest.raises(ImageError, match=r"\(16, 1176\), expected \(patches, 1536\)") as error:
+        PUBLISHED.from_processor(
+            pixel_values=np.zeros((16, 1176), np.float32), image_grid_thw=np.array([[1, 4, 4]])
+        )
+    assert "\n" not in str(error.value)
+
+
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 60), columns=st.integers(1, 60), side=st.sampled_from([3, 6, 48]))
 def test_table_positions_of_any_grid_give_the_taps_and_weights_of_transformers(rows, columns, side):

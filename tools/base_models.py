@@ -29,6 +29,7 @@ class BaseModel:
     Attributes:
       title: of the family, for the model card.
       config: tokenizer -> the model's config, with `images`.
+      processor_class: of its processor in transformers.
       coordinates: space in which it learns to click (actions.coordinates).
       step: clicks are rounded to multiples of it. The last digits of a coordinate are nats of
         chance to a model that sees patches of 14 or 16 pixels, and where to look was hardly learnt
@@ -40,6 +41,7 @@ class BaseModel:
     family: Family
     config: Callable[[Tokenizer], Any]
     images: ImageConfig
+    processor_class: str
     coordinates: str
     step: int
     largest: tuple[int, int]
@@ -145,7 +147,7 @@ _QWEN3_IMAGES = ImageConfig(
 
 
 def _qwen3_vl(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    """3.3 M parameters, with two levels of DeepStack. Its heads are wider than the width's share,
+    """3.7 M parameters, with two levels of DeepStack. Its heads are wider than the width's share,
     as in the published 4B."""
     return Qwen3VLConfig(
         **_token_ids(tokenizer),
@@ -180,6 +182,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             family=qwen2_vl.FAMILY,
             config=_qwen2_vl,
             images=_QWEN2_IMAGES,
+            processor_class="Qwen2VLProcessor",
             coordinates="pixels",
             step=10,
             largest=(448, 336),
@@ -189,6 +192,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             family=qwen2_5_vl.FAMILY,
             config=_qwen2_5_vl,
             images=_QWEN2_IMAGES,
+            processor_class="Qwen2_5_VLProcessor",
             coordinates=qwen2_5_vl.FAMILY.coordinates,
             step=10,
             largest=(448, 336),
@@ -198,6 +202,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             family=qwen3_vl.FAMILY,
             config=_qwen3_vl,
             images=_QWEN3_IMAGES,
+            processor_class="Qwen3VLProcessor",
             coordinates=qwen3_vl.FAMILY.coordinates,
             step=20,
             largest=(1000, 1000),

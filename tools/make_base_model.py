@@ -305,7 +305,7 @@ def write_model(base: BaseModel, model: Any, tokenizer: Tokenizer, out: Path) ->
     loading.save_model(base.family, model, out, dtype="bfloat16")
     tokenizer_training.save(tokenizer, out, system_prompt=base.chat.prompt.system)
     chat_config.write(out, base.chat, base.family.chat)
-    processor = json.dumps(base.images.to_dict(), indent=2) + "\n"
+    processor = json.dumps(base.images.to_dict(base.processor_class), indent=2) + "\n"
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 

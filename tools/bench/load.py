@@ -1,13 +1,15 @@
 """How fast a model directory of full size is read, and how much host memory that takes.
 
     python -m tools.bench load --json=load.json
+    python -m tools.bench load --model=Qwen3-VL-4B-Instruct
 
-Writes a synthetic Qwen2-VL-2B in bfloat16 (4.4 GB of random numbers, in shards, never in memory as
-a whole), then in turns reads its files plainly and loads them, in processes of their own, from a
-cold cache. The rate of the disk is that of one reader that reads file after file in blocks of
-16 MiB and throws the bytes away. Everything is done twice in its process and the second time
-counts: a virtual machine may have to ask its host for memory that it has not used for a while, at
-0.2 to 0.4 GB/s where this was written, and that is no property of a loader; both are printed.
+Writes a synthetic model of published dimensions in bfloat16 (of Qwen2-VL-2B 4.4 GB of random
+numbers, in shards, never in memory as a whole), then in turns reads its files plainly and loads
+them, in processes of their own, from a cold cache. The rate of the disk is that of one reader that
+reads file after file in blocks of 16 MiB and throws the bytes away. Everything is done twice in its
+process and the second time counts: a virtual machine may have to ask its host for memory that it
+has not used for a while, at 0.2 to 0.4 GB/s where this was written, and that is no property of a
+loader; both are printed.
 
 Memory above the arrays is the process's high-water mark of resident memory, less what it had before
 loading and less the bytes of the arrays. Anonymous and file-backed pages are sampled apart as well,
@@ -33,12 +35,12 @@ from tools.bench.processes import answer_of
 from uirl_jax import assets
 
 if TYPE_CHECKING:  # reading plainly is measured in a process that imports no JAX
-    from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
+    from tools.planner.families import PlannedModel
 
 BLOCK_BYTES = 16 * 2**20
 SHARD_BYTES = 1_200_000_000
 GIB = 2**30
-PUBLISHED = assets.DIRECTORY / "published" / "Qwen2-VL-2B-Instruct"
+PUBLISHED = assets.DIRECTORY / "published"
 MEASURED = ("disk", "load_pretrained", "load")  # load: as a run does, with the hash of the base
 
 
@@ -49,9 +51,12 @@ class Settings:
     param_dtype: str = "bfloat16"
     quantize: str = "none"
     rounds: int = 3
+    model: str = "Qwen2-VL-2B-Instruct"  # its dimensions; a directory of assets/published
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    names = sorted(path.name for path in PUBLISHED.iterdir())
+    parser.add_argument("--model", choices=names, default=Settings.model)
     parser.add_argument("--directory", type=Path, help="keep the checkpoint here; it is reused")
     parser.add_argument("--param-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantize", choices=("none", "int8"), default="none")
@@ -62,19 +67,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from uirl_jax import platform_flags
 
     platform_flags.set_defaults()  # XLA_FLAGS, which the processes of the loads inherit
-    return load(Settings(args.param_dtype, args.quantize, args.rounds), args.directory)
+    settings = Settings(args.param_dtype, args.quantize, args.rounds, args.model)
+    return load(settings, args.directory)
 
 
-def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
+def write_checkpoint(directory: Path, model: "PlannedModel") -> int:
     """A directory as transformers writes it, with random bfloat16; returns the weights' bytes."""
     from flax import nnx
 
-    from uirl_jax.families.qwen2_vl import FAMILY
     from uirl_jax.models import weight_files, weights
     from uirl_jax.store.files import replacing
 
-    table = FAMILY.weights
-    abstract = nnx.eval_shape(lambda: FAMILY.make_model(cfg, rngs=nnx.Rngs(0)))
+    (family, cfg), table = model, model.family.weights
+    abstract = nnx.eval_shape(lambda: family.make_model(cfg, rngs=nnx.Rngs(0)))
     tensors = [
         weight_files.Tensor(table.current_name(name), leaf.tensor_shape, np.dtype("bfloat16"))
         for leaf in weights.leaves_of(cfg, nnx.state(abstract), table)
@@ -98,7 +103,7 @@ def write_checkpoint(directory: Path, cfg: "Qwen2VLConfig") -> int:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     documents = {
         "model.safetensors.index.json": index,
-        "config.json": FAMILY.to_config_json(cfg),
+        "config.json": family.to_config_json(cfg),
         "preprocessor_config.json": cfg.images.to_dict(),
     }
     for name, document in documents.items():
@@ -139,9 +144,9 @@ def load(settings: Settings, directory: Path | None = None) -> dict[str, Any]:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-load-")))
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / "config.json").exists():
-            from uirl_jax.families.qwen2_vl.config import read_model_config
+            from tools.planner.families import read_model
 
-            write_checkpoint(directory, read_model_config(PUBLISHED))
+            write_checkpoint(directory, read_model(PUBLISHED / settings.model))
         size_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         flags = (f"--param-dtype={settings.param_dtype}", f"--quantize={settings.quantize}")
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in MEASURED}

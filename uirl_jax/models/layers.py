@@ -46,6 +46,11 @@ def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU by its tanh approximation."""
+    return jax.nn.gelu(x, approximate=True)
+
+
 def rotary_frequencies(pairs: int, theta: float) -> np.ndarray:
     """float32[pairs]: theta ** (-i / pairs), radians per position of each pair."""
     return (1.0 / theta ** (np.arange(pairs, dtype=np.float32) / pairs)).astype(np.float32)

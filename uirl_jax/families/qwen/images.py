@@ -84,8 +84,12 @@ class ImageConfig:
         """Reads <model_dir>/preprocessor_config.json. Raises: ModelError."""
         return cls.from_dict(read_json(Path(model_dir) / "preprocessor_config.json"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """preprocessor_config.json as transformers' Qwen2-VL processor reads it."""
+    def to_dict(self, processor_class: str = "Qwen2VLProcessor") -> dict[str, Any]:
+        """preprocessor_config.json as transformers reads it.
+
+        Args:
+          processor_class: of the family, in transformers; the image processor is one for all.
+        """
         values = dataclasses.asdict(self)
         size = {
             "shortest_edge": values.pop("min_pixels"),
@@ -95,7 +99,7 @@ class ImageConfig:
             **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
             "size": size,
             "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2VLProcessor",
+            "processor_class": processor_class,
             "do_resize": True,
             "do_rescale": True,
             "do_normalize": True,

@@ -125,6 +125,11 @@ class QwenInputs:
                 )
         screens = [self._screen((0, 0), grid) for grid in grids]
         counts = [screen.patches for screen in screens]
+        if pixel_values.shape[1:] != (self.images.patch_features,):
+            raise ImageError(
+                f"pixel_values of shape {pixel_values.shape}, expected (patches, "
+                f"{self.images.patch_features}): another model's processor made it"
+            )
         if sum(counts) != len(pixel_values):
             raise ImageError(
                 f"pixel_values has {len(pixel_values)} patches, image_grid_thw says {sum(counts)}"

@@ -1,7 +1,7 @@
-"""What Qwen2-VL and Qwen2.5-VL share on the device: the text tower, and bytes of patches as floats.
+"""What the Qwen-VL families share on the device: the text tower, and bytes of patches as floats.
 
 A family's model is a `QwenVL` with a vision tower and `encode_images`. Methods are pure; callers
-jit them. Qwen3-VL takes `pixel_values` alone.
+jit them.
 
 Source: transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
@@ -18,7 +18,7 @@ from uirl_jax.families.qwen.config import QwenConfig
 from uirl_jax.families.qwen.images import ImageConfig, level_values
 from uirl_jax.models import decoder, layers
 from uirl_jax.models.blocks import Remat
-from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary
+from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary, VisualLevels
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.weight_table import WeightTable
@@ -28,6 +28,8 @@ class QwenVL(nnx.Module):
     """The text tower, `models.decoder` with M-RoPE, behind a family's vision tower.
 
     Args:
+      cfg: of the family.
+      text: the sizes of the text tower.
       visual: the vision tower; it is made first, with the same `rngs`.
       table: of the family.
       lora: targets of the adapters; None: no adapters.
@@ -40,7 +42,8 @@ class QwenVL(nnx.Module):
 
     def __init__(
         self,
-        cfg: QwenConfig,
+        cfg: Any,
+        text: DecoderConfig,
         visual: nnx.Module,
         table: WeightTable,
         *,
@@ -56,13 +59,20 @@ class QwenVL(nnx.Module):
         self.remat: Remat = remat
         self.visual = visual
         self.text = Decoder(
-            decoder_config(cfg),
+            text,
             lora=lora,
             table=table,
             rngs=rngs,
             param_dtype=param_dtype,
             compute_dtype=self.compute_dtype,
             remat=remat,
+        )
+
+    def rotary(self, positions_3bt: jax.Array) -> Rotary:
+        """The angles of positions: by sections of a head, as of Qwen2-VL."""
+        cfg = self.cfg
+        return Rotary(
+            *layers.mrope_angles(positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section)
         )
 
     def hidden(
@@ -76,7 +86,7 @@ class QwenVL(nnx.Module):
         """The text tower over whole rows, causal within a segment and its shared prefix.
 
         Args:
-          visual_md: [M,D] of encode_images; None: no row holds an image.
+          visual_md: the table of encode_images; None: no row holds an image.
           adapters: False computes the base exactly, without the adapters' matrix products.
           dropout_key: for the adapters' inputs (LoraConfig.dropout) in this forward pass; None, as
             for scoring and sampling, drops nothing.
@@ -99,10 +109,15 @@ class QwenVL(nnx.Module):
         blocks: Sequence[DecoderBlock] | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """See border.Model.extend."""
-        x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
-        rotary = _rotary(self.cfg, positions_abt)
         return self.text.extend(
-            x_btd, rotary, cache, start_b, slot_b=slot_b, span=span, blocks=blocks
+            self.text.embed(token_ids_bt, visual_md, vision_index_bt),
+            self.rotary(positions_abt),
+            cache,
+            start_b,
+            slot_b=slot_b,
+            span=span,
+            blocks=blocks,
+            visual=_levels(visual_md, vision_index_bt),
         )
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
@@ -113,26 +128,31 @@ class QwenVL(nnx.Module):
 def _text_rows(
     model: QwenVL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    x_btd = model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True)
-    rotary = _rotary(model.cfg, rows.positions_abt)
-    return model.text.rows(x_btd, rotary, rows.segment_ids_bt, rows.prefix_segments_bt, **options)
-
-
-def _rotary(cfg: QwenConfig, positions_3bt: jax.Array) -> Rotary:
-    return Rotary(
-        *layers.mrope_angles(positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section)
+    return model.text.rows(
+        model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True),
+        model.rotary(rows.positions_abt),
+        rows.segment_ids_bt,
+        rows.prefix_segments_bt,
+        _levels(visual_md, rows.vision_index_bt),
+        **options,
     )
 
 
+def _levels(visual_md: jax.Array | None, vision_index_bt: jax.Array | None) -> VisualLevels | None:
+    if visual_md is None or vision_index_bt is None:
+        return None
+    return VisualLevels(visual_md, vision_index_bt)
+
+
 def block_outputs(model: QwenVL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block, [L,B,T,D]; for tests."""
+    """The residual stream after every text block and what is added there, [L,B,T,D]; for tests."""
     x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
     assert x_lbtd is not None  # collect=True
     return x_lbtd
 
 
 def decoder_config(cfg: QwenConfig) -> DecoderConfig:
-    """The sizes of the text tower."""
+    """The sizes of the text tower of Qwen2-VL and Qwen2.5-VL."""
     return DecoderConfig(
         vocab_size=cfg.vocab_size,
         hidden_size=cfg.hidden_size,

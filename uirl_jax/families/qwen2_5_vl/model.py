@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
-from uirl_jax.families.qwen.model import QwenVL, pixel_values
+from uirl_jax.families.qwen.model import QwenVL, decoder_config, pixel_values
 from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig, VisionConfig
 from uirl_jax.families.qwen2_5_vl.names import WEIGHTS
 from uirl_jax.models import layers
@@ -148,6 +148,7 @@ class Qwen25VL(QwenVL):
     ) -> None:
         super().__init__(
             cfg,
+            decoder_config(cfg),
             VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
             WEIGHTS,
             lora=lora,

@@ -14,69 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
-from uirl_jax.families.qwen.model import QwenVL, pixel_values
+from uirl_jax.families.qwen.model import QwenVL, decoder_config, pixel_values
+from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models import layers
-from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
 from uirl_jax.models.decoder import Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
-
-_VISION_NORM_EPS = 1e-6  # a constant in the reference, too
-
-
-class VisionBlock(nnx.Module):
-    """Pre-norm attention over an image's patches, then a two-layer MLP."""
-
-    def __init__(
-        self,
-        cfg: VisionConfig,
-        *,
-        lora: LoraConfig | None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype,
-    ) -> None:
-        dim = cfg.embed_dim
-        linear = functools.partial(
-            adapted_linear,
-            lora=lora,
-            table=WEIGHTS,
-            use_bias=True,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.qkv = linear("qkv", dim, 3 * dim)
-        self.proj = linear("proj", dim, dim, axes=("wide", None))
-        self.norm2 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.fc1 = linear("fc1", dim, cfg.mlp_dim)
-        self.fc2 = linear("fc2", cfg.mlp_dim, dim, axes=("wide", None))
-        self.num_heads = cfg.num_heads
-
-    def __call__(
-        self,
-        x_ipd: jax.Array,
-        rotary: Rotary,
-        segments_ip: jax.Array,
-        *,
-        adapters: bool,
-        dropout_key: jax.Array | None,
-    ) -> jax.Array:
-        images, patches, dim = x_ipd.shape
-        qkv_key, proj_key, fc1_key, fc2_key = split_key(dropout_key, 4)
-        qkv_ipe = self.qkv(self.norm1(x_ipd), adapters=adapters, dropout_key=qkv_key)
-        qkv_ip3nh = qkv_ipe.reshape(images, patches, 3, self.num_heads, -1)
-        q_ipnh, k_ipnh, v_ipnh = (qkv_ip3nh[:, :, i] for i in range(3))
-        q_ipnh, k_ipnh = (layers.rotate(x, *rotary) for x in (q_ipnh, k_ipnh))
-        out_ipnh = attention(q_ipnh, k_ipnh, v_ipnh, segments_ip, causal=False)
-        out_ipd = out_ipnh.reshape(images, patches, dim)
-        x_ipd = x_ipd + self.proj(out_ipd, adapters=adapters, dropout_key=proj_key)
-        wide_ipf = self.fc1(self.norm2(x_ipd), adapters=adapters, dropout_key=fc1_key)
-        wide_ipf = layers.quick_gelu(wide_ipf)
-        x_ipd = x_ipd + self.fc2(wide_ipf, adapters=adapters, dropout_key=fc2_key)
-        return constrain(x_ipd, "images", None, None)
 
 
 class VisionTower(nnx.Module):
@@ -99,13 +45,20 @@ class VisionTower(nnx.Module):
             param_dtype=param_dtype,
         )
         self.blocks = stack(
-            lambda key: VisionBlock(cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            lambda key: VisionBlock(
+                cfg.embed_dim,
+                cfg.mlp_dim,
+                cfg.num_heads,
+                layers.quick_gelu,
+                table=WEIGHTS,
+                lora=lora,
+                rngs=nnx.Rngs(key),
+                param_dtype=param_dtype,
+            ),
             cfg.depth,
             rngs,
         )
-        self.merger_norm = layers.LayerNorm(
-            cfg.embed_dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype
-        )
+        self.merger_norm = layers.LayerNorm(cfg.embed_dim, eps=NORM_EPS, param_dtype=param_dtype)
         merged = cfg.embed_dim * cfg.spatial_merge_size**2
         linear = functools.partial(
             adapted_linear,
@@ -140,6 +93,7 @@ class Qwen2VL(QwenVL):
     ) -> None:
         super().__init__(
             cfg,
+            decoder_config(cfg),
             VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
             WEIGHTS,
             lora=lora,

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families.qwen.config import read_images
+from uirl_jax.families.qwen import config as qwen
 from uirl_jax.families.qwen.images import ImageConfig
-from uirl_jax.models.directory import read_json
 
-VISION_ROPE_THETA = 10_000.0
 # Of the reference where config.json has none; the published files have 5,000,000.
 _TEXT_ROPE_THETA = 500_000.0
 # Of a directory that is planned or tested without its preprocessor_config.json: the published one.
@@ -33,22 +31,22 @@ _THINKING = re.compile(r"<\|im_start\|>assistant(\\\\n|\\n|\n)<think>")
 _MAX_TEMPLATE_BYTES = 16_000_000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower. Defaults are those of the published 2B and 4B."""
+    """The vision tower."""
 
-    depth: int = 24
-    hidden_size: int = 1024
-    intermediate_size: int = 4096
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    out_hidden_size: int  # of the text tower: the width of a visual token
+    # Blocks whose outputs the text tower gets too: k-th of them after its k-th block.
+    deepstack_visual_indexes: tuple[int, ...]
+    num_position_embeddings: int  # a square grid of learned positions
     num_heads: int = 16
     in_channels: int = 3
     patch_size: int = 16
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
-    out_hidden_size: int = 2048  # of the text tower: the width of a visual token
-    num_position_embeddings: int = 2304  # a square grid of learned positions
-    # Blocks whose outputs the text tower gets too: k-th of them after its k-th block.
-    deepstack_visual_indexes: tuple[int, ...] = (5, 11, 17)
 
     @property
     def head_dim(self) -> int:
@@ -88,10 +86,12 @@ class VisionConfig:
                 f"deepstack_visual_indexes={list(indexes)}, expected increasing numbers of its "
                 f"{self.depth} blocks, from 0"
             )
+        if self.in_channels != 3:
+            found.append(f"in_channels={self.in_channels}, expected 3")
         return [f"vision_config: {problem}" for problem in found]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3VLConfig:
     """Both towers and the special tokens. Names are those of Hugging Face's config.json."""
 
@@ -118,21 +118,16 @@ class Qwen3VLConfig:
     images: ImageConfig = _IMAGES  # of preprocessor_config.json
 
     def __post_init__(self) -> None:
+        numbers = {
+            "mrope_section": self.mrope_section,
+            "deepstack_visual_indexes": self.vision.deepstack_visual_indexes,
+        }
         problems = [
-            f"{field.name}={value!r}, expected a positive integer"
-            for config in (self, self.vision)
-            for field in dataclasses.fields(config)
-            if field.type is int
-            and not ((value := getattr(config, field.name)).__class__ is int and value > 0)
+            f"{name}={list(values)!r}, expected integers"
+            for name, values in numbers.items()
+            if any(value.__class__ is not int for value in values)
         ]
-        for name, numbers in (
-            ("mrope_section", self.mrope_section),
-            ("deepstack_visual_indexes", self.vision.deepstack_visual_indexes),
-        ):
-            if any(number.__class__ is not int for number in numbers):
-                problems.append(f"{name}={list(numbers)!r}, expected integers")
-        if problems:
-            raise ModelError("config.json: " + "; ".join(problems))
+        qwen.check(self, self.vision, problems=problems)
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -154,8 +149,7 @@ class Qwen3VLConfig:
                 f"vision_config: {len(self.vision.deepstack_visual_indexes)} "
                 f"deepstack_visual_indexes for {self.num_hidden_layers} text blocks"
             )
-        if problems:
-            raise ModelError("config.json: " + "; ".join(problems))
+        qwen.check(problems=problems)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3VLConfig":
@@ -187,16 +181,14 @@ class Qwen3VLConfig:
         if isinstance(found["eos_token_id"], list):
             found["eos_token_id"] = found["eos_token_id"][0]
         found = {name: value for name, value in found.items() if value is not None}
-        vision_names = {field.name for field in dataclasses.fields(VisionConfig)}
-        vision = {name: value for name, value in vision.items() if name in vision_names}
+        fields = dataclasses.fields(VisionConfig)
+        vision = {f.name: vision[f.name] for f in fields if vision.get(f.name) is not None}
         if "deepstack_visual_indexes" in vision:
             vision["deepstack_visual_indexes"] = tuple(vision["deepstack_visual_indexes"])
-        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        missing = sorted(set(required) - {"vision"} - set(found))
-        missing += [f"vision_config.{name}" for name in sorted(vision_names - set(vision))]
-        if missing:
-            raise ModelError(f"config.json: missing {', '.join(missing)}")
-        return cls(vision=VisionConfig(**vision), **found)
+        qwen.check_complete(vision, fields, "vision_config.")
+        found["vision"] = VisionConfig(**vision)
+        qwen.check_complete(found, dataclasses.fields(cls))
+        return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
         """A config.json in the layout of the published models, for transformers 4.57 and 5."""
@@ -254,8 +246,8 @@ def _not_computed(
         ("vision_config: RoPE of type", vision_rope.get("rope_type", "axial"), "axial"),
         (
             "vision_config: rope_theta",
-            vision_rope.get("rope_theta", VISION_ROPE_THETA),
-            VISION_ROPE_THETA,
+            vision_rope.get("rope_theta", qwen.VISION_ROPE_THETA),
+            qwen.VISION_ROPE_THETA,
         ),
     ]
     return [
@@ -264,15 +256,8 @@ def _not_computed(
 
 
 def read_model_config(model_dir: Path) -> Qwen3VLConfig:
-    """Reads <model_dir>/config.json alone, with the published image settings.
-
-    Raises: ModelError.
-    """
-    path = model_dir / "config.json"
-    try:
-        return Qwen3VLConfig.from_dict(read_json(path))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path}: a value of the wrong type ({error})") from error
+    """Reads <model_dir>/config.json alone, with published image settings. Raises: ModelError."""
+    return qwen.read_file(model_dir / "config.json", Qwen3VLConfig.from_dict)
 
 
 def read_config(model_dir: Path) -> Qwen3VLConfig:
@@ -282,7 +267,7 @@ def read_config(model_dir: Path) -> Qwen3VLConfig:
     """
     _refuse_thinking(model_dir)
     cfg = read_model_config(model_dir)
-    return dataclasses.replace(cfg, images=read_images(model_dir, cfg.vision))
+    return dataclasses.replace(cfg, images=qwen.read_images(model_dir, cfg.vision))
 
 
 def _refuse_thinking(model_dir: Path) -> None:

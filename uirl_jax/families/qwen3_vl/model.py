@@ -9,7 +9,7 @@ Source: transformers, models/qwen3_vl/modeling_qwen3_vl.py; DeepStack: arXiv:240
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,71 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen.model import pixel_values
-from uirl_jax.families.qwen3_vl.config import VISION_ROPE_THETA, Qwen3VLConfig, VisionConfig
+from uirl_jax.families.qwen.config import VISION_ROPE_THETA
+from uirl_jax.families.qwen.model import QwenVL, pixel_values
+from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from uirl_jax.families.qwen3_vl.names import WEIGHTS
 from uirl_jax.models import decoder, layers
-from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
-from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary, VisualLevels
+from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
-
-_VISION_NORM_EPS = 1e-6  # a constant in the reference, too
-
-
-class VisionBlock(nnx.Module):
-    """Pre-norm attention over an image's patches, then a two-layer MLP."""
-
-    def __init__(
-        self,
-        cfg: VisionConfig,
-        *,
-        lora: LoraConfig | None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype,
-    ) -> None:
-        dim = cfg.hidden_size
-        linear = functools.partial(
-            adapted_linear,
-            lora=lora,
-            table=WEIGHTS,
-            use_bias=True,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        self.norm1 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.qkv = linear("qkv", dim, 3 * dim)
-        self.proj = linear("proj", dim, dim, axes=("wide", None))
-        self.norm2 = layers.LayerNorm(dim, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
-        self.fc1 = linear("fc1", dim, cfg.intermediate_size)
-        self.fc2 = linear("fc2", cfg.intermediate_size, dim, axes=("wide", None))
-        self.num_heads = cfg.num_heads
-
-    def __call__(
-        self,
-        x_ipd: jax.Array,
-        rotary: Rotary,
-        segments_ip: jax.Array,
-        *,
-        adapters: bool,
-        dropout_key: jax.Array | None,
-    ) -> jax.Array:
-        images, patches, dim = x_ipd.shape
-        qkv_key, proj_key, fc1_key, fc2_key = split_key(dropout_key, 4)
-        qkv_ipe = self.qkv(self.norm1(x_ipd), adapters=adapters, dropout_key=qkv_key)
-        qkv_ip3nh = qkv_ipe.reshape(images, patches, 3, self.num_heads, -1)
-        q_ipnh, k_ipnh, v_ipnh = (qkv_ip3nh[:, :, i] for i in range(3))
-        q_ipnh, k_ipnh = (layers.rotate(x, *rotary) for x in (q_ipnh, k_ipnh))
-        out_ipnh = attention(q_ipnh, k_ipnh, v_ipnh, segments_ip, causal=False)
-        out_ipd = out_ipnh.reshape(images, patches, dim)
-        x_ipd = x_ipd + self.proj(out_ipd, adapters=adapters, dropout_key=proj_key)
-        wide_ipf = self.fc1(self.norm2(x_ipd), adapters=adapters, dropout_key=fc1_key)
-        wide_ipf = jax.nn.gelu(wide_ipf, approximate=True)
-        x_ipd = x_ipd + self.fc2(wide_ipf, adapters=adapters, dropout_key=fc2_key)
-        return constrain(x_ipd, "images", None, None)
 
 
 class DeepstackMerger(nnx.Module):
@@ -107,7 +53,7 @@ class DeepstackMerger(nnx.Module):
             rngs=rngs,
             param_dtype=param_dtype,
         )
-        self.norm = layers.LayerNorm(merged, eps=_VISION_NORM_EPS, param_dtype=param_dtype)
+        self.norm = layers.LayerNorm(merged, eps=NORM_EPS, param_dtype=param_dtype)
         self.deepstack_fc1 = linear("deepstack_fc1", merged, merged)
         self.deepstack_fc2 = linear(
             "deepstack_fc2", merged, cfg.out_hidden_size, axes=("wide", None)
@@ -147,13 +93,20 @@ class VisionTower(nnx.Module):
         )
         self.position_table = nnx.Param(table_nd.astype(param_dtype))
         self.blocks = stack(
-            lambda key: VisionBlock(cfg, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            lambda key: VisionBlock(
+                cfg.hidden_size,
+                cfg.intermediate_size,
+                cfg.num_heads,
+                layers.gelu_tanh,
+                table=WEIGHTS,
+                lora=lora,
+                rngs=nnx.Rngs(key),
+                param_dtype=param_dtype,
+            ),
             cfg.depth,
             rngs,
         )
-        self.merger_norm = layers.LayerNorm(
-            cfg.hidden_size, eps=_VISION_NORM_EPS, param_dtype=param_dtype
-        )
+        self.merger_norm = layers.LayerNorm(cfg.hidden_size, eps=NORM_EPS, param_dtype=param_dtype)
         linear = functools.partial(
             adapted_linear,
             lora=lora,
@@ -202,17 +155,14 @@ class VisionTower(nnx.Module):
         return sum_ipd
 
 
-class Qwen3VL(nnx.Module):
+class Qwen3VL(QwenVL):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args:
-      lora: targets of the adapters; None: no adapters.
-      rngs: of the random initial weights.
-      param_dtype: of the base weights; adapters are float32.
-      compute_dtype: of activations; None: param_dtype. Softmax, norms, angles and logprobs are
-        always float32.
-      remat: what the backward pass recomputes of a block.
+    Args: see QwenVL.
     """
+
+    cfg: Qwen3VLConfig
+    visual: VisionTower
 
     def __init__(
         self,
@@ -224,19 +174,25 @@ class Qwen3VL(nnx.Module):
         compute_dtype: jnp.dtype | None = None,
         remat: Remat = "full",
     ) -> None:
-        self.cfg = cfg
-        self.lora = lora
-        self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
-        self.remat: Remat = remat
-        self.visual = VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype)
-        self.text = Decoder(
+        super().__init__(
+            cfg,
             decoder_config(cfg),
+            VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
+            WEIGHTS,
             lora=lora,
-            table=WEIGHTS,
             rngs=rngs,
             param_dtype=param_dtype,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=compute_dtype,
             remat=remat,
+        )
+
+    def rotary(self, positions_3bt: jax.Array) -> Rotary:
+        """The angles of positions, whose axes alternate from pair to pair of a head."""
+        cfg = self.cfg
+        return Rotary(
+            *layers.interleaved_mrope_angles(
+                positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section
+            )
         )
 
     def encode_images(
@@ -281,56 +237,6 @@ class Qwen3VL(nnx.Module):
             levels += [*jax.lax.scan(checkpointed(body, self.remat), None, stacked)[1]]
         visual_me = jnp.concatenate(levels, axis=-1).reshape(-1, len(levels) * self.cfg.hidden_size)
         return constrain(visual_me, "visual", None)
-
-    def hidden(
-        self,
-        rows: TokenRows,
-        visual_md: jax.Array | None,
-        *,
-        adapters: bool = True,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """The text tower over whole rows, causal within a segment and its shared prefix.
-
-        Args:
-          visual_md: the table of encode_images; None: no row holds an image.
-          adapters: False computes the base exactly, without the adapters' matrix products.
-          dropout_key: for the adapters' inputs (LoraConfig.dropout) in this forward pass; None, as
-            for scoring and sampling, drops nothing.
-        Returns: x_btd in the compute dtype, after the final norm.
-        """
-        x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
-        return self.text.final_norm(x_btd)
-
-    def extend(
-        self,
-        token_ids_bt: jax.Array,
-        visual_md: jax.Array | None,
-        vision_index_bt: jax.Array | None,
-        positions_abt: jax.Array,
-        cache: KVCache,
-        start_b: jax.Array,
-        *,
-        slot_b: jax.Array | None = None,
-        span: int | None = None,
-        blocks: Sequence[DecoderBlock] | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """See border.Model.extend."""
-        x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
-        return self.text.extend(
-            x_btd,
-            _rotary(self.cfg, positions_abt),
-            cache,
-            start_b,
-            slot_b=slot_b,
-            span=span,
-            blocks=blocks,
-            visual=_levels(visual_md, vision_index_bt),
-        )
-
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]."""
-        return self.text.logits(x_btd)
 
 
 def _vision_blocks(
@@ -378,40 +284,6 @@ def _vision_blocks(
         checkpointed(body, model.remat), (x_ipd, kept_kipd), stacked
     )
     return x_ipd, kept_kipd[:-1], x_lipd
-
-
-def _text_rows(
-    model: Qwen3VL, rows: TokenRows, visual_md: jax.Array | None, **options: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    return model.text.rows(
-        model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True),
-        _rotary(model.cfg, rows.positions_abt),
-        rows.segment_ids_bt,
-        rows.prefix_segments_bt,
-        _levels(visual_md, rows.vision_index_bt),
-        **options,
-    )
-
-
-def _levels(visual_me: jax.Array | None, vision_index_bt: jax.Array | None) -> VisualLevels | None:
-    if visual_me is None or vision_index_bt is None:
-        return None
-    return VisualLevels(visual_me, vision_index_bt)
-
-
-def _rotary(cfg: Qwen3VLConfig, positions_3bt: jax.Array) -> Rotary:
-    return Rotary(
-        *layers.interleaved_mrope_angles(
-            positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section
-        )
-    )
-
-
-def block_outputs(model: Qwen3VL, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block and what is added there, [L,B,T,D]; for tests."""
-    x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
-    assert x_lbtd is not None  # collect=True
-    return x_lbtd
 
 
 def vision_block_outputs(model: Qwen3VL, vision: Mapping[str, jax.Array]) -> jax.Array:

@@ -3,24 +3,17 @@
 import types
 from collections.abc import Mapping
 
+from uirl_jax.families.qwen import names
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.models.sharding_rules import param_rules
 from uirl_jax.models.weight_table import Stack, WeightTable
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_MERGERS = ("merger_fc1", "merger_fc2", "deepstack_fc1", "deepstack_fc2")
-
-# attention, mlp and all (both) are in the text tower. vision (the blocks of the vision tower) and
-# merger (between the towers, with the mergers of DeepStack) change visual tokens: the learner then
-# computes them inside the loss, and once more with adapters off for the reference.
+# merger has the mergers of DeepStack, too.
 LORA_GROUPS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
-        "attention": _ATTENTION,
-        "mlp": _MLP,
-        "all": (*_ATTENTION, *_MLP),
+        **names.TEXT_GROUPS,
         "vision": ("qkv", "proj", "fc1", "fc2"),
-        "merger": _MERGERS,
+        "merger": ("merger_fc1", "merger_fc2", "deepstack_fc1", "deepstack_fc2"),
     }
 )
 
@@ -39,17 +32,9 @@ WEIGHTS = WeightTable(
         "text/blocks": Stack(
             "model.language_model.layers",
             {
-                "input_norm": "input_layernorm",
-                "q_proj": "self_attn.q_proj",
-                "k_proj": "self_attn.k_proj",
-                "v_proj": "self_attn.v_proj",
-                "o_proj": "self_attn.o_proj",
+                **names.TEXT_BLOCKS.modules,
                 "q_norm": "self_attn.q_norm",
                 "k_norm": "self_attn.k_norm",
-                "post_attention_norm": "post_attention_layernorm",
-                "gate_proj": "mlp.gate_proj",
-                "up_proj": "mlp.up_proj",
-                "down_proj": "mlp.down_proj",
             },
         ),
         "visual/blocks": Stack(
@@ -101,15 +86,9 @@ WEIGHTS = WeightTable(
         "deepstack_fc2": "deepstack_merger_list.{layer}.linear_fc2",
     },
     sharding_rules=param_rules(
-        wide_out=(
-            *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-            *("qkv", "fc1", "merger_fc1", "deepstack_fc1"),
-        ),
-        wide_in=("o_proj", "down_proj", "proj", "fc2", "merger_fc2", "deepstack_fc2"),
-        whole=(
-            *("norm1", "norm2", "norm", "merger_norm"),
-            *("input_norm", "q_norm", "k_norm", "post_attention_norm", "final_norm"),
-        ),
+        wide_out=(*names.TEXT_WIDE_OUT, "qkv", "fc1", "merger_fc1", "deepstack_fc1"),
+        wide_in=(*names.TEXT_WIDE_IN, "proj", "fc2", "merger_fc2", "deepstack_fc2"),
+        whole=("norm1", "norm2", "norm", "merger_norm", "q_norm", "k_norm", *names.TEXT_NORMS),
         more={
             "patch_embed/kernel": (None, "embed"),
             "patch_embed/bias": (None,),

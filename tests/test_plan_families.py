@@ -1,0 +1,75 @@
+"""The planner's formulas beside XLA's count of towers that are more than blocks and one merger."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+
+from tests.test_plan import program_of
+from tools.planner import model as plan_model
+from tools.planner import programs as plan_programs
+from tools.planner.families import vision_sizes
+from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
+from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
+
+
+def test_vision_formula_of_gated_blocks_equals_the_compiled_tower_and_windows_need_less():
+    vision = Qwen25VisionConfig(
+        **{"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24},
+        **{"patch_size": 4, "window_size": 16, "out_hidden_size": 64},
+        fullatt_block_indexes=(0, 1),
+    )
+    published = plan_programs.find_model("Qwen2.5-VL-3B-Instruct")
+    images = dataclasses.replace(published.cfg.images, patch_size=4)
+    cfg = dataclasses.replace(
+        published.cfg,
+        **{"hidden_size": 64, "num_attention_heads": 2, "mrope_section": (4, 6, 6)},
+        **{"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32},
+        vision=vision,
+        images=images,
+    )
+    planned = published._replace(cfg=cfg)
+    rows, patches = 3, 64
+    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
+    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
+
+    def run(state, arrays):
+        return nnx.merge(graphdef, state).encode_images(arrays)
+
+    # The dearer branch of each block counts: attention within images.
+    whole = plan_model.vision_forward(vision_sizes(planned), rows, patches)
+    assert program_of(run, state, shapes).cost.flops == whole
+    windowed = dataclasses.replace(vision, fullatt_block_indexes=(1,))
+    sizes = vision_sizes(planned._replace(cfg=dataclasses.replace(cfg, vision=windowed)))
+    less = whole - plan_model.vision_forward(sizes, rows, patches)
+    assert less == 2 * rows * patches * 2 * 32 * (patches - 16)
+
+
+def test_vision_formula_with_levels_equals_the_compiled_tower():
+    """Every level of DeepStack has a merger of its own, and the table a vector more."""
+    vision = Qwen3VisionConfig(
+        **{"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24},
+        **{"patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16},
+        deepstack_visual_indexes=(0, 1),
+    )
+    published = plan_programs.find_model("Qwen3-VL-2B-Instruct")
+    cfg = dataclasses.replace(
+        published.cfg,
+        **{"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 32},
+        vision=vision,
+        images=dataclasses.replace(published.cfg.images, patch_size=4),
+    )
+    planned = published._replace(cfg=cfg)
+    rows, patches = 3, 64
+    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
+    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
+
+    def run(state, arrays):
+        return nnx.merge(graphdef, state).encode_images(arrays)
+
+    sizes = vision_sizes(planned)
+    flops = plan_model.vision_forward(sizes, rows, patches)
+    assert program_of(run, state, shapes).cost.flops == flops
+    table = jax.eval_shape(run, state, shapes)
+    assert table.shape == (rows * patches // 4, sizes.mergers * sizes.out_width)
