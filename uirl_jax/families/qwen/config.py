@@ -6,15 +6,12 @@ Source: transformers, models/qwen2_vl/configuration_qwen2_vl.py and models/qwen2
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from uirl_jax.errors import ModelError
 from uirl_jax.families.qwen.images import ImageConfig
-from uirl_jax.models.directory import read_json
-
-T = TypeVar("T")
 
 VISION_ROPE_THETA = 10_000.0
 _RMS_NORM_EPS = 1e-5  # of the reference where config.json has none; the published files have 1e-6
@@ -85,19 +82,6 @@ class QwenConfig:
         }
 
 
-def check(*configs: Any, problems: Sequence[str] = ()) -> None:
-    """Raises ModelError for `problems` and for every field of type int that is not positive."""
-    wrong = [
-        f"{field.name}={value!r}, expected a positive integer"
-        for config in configs
-        for field in dataclasses.fields(config)
-        if field.type is int
-        and not ((value := getattr(config, field.name)).__class__ is int and value > 0)
-    ]
-    if wrong or problems:
-        raise ModelError("config.json: " + "; ".join([*wrong, *problems]))
-
-
 def read_text(
     config: Mapping[str, Any], model_type: str, vision_problems: Sequence[str]
 ) -> dict[str, Any]:
@@ -149,23 +133,6 @@ def vision_rope_problems(vision: Mapping[str, Any]) -> list[str]:
     if theta == VISION_ROPE_THETA:
         return []
     return [f"vision_config.rope_parameters.rope_theta={theta}"]
-
-
-def check_complete(
-    found: Mapping[str, Any], fields: Sequence[dataclasses.Field[Any]], prefix: str = ""
-) -> None:
-    """Raises ModelError that names the fields without default that are not in `found`."""
-    required = {field.name for field in fields if field.default is dataclasses.MISSING}
-    if missing := sorted(required - set(found)):
-        raise ModelError(f"config.json: missing {', '.join(prefix + name for name in missing)}")
-
-
-def read_file(path: Path, from_dict: Callable[[Mapping[str, Any]], T]) -> T:
-    """The config of a config.json. Raises: ModelError."""
-    try:
-        return from_dict(read_json(path))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path}: a value of the wrong type ({error})") from error
 
 
 class PatchSizes(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from uirl_jax.families import config_file
 from uirl_jax.families.qwen import config as qwen
 from uirl_jax.families.qwen.images import ImageConfig
 
@@ -92,14 +93,14 @@ class Qwen25VLConfig(qwen.QwenConfig):
     images: ImageConfig = _IMAGES
 
     def __post_init__(self) -> None:
-        qwen.check(self, self.vision)
+        config_file.check(self, self.vision)
         problems = self.text_problems() + self.vision.problems()
         if self.vision.out_hidden_size != self.hidden_size:
             problems.append(
                 f"vision_config: out_hidden_size={self.vision.out_hidden_size}, expected the text "
                 f"tower's {self.hidden_size}"
             )
-        qwen.check(problems=problems)
+        config_file.check(problems=problems)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen25VLConfig":
@@ -119,9 +120,9 @@ class Qwen25VLConfig(qwen.QwenConfig):
         vision = {name: value for name, value in vision.items() if name in names}
         if "fullatt_block_indexes" in vision:
             vision["fullatt_block_indexes"] = tuple(vision["fullatt_block_indexes"])
-        qwen.check_complete(vision, fields, "vision_config.")
+        config_file.check_complete(vision, fields, "vision_config.")
         found["vision"] = VisionConfig(**vision)
-        qwen.check_complete(found, dataclasses.fields(cls))
+        config_file.check_complete(found, dataclasses.fields(cls))
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class Qwen25VLConfig(qwen.QwenConfig):
 
 def read_model_config(model_dir: Path) -> Qwen25VLConfig:
     """Reads <model_dir>/config.json alone, with published image settings. Raises: ModelError."""
-    return qwen.read_file(model_dir / "config.json", Qwen25VLConfig.from_dict)
+    return config_file.read_file(model_dir / "config.json", Qwen25VLConfig.from_dict)
 
 
 def read_config(model_dir: Path) -> Qwen25VLConfig:

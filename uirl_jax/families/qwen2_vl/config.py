@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from uirl_jax.families import config_file
 from uirl_jax.families.qwen import config as qwen
 
 
@@ -51,7 +52,7 @@ class Qwen2VLConfig(qwen.QwenConfig):
 
     def __post_init__(self) -> None:
         vision = self.vision
-        qwen.check(self, vision)
+        config_file.check(self, vision)
         problems = self.text_problems()
         if vision.embed_dim % vision.num_heads or vision.head_dim % 4:
             problems.append(
@@ -63,7 +64,7 @@ class Qwen2VLConfig(qwen.QwenConfig):
                 f"vision_config: hidden_size={vision.hidden_size}, expected the text tower's "
                 f"{self.hidden_size}"
             )
-        qwen.check(problems=problems)
+        config_file.check(problems=problems)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen2VLConfig":
@@ -81,7 +82,7 @@ class Qwen2VLConfig(qwen.QwenConfig):
         vision = {"hidden_size": found.get("hidden_size"), **vision}
         names = {field.name for field in dataclasses.fields(VisionConfig)}
         found["vision"] = VisionConfig(**{k: v for k, v in vision.items() if k in names})
-        qwen.check_complete(found, dataclasses.fields(cls))
+        config_file.check_complete(found, dataclasses.fields(cls))
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class Qwen2VLConfig(qwen.QwenConfig):
 
 def read_model_config(model_dir: Path) -> Qwen2VLConfig:
     """Reads <model_dir>/config.json alone, with default image settings. Raises: ModelError."""
-    return qwen.read_file(model_dir / "config.json", Qwen2VLConfig.from_dict)
+    return config_file.read_file(model_dir / "config.json", Qwen2VLConfig.from_dict)
 
 
 def read_config(model_dir: Path) -> Qwen2VLConfig:

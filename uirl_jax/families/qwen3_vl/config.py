@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
+from uirl_jax.families import config_file
 from uirl_jax.families.qwen import config as qwen
 from uirl_jax.families.qwen.images import ImageConfig
 
@@ -127,7 +128,7 @@ class Qwen3VLConfig:
             for name, values in numbers.items()
             if any(value.__class__ is not int for value in values)
         ]
-        qwen.check(self, self.vision, problems=problems)
+        config_file.check(self, self.vision, problems=problems)
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -149,7 +150,7 @@ class Qwen3VLConfig:
                 f"vision_config: {len(self.vision.deepstack_visual_indexes)} "
                 f"deepstack_visual_indexes for {self.num_hidden_layers} text blocks"
             )
-        qwen.check(problems=problems)
+        config_file.check(problems=problems)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3VLConfig":
@@ -185,9 +186,9 @@ class Qwen3VLConfig:
         vision = {f.name: vision[f.name] for f in fields if vision.get(f.name) is not None}
         if "deepstack_visual_indexes" in vision:
             vision["deepstack_visual_indexes"] = tuple(vision["deepstack_visual_indexes"])
-        qwen.check_complete(vision, fields, "vision_config.")
+        config_file.check_complete(vision, fields, "vision_config.")
         found["vision"] = VisionConfig(**vision)
-        qwen.check_complete(found, dataclasses.fields(cls))
+        config_file.check_complete(found, dataclasses.fields(cls))
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def _not_computed(
 
 def read_model_config(model_dir: Path) -> Qwen3VLConfig:
     """Reads <model_dir>/config.json alone, with published image settings. Raises: ModelError."""
-    return qwen.read_file(model_dir / "config.json", Qwen3VLConfig.from_dict)
+    return config_file.read_file(model_dir / "config.json", Qwen3VLConfig.from_dict)
 
 
 def read_config(model_dir: Path) -> Qwen3VLConfig:
