@@ -154,8 +154,19 @@ class _Buttons:
         centre = ((x0 + x1) // 2, (y0 + y1) // 2)
         space, step = self.base.coordinates, self.base.step
         x, y = (
-            step * round(coordinates.convert(pixel, space, *extents, to_screen=False) / step)
-            for pixel, *extents in zip(centre, self.size, self.seen.seen_px, strict=True)
+            step
+            * round(
+                coordinates.convert(
+                    centre[axis],
+                    space,
+                    self.size[axis],
+                    self.seen.seen_px[axis],
+                    margins=self.seen.margins.along(axis),
+                    to_screen=False,
+                )
+                / step
+            )
+            for axis in (0, 1)
         )
         return x, y
 

@@ -158,7 +158,16 @@ def check_model(cfg: RunConfig) -> None:
     path = hub.model_directory(cfg.model.path, weights=False)
     family = family_of(path)
     check_family(cfg, family)
-    loading.check(family, path, lora=cfg.model.adapters, adapter=cfg.model.adapter)
+    model_cfg, _ = loading.check(family, path, lora=cfg.model.adapters, adapter=cfg.model.adapter)
+    longest = cfg.max_context_tokens + cfg.actor.rollout.max_new_tokens
+    limit = longest if family.max_positions is None else family.max_positions(model_cfg)
+    if longest > limit:
+        raise ConfigError(
+            f"contexts of {cfg.max_context_tokens} tokens and "
+            f"{cfg.actor.rollout.max_new_tokens} new ones: {path} was trained on {limit} positions "
+            "(max_position_embeddings); lower actor.rollout.max_context_tokens or "
+            "engine.context_lengths"
+        )
 
 
 def check_user_code(cfg: RunConfig, *, learns: bool) -> None:

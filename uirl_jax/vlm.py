@@ -161,7 +161,13 @@ class VLM:
         with BackgroundLoop() as loop:  # a notebook has a loop of its own on this thread
             text = chat.decode(loop.run(sample()))
         try:
-            action = parse(text, screen.size_px, chat.action_format, image_size=screen.seen_px)
+            action = parse(
+                text,
+                screen.size_px,
+                chat.action_format,
+                image_size=screen.seen_px,
+                margins=screen.margins,
+            )
             return Prediction(text, action, "")
         except ActionError as error:
             return Prediction(text, None, str(error))

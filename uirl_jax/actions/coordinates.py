@@ -1,14 +1,34 @@
 """Coordinate spaces of models, and the one function that converts between them and the screen.
 
 An action format has a space (`formats`): a model that was taught one space misses everything in
-another. No other module multiplies a coordinate.
+another. A family may put margins around a screen before it resizes it; the spaces that are parts of
+an image or its pixels then count from the margin's edge. No other module multiplies a coordinate.
 """
 
+from typing import NamedTuple
+
 from uirl_jax.errors import ConfigError
+
+
+class Margins(NamedTuple):
+    """What was put around a screen before it was resized, in pixels of the screen."""
+
+    left: int = 0
+    top: int = 0
+    right: int = 0
+    bottom: int = 0
+
+    def along(self, axis: int) -> tuple[int, int]:
+        """Before and after the screen on an axis: 0 is x, 1 is y."""
+        return self[axis], self[2 + axis]
+
+
+NO_MARGINS = Margins()
 
 # pixels  of the verifier's screen, as the bundled server and its demonstrations count them
 # image   pixels of the resized image that the model sees (Qwen2.5-VL, UI-TARS 1.5)
 # 0-999   and 0-1000: parts of either axis (Qwen3-VL, UI-TARS, Qwen2-VL); 0-1: a fraction of it
+# All but pixels are of the screen with its margins.
 SPACES = ("pixels", "image", "0-999", "0-1000", "0-1")
 FRACTION_DECIMALS = 4  # half a unit of the last is half a pixel of 10,000
 
@@ -24,32 +44,53 @@ def span(space: str, screen_px: int, image_px: int) -> int:
     return {"pixels": screen_px, "image": image_px, "0-999": 999, "0-1000": 1000, "0-1": 1}[space]
 
 
+def allowed(
+    space: str, screen_px: int, image_px: int, margins: tuple[int, int] = (0, 0)
+) -> tuple[int | float, int | float]:
+    """The smallest and the largest coordinate on the screen. Arguments as in `convert`."""
+    if margins == (0, 0):
+        return 0, span(space, screen_px, image_px)
+    first, last = (
+        convert(edge, space, screen_px, image_px, margins=margins, to_screen=False)
+        for edge in (0, screen_px)
+    )
+    return first, last
+
+
 def convert(
-    value: int | float, space: str, screen_px: int, image_px: int, *, to_screen: bool
+    value: int | float,
+    space: str,
+    screen_px: int,
+    image_px: int,
+    *,
+    margins: tuple[int, int] = (0, 0),
+    to_screen: bool,
 ) -> int | float:
     """Converts one coordinate from a model's space to a pixel of the screen, or back.
 
     Args:
-      value: to_screen: in `space`, within 0..span; else a pixel of the screen.
+      value: to_screen: in `space`, as `allowed` says; else a pixel of the screen.
       screen_px: the screen's width for an x, its height for a y.
       image_px: the same of the image that the model sees.
+      margins: of that axis, Margins.along; the image shows them too.
 
     Returns:
       The nearest pixel, at most the last one: the far edge lies one pixel outside. Or the nearest
       coordinate of the space: whole, but in 0-1 rounded to FRACTION_DECIMALS. There and back is
-      exact where an axis has no more pixels than the space has units (10,000 in 0-1), and within
-      half a unit otherwise.
+      exact where an axis, margins included, has no more pixels than the space has units (10,000 in
+      0-1), and within half a unit otherwise.
     """
     if space == "pixels":
         return value
-    edge = span(space, screen_px, image_px)
+    edge, framed_px = span(space, screen_px, image_px), margins[0] + screen_px + margins[1]
     if to_screen:
-        exact = value * screen_px
+        exact = value * framed_px
         nearest = int(exact / edge + 0.5) if isinstance(value, float) else _nearest(exact, edge)
-        return min(screen_px - 1, nearest)
+        return max(0, min(screen_px - 1, nearest - margins[0]))
+    value += margins[0]
     if space == "0-1":
-        return round(value / screen_px, FRACTION_DECIMALS)
-    return _nearest(value * edge, screen_px)
+        return round(value / framed_px, FRACTION_DECIMALS)
+    return _nearest(value * edge, framed_px)
 
 
 def _nearest(numerator: float, denominator: float) -> int:

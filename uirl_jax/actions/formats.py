@@ -19,7 +19,7 @@ import numbers
 from collections.abc import Callable, Iterable
 
 from uirl_jax.actions import arguments, json_object, prompts, tool_call, ui_tars
-from uirl_jax.actions.coordinates import check_space, convert, span
+from uirl_jax.actions.coordinates import NO_MARGINS, Margins, allowed, check_space, convert
 from uirl_jax.actions.kinds import AXES, KINDS, MAX_ACTION_CHARS, quote, usage, validate
 from uirl_jax.actions.prompts import Prompt, action_list, published
 from uirl_jax.errors import ActionError, ConfigError
@@ -130,6 +130,7 @@ def parse(
     action_format: ActionFormat = TEXT,
     *,
     image_size: tuple[int, int] | None = None,
+    margins: Margins = NO_MARGINS,
     cursor: tuple[int, int] | None = None,
 ) -> Action:
     """Reads the one action that a model's text holds.
@@ -138,6 +139,7 @@ def parse(
       text: what the policy sampled, decoded.
       screen_size: (width, height) of the verifier's screen in pixels.
       image_size: the same of the image that the model saw; None: the screen's.
+      margins: what that image shows around the screen.
       cursor: where the pointer is, in pixels of the screen; None: it was not used yet.
 
     Returns:
@@ -152,10 +154,10 @@ def parse(
     if action_format.cursor and action.kind in _POINTING and action.x is None:
         if cursor is None:
             raise ActionError(f"{action.kind} says no place, and the cursor is nowhere yet")
-        action = _convert(action, screen_size, image_size, action_format, to_screen=True)
+        action = _convert(action, screen_size, image_size, margins, action_format, to_screen=True)
         action = dataclasses.replace(action, x=cursor[0], y=cursor[1])
     else:
-        action = _convert(action, screen_size, image_size, action_format, to_screen=True)
+        action = _convert(action, screen_size, image_size, margins, action_format, to_screen=True)
     validate(action, screen_size)
     if isinstance(action.seconds, int):
         action = dataclasses.replace(action, seconds=float(action.seconds))
@@ -168,6 +170,7 @@ def format_action(
     action_format: ActionFormat = TEXT,
     *,
     image_size: tuple[int, int] | None = None,
+    margins: Margins = NO_MARGINS,
     cursor: tuple[int, int] | None = None,
 ) -> str:
     """Writes an action as the text that `parse` reads back.
@@ -187,7 +190,7 @@ def format_action(
             f"({action.x}, {action.y}) first"
         )
     return action_format.write(
-        _convert(action, screen_size, image_size, action_format, to_screen=False)
+        _convert(action, screen_size, image_size, margins, action_format, to_screen=False)
     )
 
 
@@ -207,6 +210,7 @@ def _convert(
     action: Action,
     screen_size: tuple[int, int],
     image_size: tuple[int, int] | None,
+    margins: Margins,
     action_format: ActionFormat,
     *,
     to_screen: bool,
@@ -219,14 +223,14 @@ def _convert(
         value = vars(action)[argument]
         if value is None:
             continue
-        extents = screen_size[axis], image_size[axis]
+        extents, around = (screen_size[axis], image_size[axis]), margins.along(axis)
         if to_screen and space != "pixels":
-            edge = span(space, *extents)
+            first, last = allowed(space, *extents, around)
             where = f"{action.kind}: {argument}={quote(value)}"
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ActionError(f"{where} is not a number")
-            if not 0 <= value <= edge:
-                raise ActionError(f"{where} is off the screen, allowed: 0-{edge}")
+            if not first <= value <= last:
+                raise ActionError(f"{where} is off the screen, allowed: {first}-{last}")
             if space != "0-1" and value != int(value):
                 raise ActionError(f"{where} is not a whole number")
             value = value if space == "0-1" else int(value)
@@ -234,5 +238,5 @@ def _convert(
             isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's
         ):
             value = int(value)
-        changed[argument] = convert(value, space, *extents, to_screen=to_screen)
+        changed[argument] = convert(value, space, *extents, margins=around, to_screen=to_screen)
     return dataclasses.replace(action, **changed)

@@ -47,8 +47,14 @@ class RandomEngine:
 
     def _format(self, action: Action, screen: tuple[int, int], request: SampleRequest) -> str:
         """The action as text, in the action format and coordinates that the rollout parses."""
-        seen_px = request.screens[-1].seen_px
-        return actions.format_action(action, screen, self._chat.action_format, image_size=seen_px)
+        seen = request.screens[-1]
+        return actions.format_action(
+            action,
+            screen,
+            self._chat.action_format,
+            image_size=seen.seen_px,
+            margins=seen.margins,
+        )
 
     def release(self, episode: str) -> None:
         pass  # no state per episode

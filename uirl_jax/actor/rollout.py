@@ -258,7 +258,8 @@ async def _play(
                 turn.text,
                 screen_size,
                 chat.action_format,
-                image_size=screens[-1].seen_px,
+                image_size=newest.seen_px,
+                margins=newest.margins,
                 cursor=actions.cursor_after(turn.action for turn in episode.turns),
             )
             if action.kind not in UNSENT:

@@ -70,6 +70,7 @@ class Recording:
         """
         how = {
             "image_size": self._screens[-1].seen_px,
+            "margins": self._screens[-1].margins,
             "cursor": self.cursor,
         }
         action_format = self._chat.action_format

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from uirl_jax.actions.coordinates import NO_MARGINS, Margins
 from uirl_jax.errors import ConfigError
 from uirl_jax.models.weight_table import WeightTable
 
@@ -41,6 +42,7 @@ class Screen:
     seen_px: Size  # of the image that the model sees, resized: the coordinate space "image"
     tokens: int  # visual tokens in the text
     patches: int  # length in a row of the vision tower
+    margins: Margins = NO_MARGINS  # put around the screenshot before it was resized
     layout: tuple[int, ...] = ()  # the family's own, such as a grid of patches
     screenshot: bytes = b""  # an encoded image file
     arrays: Mapping[str, np.ndarray] | None = None  # the family's own; None: not read yet
@@ -142,8 +144,9 @@ Piece = str | Marker | ScreenSlot
 class ChatLayout:
     """How a family writes a chat as pieces; `families.chat` turns them into ids.
 
-    Text pieces that touch are encoded together, so that a tokenizer with prefix spaces sees whole
-    texts. Markers never come out of a text: an instruction cannot open a turn or an image.
+    Text pieces that touch are encoded together, also across turns, so that a tokenizer with prefix
+    spaces sees whole texts. Markers never come out of a text: an instruction cannot open an image,
+    nor a turn where turns are opened by markers.
 
     Attributes:
       end_tokens: each ends a turn when sampled; the first is what completions are given.
@@ -156,6 +159,7 @@ class ChatLayout:
       after_reply: what follows the end token of the model's turn.
       template: system prompt -> the Jinja template for transformers that writes the same chat;
         the system prompt is that of a chat without one.
+      opening: what every context begins with.
     """
 
     end_tokens: tuple[str, ...]
@@ -166,10 +170,13 @@ class ChatLayout:
     reply: tuple[Piece, ...]
     after_reply: tuple[Piece, ...]
     template: Callable[[str], str]
+    opening: tuple[Piece, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.end_tokens, self.image_token, *self.forbidden)))
+        opening = (piece.token for piece in self.opening if isinstance(piece, Marker))
+        named = (*self.end_tokens, self.image_token, *self.forbidden, *opening)
+        return tuple(dict.fromkeys(named))
 
 
 # ---------------------------------------------------------------------------------- device side
@@ -300,6 +307,10 @@ class Family:
       weights: names of published tensors, LoRA projections, sharding rules.
       text_blocks: attributes that lead from the model to its stacked text blocks.
       vision_parts: the model's attributes whose adapters change visual tokens.
+      max_positions: config -> positions that the model was trained on, where a run may not go
+        beyond them; None: not checked.
+      processor_json: config -> preprocessor_config.json of an exported model; None: that of the
+        base is copied.
     """
 
     model_type: str
@@ -314,6 +325,8 @@ class Family:
     text_blocks: tuple[str, ...] = ("text", "blocks")
     vision_parts: tuple[str, ...] = ("visual",)
     capabilities: Capabilities = Capabilities()
+    max_positions: Callable[[Any], int] | None = None
+    processor_json: Callable[[Any], dict[str, Any]] | None = None
 
     def require(self, wanted: Mapping[str, str]) -> None:
         """Refuses what the family cannot do.

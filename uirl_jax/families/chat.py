@@ -159,8 +159,8 @@ class Chat:
             dropped = self._num_dropped(len(screens))
             turns = self._growing_turns(screens, sampled, dropped)
             kept = tuple(range(dropped, len(screens)))
-        ids = [token_id for turn in turns for token_id in self._turn_ids(turn, values)]
-        ids += self._piece_ids(self._layout.reply, {})
+        pieces = [piece for turn in turns for piece in self._turn_pieces(turn)]
+        ids = self._piece_ids([*self._layout.opening, *pieces, *self._layout.reply], values)
         messages = tuple(self._message(turn, values) for turn in turns)
         return Context(np.array(ids, np.int32), kept, messages)
 
@@ -197,19 +197,15 @@ class Chat:
         parts = (slot, template) if image_first else (template, slot)
         return _Turn("user", tuple(part for part in parts if part != ""))
 
-    def _turn_ids(self, turn: _Turn, values: dict[str, str]) -> list[int]:
+    def _turn_pieces(self, turn: _Turn) -> Sequence[Piece | list[int]]:
+        """The pieces of a turn; sampled ids stand between them as they are."""
         if turn.role == "system":
-            return self._piece_ids(self._layout.system(*map(str, turn.parts)), values)
+            return self._layout.system(*map(str, turn.parts))
         if turn.role == "user":
-            return self._piece_ids(self._layout.user(turn.parts), values)
+            return self._layout.user(turn.parts)
         tokens = np.asarray(turn.sampled).tolist()
         ends = [] if tokens[-1:] == [self._end] else [self._end]
-        return [
-            *self._piece_ids(self._layout.reply, {}),
-            *tokens,
-            *ends,
-            *self._piece_ids(self._layout.after_reply, {}),
-        ]
+        return [*self._layout.reply, [*tokens, *ends], *self._layout.after_reply]
 
     def _message(self, turn: _Turn, values: dict[str, str]) -> Message:
         if turn.sampled is not None:
@@ -223,7 +219,7 @@ class Chat:
         ]
         return Message(turn.role, tuple(text for text in texts if text != ""))
 
-    def _piece_ids(self, pieces: Sequence[Piece], values: dict[str, str]) -> list[int]:
+    def _piece_ids(self, pieces: Sequence[Piece | list[int]], values: dict[str, str]) -> list[int]:
         ids: list[int] = []
         text = ""
         for piece in [*pieces, None]:
@@ -238,6 +234,8 @@ class Chat:
                 ids.append(self._added[piece.token])
             elif isinstance(piece, ScreenSlot):
                 ids += [self.image_token_id] * piece.tokens
+            elif isinstance(piece, list):
+                ids += piece
         return ids
 
     def _template_ids(self, template: str, values: tuple[tuple[str, str], ...]) -> tuple[int, ...]:

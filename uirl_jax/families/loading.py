@@ -8,6 +8,7 @@ a ModelError.
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import re
 import threading
 import warnings
@@ -222,6 +223,9 @@ def save_merged(
     nnx.update(model, trained)
     save_model(family, model, directory, dtype=weights.stored_dtype(path) if lora is None else None)
     copy_tokenizer(path, Path(directory))
+    if family.processor_json is not None:  # the base's cuts other screens than were trained on
+        content = json.dumps(family.processor_json(model.cfg), indent=2) + "\n"
+        (Path(directory) / "preprocessor_config.json").write_text(content, encoding="utf-8")
     if chat is not None:
         chat_config.write(directory, chat, family.chat)
 
