@@ -129,13 +129,19 @@ def _target_modules(leaves: list[Leaf], adapted: list[Leaf], table: WeightTable)
     current = [table.current_name(_module(x)) for leaf in others.values() for x in leaf.tensors]
     if not any(_matches(targets, module) for module in current):
         return targets
-    modules = [(re.escape(table.current_name(_module(leaf.tensors[0]))), leaf) for leaf in adapted]
-    return "|".join(
-        sorted(
-            name.replace(r"\.0\.", r"\.\d+\.", 1) if leaf.stacked else name
-            for name, leaf in modules
-        )
-    )
+    return "|".join(sorted(_pattern(leaf, table, current) for leaf in adapted))
+
+
+def _pattern(leaf: Leaf, table: WeightTable, others: Collection[str]) -> str:
+    """A regular expression for the leaf's modules and none of the others."""
+    module = re.escape(table.current_name(_module(leaf.tensors[0])))
+    if not leaf.stacked:
+        return module
+    of_any_layer = module.replace(r"\.0\.", r"\.\d+\.", 1)
+    if not any(_matches(of_any_layer, other) for other in others):
+        return of_any_layer
+    numbers = "|".join(map(str, range(len(leaf.tensors))))  # of layers after them: unused ones
+    return module.replace(r"\.0\.", rf"\.({numbers})\.", 1)
 
 
 def _with_metadata(contents: bytes, metadata: dict[str, str]) -> bytes:
@@ -176,6 +182,15 @@ def load_adapter(directory: str | Path, build: Callable[[], Any], table: WeightT
         to_file_name = _layout_of(tensors, table)
         abstract = nnx.eval_shape(build)
         leaves = leaves_of(abstract.cfg, nnx.state(abstract), table)
+        unused = {
+            _tensor_name(to_file_name(_module(tensor)), matrix)
+            for leaf in leaves
+            if leaf.path.startswith(table.unused)
+            for tensor in leaf.tensors
+            for matrix in _MATRICES.values()
+        }
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
+        leaves = [leaf for leaf in leaves if not leaf.path.startswith(table.unused)]
         lora = _lora_config(directory / _CONFIG, config, leaves, to_file_name, table)
         leaves = _adapted(leaves, table.projections_of(lora.targets))
         _check(path, tensors, leaves, lora.rank, to_file_name)
@@ -318,17 +333,23 @@ def _check(
 
 
 def _layout_of(tensor_names: Iterable[str], table: WeightTable) -> Callable[[str], str]:
-    """A function from a published module name to that of the file, in either layout.
+    """A function from a published module name to that of the file, in any layout.
 
-    Regular expressions in target_modules match the file's names.
+    Regular expressions in target_modules match the file's names. A module without adapters has the
+    name of one of the two main layouts.
     """
+    modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensor_names]
+    of_file = {table.published_name(module): module for module in modules}
+    is_current = any(
+        published not in (None, module) and table.current_name(published) == module
+        for published, module in of_file.items()
+    )
 
-    def is_current(tensor_name: str) -> bool:
-        module = tensor_name.removeprefix(_PREFIX).partition(".lora_")[0]
-        published = table.published_name(module)
-        return published not in (None, module) and table.current_name(published) == module
+    def to_file_name(published: str) -> str:
+        other = table.current_name(published) if is_current else published
+        return of_file.get(published, other)
 
-    return table.current_name if any(map(is_current, tensor_names)) else str
+    return to_file_name
 
 
 def _adapted(leaves: list[Leaf], projections: Collection[str]) -> list[Leaf]:

@@ -26,11 +26,16 @@ class Leaf:
     tensor_shape: Shape  # of each tensor
 
 
+def _zero(cfg: Any) -> int:
+    return 0
+
+
 class Stack(NamedTuple):
     """Blocks whose leaves have a leading layer axis."""
 
     prefix: str  # of the published names; followed by the layer's number
     modules: Mapping[str, str]  # module within a block -> published module within a layer
+    first: Callable[[Any], int] = _zero  # config -> number of the first layer
 
 
 def _same(name: str) -> str:
@@ -57,6 +62,8 @@ class WeightTable:
       redundant: config -> other tensors that a file may hold, such as a tied head.
       peft_targets: projection -> its entry in PEFT's target_modules, if the projection's own last
         name would match other modules too; {layer} in it stands for the number of every layer.
+      unused: start of the paths of leaves that are held for the files alone: nothing computes them,
+        and adapters of them are read and dropped.
     """
 
     stacks: Mapping[str, Stack]
@@ -68,6 +75,7 @@ class WeightTable:
     current_name: Callable[[str], str] = _same
     redundant: Callable[[Any], Collection[str]] = lambda cfg: ()
     peft_targets: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -117,7 +125,8 @@ class WeightTable:
         else:
             stack = self.stacks[start]
             module = stack.modules[path.removeprefix(f"{start}/").rpartition("/")[0]]
-            tensors = tuple(f"{stack.prefix}.{i}.{module}.{suffix}" for i in range(shape[0]))
+            layers = range(stack.first(cfg), stack.first(cfg) + shape[0])
+            tensors = tuple(f"{stack.prefix}.{i}.{module}.{suffix}" for i in layers)
             tensor_shape = shape[1:]
         if transposed:
             tensor_shape = tensor_shape[::-1]
