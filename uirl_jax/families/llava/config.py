@@ -1,0 +1,284 @@
+"""config.json of LLaVA-1.5 (7B, 13B): reads, checks and writes it.
+
+Source: arXiv:2310.03744 and transformers, models/llava/configuration_llava.py, with those of
+models/clip/ and models/llama/.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from uirl_jax.errors import ModelError
+from uirl_jax.families import config_file
+from uirl_jax.families.llava.images import ImageConfig
+from uirl_jax.models.directory import read_json
+
+# What the reference takes where config.json has no vision_config.
+_VISION: Mapping[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+_IMAGES = ImageConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower, a CLIP. Defaults are those of the reference's CLIPVisionConfig."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    image_size: int = 224
+    patch_size: int = 32
+    projection_dim: int = 512  # nothing here reads it; kept for exports
+    layer_norm_eps: float = 1e-5
+
+    @property
+    def grid_side(self) -> int:
+        """Patches along a side of the square image."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        return self.grid_side**2
+
+    @property
+    def patch_features(self) -> int:
+        """F, the floats of one patch: channels x height x width."""
+        return 3 * self.patch_size**2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlavaConfig:
+    """Both towers and the special tokens. Names are those of Hugging Face's config.json.
+
+    Defaults are those of the reference's LlamaConfig: the published 7B leaves most of them out.
+    """
+
+    vision: VisionConfig
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02  # of the embeddings; projections scale with their width
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    image_token_id: int = 32000
+    vision_feature_layer: int = -2
+    images: ImageConfig = _IMAGES  # of preprocessor_config.json
+
+    def __post_init__(self) -> None:
+        config_file.check(self, self.vision, signed=("vision_feature_layer",))
+        problems = []
+        vision, layers = self.vision, self.vision.num_hidden_layers
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim}, expected a multiple of 2")
+        if vision.hidden_size % vision.num_attention_heads:
+            problems.append(
+                f"vision_config: hidden_size={vision.hidden_size} is not a multiple of "
+                f"num_attention_heads={vision.num_attention_heads}"
+            )
+        if vision.image_size % vision.patch_size:
+            problems.append(
+                f"vision_config: image_size={vision.image_size} is not a multiple of "
+                f"patch_size={vision.patch_size}"
+            )
+        if not 1 <= self.vision_blocks <= layers:
+            problems.append(
+                f"vision_feature_layer={self.vision_feature_layer}, expected the output of one of "
+                f"the {layers} vision blocks"
+            )
+        config_file.check(problems=problems)
+
+    @property
+    def vision_blocks(self) -> int:
+        """Vision blocks up to the feature layer: those that are computed."""
+        layer = self.vision_feature_layer
+        return layer if layer >= 0 else self.vision.num_hidden_layers + 1 + layer
+
+    @property
+    def unused_vision_blocks(self) -> int:
+        """Vision blocks after the feature layer."""
+        return self.vision.num_hidden_layers - self.vision_blocks
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "LlavaConfig":
+        """Reads a config.json.
+
+        Raises: ModelError: another architecture, or a variant that is not computed (another text or
+          vision tower, several feature layers, scaled RoPE, biases, other activations).
+        """
+        if config.get("model_type") != "llava":
+            raise ModelError(
+                f"config.json: model_type={config.get('model_type')!r}, expected 'llava'"
+            )
+        text = dict(config.get("text_config") or {})
+        vision = dict(config.get("vision_config") or _VISION)
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        if problems := _not_computed(config, text, vision, rope):
+            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
+
+        names = {f.name for f in dataclasses.fields(cls)} - {"images", "vision"}
+        found = {name: text[name] for name in names if text.get(name) is not None}
+        found["image_token_id"] = config.get("image_token_index", config.get("image_token_id"))
+        found["vision_feature_layer"] = config.get("vision_feature_layer")
+        found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
+        # As in the reference: tied where either says so.
+        found["tie_word_embeddings"] = bool(
+            config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+        )
+        if isinstance(found.get("eos_token_id"), list):
+            found["eos_token_id"] = found["eos_token_id"][0]
+        found = {name: value for name, value in found.items() if value is not None}
+        width, heads = (
+            found.get(name, cls.__dataclass_fields__[name].default)
+            for name in ("hidden_size", "num_attention_heads")
+        )
+        found.setdefault("num_key_value_heads", heads)  # no grouping
+        if "head_dim" not in found:
+            if width % heads:
+                raise ModelError(
+                    f"config.json: hidden_size={width} is not a multiple of "
+                    f"num_attention_heads={heads}"
+                )
+            found["head_dim"] = width // heads
+        known = {field.name for field in dataclasses.fields(VisionConfig)}
+        given = {name: value for name, value in vision.items() if name in known}
+        cfg = cls(vision=VisionConfig(**given), **found)
+        tokens = config.get("image_seq_length", cfg.vision.patches)
+        if tokens != cfg.vision.patches:
+            raise ModelError(
+                f"config.json: image_seq_length={tokens}, expected the {cfg.vision.patches} "
+                "patches of an image"
+            )
+        return cfg
+
+    def to_dict(self) -> dict[str, Any]:
+        """A config.json in the layout of the published models, for transformers 4 and 5."""
+        values = dataclasses.asdict(self)
+        del values["images"]
+        vision = values.pop("vision")
+        top = {
+            "image_token_index": values.pop("image_token_id"),
+            "vision_feature_layer": values.pop("vision_feature_layer"),
+        }
+        return {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": "llava",
+            **top,
+            "image_seq_length": self.vision.patches,
+            "vision_feature_select_strategy": "default",
+            "projector_hidden_act": "gelu",
+            "multimodal_projector_bias": True,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "text_config": {
+                "model_type": "llama",
+                **values,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "hidden_act": "silu",
+            },
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                **vision,
+                "hidden_act": "quick_gelu",
+                "num_channels": 3,
+            },
+        }
+
+
+def _not_computed(
+    config: Mapping[str, Any],
+    text: Mapping[str, Any],
+    vision: Mapping[str, Any],
+    rope: Mapping[str, Any],
+) -> list[str]:
+    """Values that ask for another computation than this family's, in words."""
+    values = [
+        (
+            "vision_feature_select_strategy",
+            config.get("vision_feature_select_strategy", "default"),
+            "default",
+        ),
+        ("projector_hidden_act", config.get("projector_hidden_act", "gelu"), "gelu"),
+        ("multimodal_projector_bias", config.get("multimodal_projector_bias", True), True),
+        # LLaVA-NeXT's tiles, in a directory that says to be a LLaVA.
+        ("image_grid_pinpoints", config.get("image_grid_pinpoints"), None),
+        ("text_config.model_type", text.get("model_type", "llama"), "llama"),
+        (
+            "text_config: RoPE of type",
+            rope.get("rope_type", rope.get("type", "default")),
+            "default",
+        ),
+        ("text_config.sliding_window", text.get("sliding_window"), None),
+        ("text_config.attention_bias", text.get("attention_bias", False), False),
+        ("text_config.mlp_bias", text.get("mlp_bias", False), False),
+        ("text_config.hidden_act", text.get("hidden_act", "silu"), "silu"),
+        (
+            "vision_config.model_type",
+            vision.get("model_type", "clip_vision_model"),
+            "clip_vision_model",
+        ),
+        ("vision_config.hidden_act", vision.get("hidden_act", "quick_gelu"), "quick_gelu"),
+        ("vision_config.num_channels", vision.get("num_channels", 3), 3),
+    ]
+    found = [
+        f"{what} {got!r} (computed is {known!r})" for what, got, known in values if got != known
+    ]
+    if isinstance(config.get("vision_feature_layer"), list):
+        found.append(f"vision_feature_layer {config['vision_feature_layer']} (computed is one)")
+    return found
+
+
+def read_model_config(model_dir: Path) -> LlavaConfig:
+    """Reads <model_dir>/config.json alone, with published image settings of its size.
+
+    Raises: ModelError.
+    """
+    cfg = config_file.read_file(model_dir / "config.json", LlavaConfig.from_dict)
+    images = dataclasses.replace(cfg.images, side_px=cfg.vision.image_size)
+    return dataclasses.replace(cfg, images=images)
+
+
+def read_config(model_dir: Path) -> LlavaConfig:
+    """Reads config.json and preprocessor_config.json.
+
+    Raises: ModelError: they cannot be read or contradict each other.
+    """
+    cfg = read_model_config(model_dir)
+    path = model_dir / "preprocessor_config.json"
+    images = ImageConfig.from_dict(read_json(path))
+    if images.side_px != cfg.vision.image_size:
+        raise ModelError(
+            f"{path}: squares of {images.side_px} pixels, config.json has image_size="
+            f"{cfg.vision.image_size}: it belongs to another model; take the file of this model's "
+            "directory"
+        )
+    return dataclasses.replace(cfg, images=images)
+
+
+def max_positions(cfg: LlavaConfig) -> int:
+    return cfg.max_position_embeddings
+
+
+def processor_json(cfg: LlavaConfig) -> dict[str, Any]:
+    """preprocessor_config.json of an export: with the padding, which the published one lacks."""
+    return cfg.images.to_dict()
