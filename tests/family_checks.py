@@ -1,4 +1,4 @@
-"""What every family of tests/oracles/qwen_torch.py is compared in; the tests of a family call it.
+"""What every published family (tests/oracles/) is compared in; the tests of a family call it.
 
 Forward pass block by block, packed rows, shared prompts, loss and LoRA gradients, in float32.
 """
@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from tests import family_world as world
-from tests.oracles import qwen_torch
+from tests.oracles import reference_torch
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.models import peft_adapters, scoring
@@ -28,7 +28,9 @@ GROUPS = ("attention", "mlp", "vision", "merger")  # every projection of a model
 @functools.cache
 def _all_outputs(model_type: str):
     own = importlib.import_module(f"uirl_jax.families.{model_type}.model")
-    shared = importlib.import_module("uirl_jax.families.qwen.model")
+    text = own
+    if model_type != "llava":
+        text = importlib.import_module("uirl_jax.families.qwen.model")
 
     @jax.jit
     def run(model, rows, vision):
@@ -36,7 +38,7 @@ def _all_outputs(model_type: str):
         return (
             own.vision_block_outputs(model, vision),
             visual_me,
-            shared.block_outputs(model, rows, visual_me),
+            text.block_outputs(model, rows, visual_me),
             model.logits(model.hidden(rows, visual_me)),
         )
 
@@ -55,7 +57,7 @@ def assert_forward_equals_transformers(name: str, config: str) -> None:
     policy = world.policy_of(config)
     case = world.make_case(policy.inputs, name)
     rows, width = len(case.lengths), max(case.lengths)
-    expected = qwen_torch.run(
+    expected = reference_torch.run(
         world.reference_of(config),
         case.rows.token_ids_bt[:rows, :width],
         case.rows.segment_ids_bt[:rows, :width],
@@ -85,7 +87,7 @@ def assert_forward_equals_transformers(name: str, config: str) -> None:
             )
     for row, length in enumerate(case.lengths):
         np.testing.assert_array_equal(
-            case.rows.positions_abt[:, row, :length], expected.positions_3bt[:, row, :length]
+            case.rows.positions_abt[:, row, :length], expected.positions_abt[:, row, :length]
         )
         for layer, expected_btd in enumerate(expected.text_blocks_lbtd):
             assert_close_to_largest(
@@ -133,7 +135,10 @@ def assert_two_replies_behind_one_shared_prompt_equal_two_rows(config: str) -> N
     for number, reply in enumerate(replies):
         part = TokenRows(
             reply[None],
-            np.broadcast_to(next_position + np.arange(len(reply)), (3, 1, len(reply))),
+            np.broadcast_to(
+                next_position + np.arange(len(reply)),
+                (policy.inputs.position_axes, 1, len(reply)),
+            ),
             np.full((1, len(reply)), 2 + number),
             np.full((1, len(reply)), -1, np.int32),
         )
@@ -187,12 +192,13 @@ def assert_loss_and_gradients_equal_pefts(config: str, remat: Remat, tmp_path: P
     table = policy.family.weights
     peft_adapters.save_adapter(world.merged(policy), tmp_path / "adapters", table)
     wrapped = peft.PeftModel.from_pretrained(
-        qwen_torch.make_reference(config), tmp_path / "adapters", is_trainable=True
+        reference_torch.make_reference(config), tmp_path / "adapters", is_trainable=True
     )
     labels_t = np.full(length, -100)
     labels_t[words_t] = ids_t[words_t]
     expected = wrapped(
-        **qwen_torch.model_inputs(
+        **reference_torch.model_inputs(
+            policy.family.model_type,
             ids_t[None],
             world.pixels_of(policy.inputs, case.screens),
             [screen.layout for screen in case.screens],

@@ -1,4 +1,4 @@
-"""Episodes of any family of tests/oracles/qwen_torch.py, played greedily by the engine.
+"""Episodes of any published family (tests/oracles/), played greedily by the engine.
 
 Contexts enter in chunks that end inside images, and prefixes are reused; tokens and logprobs are
 compared with transformers' generate and with the learner's.
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tests import family_world as world
-from tests.oracles import qwen_torch
+from tests.oracles import reference_torch
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
 from uirl_jax.families.border import PlacedScreen, TokenRows
 from uirl_jax.families.chat import Vocabulary
@@ -67,10 +67,11 @@ def play(policy) -> tuple[list[tuple[SampleRequest, SampleResult]], dict[str, fl
 
 
 def generated(reference, inputs, asked: SampleRequest) -> list[int]:
-    reference.model.rope_deltas = None  # state between calls
+    reference_torch.reset(reference)
     screens = list(asked.screens)
     out_bt = reference.generate(
-        **qwen_torch.model_inputs(
+        **reference_torch.model_inputs(
+            reference.config.model_type,
             asked.context_ids[None],
             world.pixels_of(inputs, screens),
             [screen.layout for screen in screens],

@@ -1,4 +1,4 @@
-"""Directories and adapters of any family of tests/oracles/qwen_torch.py, read and written by both.
+"""Directories and adapters of any published family (tests/oracles/), read and written by both.
 
 Also int8 and a mesh of eight devices.
 """
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from tests import family_world as world
 from tests.family_checks import GROUPS
-from tests.oracles import qwen_torch
+from tests.oracles import reference_torch
 from uirl_jax.families import loading
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.loading import PolicyModel
@@ -35,7 +35,7 @@ def our_logits(policy: PolicyModel, case: world.Case) -> np.ndarray:
 
 def their_logits(reference: Any, policy: PolicyModel, case: world.Case) -> np.ndarray:
     length = case.lengths[0]
-    outputs = qwen_torch.run(
+    outputs = reference_torch.run(
         reference,
         case.rows.token_ids_bt[:1, :length],
         case.rows.segment_ids_bt[:1, :length],
@@ -61,7 +61,7 @@ def assert_saved_again_is_the_same(name: str, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for tensor, array in before.items():
         np.testing.assert_array_equal(array, after[tensor], err_msg=tensor)
-    reference, info = qwen_torch.model_class(name).from_pretrained(
+    reference, info = reference_torch.model_class(name).from_pretrained(
         tmp_path, output_loading_info=True
     )
     assert not any(info.values()), info  # nothing missing, unexpected or of another shape
@@ -73,7 +73,9 @@ def assert_saved_again_is_the_same(name: str, tmp_path: Path) -> None:
 def assert_merged_adapters_give_the_same_logits(name: str, tmp_path: Path) -> None:
     policy = with_random_adapters(name, GROUPS)
     loading.save_model(policy.family, world.merged(policy), tmp_path)
-    reference = qwen_torch.model_class(name).from_pretrained(tmp_path, attn_implementation="eager")
+    reference = reference_torch.model_class(name).from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
     case = world.make_case(policy.inputs, "three_images_of_different_sizes")
     assert_same_logits(our_logits(policy, case), their_logits(reference, policy, case))
 
@@ -115,7 +117,7 @@ def assert_adapters_are_read_by_the_other(
 
     policy = with_random_adapters(name, targets, **options)
     loading.save_adapter(policy, tmp_path / "ours", base_model=policy.path)
-    reference = qwen_torch.make_reference(name)
+    reference = reference_torch.make_reference(name)
     wrapped = peft.PeftModel.from_pretrained(reference, tmp_path / "ours")
     case = world.make_case(policy.inputs, "one_image")
     assert_same_logits(our_logits(policy, case), their_logits(reference, policy, case))
@@ -130,7 +132,7 @@ def assert_adapters_are_read_by_the_other(
 
     # One of peft's own making.
     own = peft.get_peft_model(
-        qwen_torch.make_reference(name),
+        reference_torch.make_reference(name),
         peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=3,
@@ -157,7 +159,8 @@ def assert_adapters_are_read_by_the_other(
 def loss_and_gradients(policy: PolicyModel, mesh: jax.sharding.Mesh | None) -> Any:
     """Through both towers, over 8 rows of text and 8 of patches; of adapters in all groups."""
     case = world.make_case(policy.inputs, "two_rows_with_padding")
-    table_rows = case.vision["patch_segments_ip"].size // 4
+    image_rows = len(next(iter(case.vision.values())))
+    table_rows = image_rows * policy.inputs.row_tokens(world.ROW_PATCHES)
     index_bt = case.rows.vision_index_bt
     rows = TokenRows(
         np.tile(case.rows.token_ids_bt, (4, 1)),

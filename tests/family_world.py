@@ -1,6 +1,6 @@
-"""Small directories of Qwen2.5-VL and Qwen3-VL, written by transformers; rows for both sides.
+"""Small directories of published families, written by transformers; rows for both sides.
 
-Configs are named in tests/oracles/qwen_torch.py; a name says the family, too.
+Configs are named in tests/oracles/; a name says the family, too.
 """
 
 import dataclasses
@@ -12,18 +12,21 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
-from tests.oracles import qwen_torch
+from tests.oracles import reference_torch
 from uirl_jax.families import loading
 from uirl_jax.families.border import Inputs, Model, PlacedScreen, Screen, TokenRows
+from uirl_jax.families.llava.images import level_values
+from uirl_jax.families.llava.inputs import LlavaInputs
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.families.qwen.images import pixel_values
 from uirl_jax.families.screens import vision_index
 from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 
-IMAGE_TOKEN, VOCAB = qwen_torch.IMAGE_TOKEN_ID, qwen_torch.VOCAB
-ROW_TOKENS, ROW_PATCHES, IMAGE_ROWS = 48, 80, 2  # of every case: compiled once a config
+IMAGE_TOKEN, VOCAB = reference_torch.IMAGE_TOKEN_ID, reference_torch.VOCAB
+ROW_TOKENS, ROW_PATCHES = 48, 80  # of every case: compiled once a config
 
 
 _PROCESSORS = {
@@ -44,8 +47,8 @@ _PROCESSORS = {
 
 @functools.cache
 def reference_of(name: str):
-    """transformers' model of qwen_torch.CONFIGS; nobody changes it."""
-    return qwen_torch.make_reference(name)
+    """transformers' model of reference_torch.CONFIGS; nobody changes it."""
+    return reference_torch.make_reference(name)
 
 
 @functools.cache
@@ -58,16 +61,37 @@ def directory_of(name: str) -> Path:
 
 def write_reference(name: str, directory: Path) -> None:
     reference_of(name).save_pretrained(directory)
-    vision = qwen_torch.CONFIGS[name]["vision_config"]
+    vision = reference_torch.CONFIGS[name]["vision_config"]
+    if reference_torch.CONFIGS[name]["model_type"] == "llava":
+        _as_published(directory / "model.safetensors")
+        side = vision["image_size"]
+        processor = {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": side},
+            "crop_size": {"height": side, "width": side},
+            "do_center_crop": True,
+        }
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+        return
     factor = 2 * vision["patch_size"]
     processor = {
         "size": {"shortest_edge": factor**2, "longest_edge": 10**6},
         "patch_size": vision["patch_size"],
         "temporal_patch_size": 2,
         "merge_size": 2,
-        **_PROCESSORS[qwen_torch.CONFIGS[name]["model_type"]],
+        **_PROCESSORS[reference_torch.CONFIGS[name]["model_type"]],
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def _as_published(path: Path) -> None:
+    """transformers 5 saves a model that it made without `vision_model.` in the names."""
+    tower = "vision_tower."
+    tensors = {
+        name.replace(tower, f"{tower}vision_model."): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @functools.cache
@@ -80,17 +104,28 @@ def merged(policy: PolicyModel) -> Model:
 
 
 def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Screen:
-    """A cut screen of so many visual tokens across and down."""
-    factor = 2 * inputs.images.patch_size
-    width, height = size_tokens[0] * factor, size_tokens[1] * factor
+    """A cut screen of so many visual tokens across and down; a LLaVA's is wider with more."""
+    if isinstance(inputs, LlavaInputs):
+        width, height = (40 + 7 * side for side in size_tokens)
+    else:
+        width, height = (2 * inputs.images.patch_size * side for side in size_tokens)
     pixels_hwc = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     screen = inputs.cut_screen(Image.fromarray(pixels_hwc))
     return dataclasses.replace(screen, key=f"{size_tokens} {seed}")
 
 
 def pixels_of(inputs: Inputs, screens: list[Screen]) -> list[np.ndarray]:
-    """float32[P,F] of each, as transformers' processor returns them."""
+    """float32 of each, as transformers' processor returns them: [P,F], or [3,S,S] of a LLaVA."""
+    if isinstance(inputs, LlavaInputs):
+        return [_square(inputs, screen.arrays["patches_pc"]) for screen in screens]
     return [pixel_values(screen.arrays["patches_pc"], inputs.images) for screen in screens]
+
+
+def _square(inputs: LlavaInputs, patches_pc: np.ndarray) -> np.ndarray:
+    side, table_cl = inputs.grid_side, level_values(inputs.images)
+    blocks = patches_pc.reshape(side, side, 3, inputs.images.side_px // side, -1)
+    levels_chw = blocks.transpose(2, 0, 3, 1, 4).reshape(3, inputs.images.side_px, -1)
+    return np.stack([table_cl[c][levels_chw[c]] for c in range(3)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +150,20 @@ CASES = {
 
 
 def make_case(inputs: Inputs, name: str) -> Case:
-    """Text in two rows, the first two images in one row of patches; the rest is padding."""
+    """Text in two rows, the first two images in one row of patches where a family's may share one;
+    the rest is padding."""
     rng = np.random.default_rng(len(name))
     sizes = [size for images, _ in CASES[name] for size in images]
     screens = [screen_of(inputs, size, seed) for seed, size in enumerate(sizes)]
-    placed, spans, used = [], [], [0] * IMAGE_ROWS
+    image_rows = 2 if inputs.shares_rows else 4
+    placed, spans, used = [], [], [0] * image_rows
     for number, screen in enumerate(screens):
-        row = min(number // 2, IMAGE_ROWS - 1)
+        row = min(number // 2, image_rows - 1) if inputs.shares_rows else number
         placed.append(PlacedScreen(screen, row, used[row], number + 1))
-        spans.append((row, slice(used[row], used[row] + screen.patches)))
+        class_token = isinstance(inputs, LlavaInputs)
+        spans.append((row, slice(used[row], used[row] + class_token + screen.patches)))
         used[row] += screen.patches
-    packed = inputs.pack_screens(placed, IMAGE_ROWS, ROW_PATCHES)
+    packed = inputs.pack_screens(placed, image_rows, ROW_PATCHES)
     table_rows = [
         first + np.arange(screen.tokens)
         for first, screen in zip(packed.first_tokens, screens, strict=True)
@@ -133,7 +171,7 @@ def make_case(inputs: Inputs, name: str) -> Case:
     shape_bt = (2, ROW_TOKENS)
     rows = TokenRows(
         np.zeros(shape_bt, np.int32),
-        np.zeros((3, *shape_bt), np.int32),
+        np.zeros((inputs.position_axes, *shape_bt), np.int32),
         np.zeros(shape_bt, np.int32),
         np.full(shape_bt, -1, np.int32),
     )

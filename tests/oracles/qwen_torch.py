@@ -1,7 +1,5 @@
-"""Oracle: Qwen2.5-VL and Qwen3-VL of transformers in torch, float32, small, random weights."""
+"""Small configs of Qwen2.5-VL and Qwen3-VL, and how transformers' models are called and read."""
 
-import copy
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -266,7 +264,7 @@ QWEN2_5_VL = {
     ),
 }
 CONFIGS = {**QWEN2_5_VL, **QWEN3_VL}
-_CLASSES = {
+CLASSES = {
     "qwen2_5_vl": (
         transformers.Qwen2_5_VLConfig,
         transformers.Qwen2_5_VLForConditionalGeneration,
@@ -275,40 +273,9 @@ _CLASSES = {
 }
 
 
-def config_class(name: str) -> Any:
-    return _CLASSES[CONFIGS[name]["model_type"]][0]
-
-
-def model_class(name: str) -> Any:
-    return _CLASSES[CONFIGS[name]["model_type"]][1]
-
-
-def make_reference(name: str) -> Any:
-    """Weights of a scale at which every part of the model moves the logits, biases included."""
-    config = config_class(name)(**copy.deepcopy(CONFIGS[name]))
-    config._attn_implementation = "eager"
-    reference = model_class(name)(config).eval()
-    generator = torch.Generator().manual_seed(len(name))
-    with torch.no_grad():
-        for leaf, parameter in reference.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(noise / parameter[0].numel() ** 0.5)
-            else:  # norms of exactly 1 and biases of 0 would hide mistakes
-                norm = "norm" in leaf or "ln_q" in leaf
-                parameter.copy_(0.2 * noise + (norm and leaf.endswith("weight")))
-    return reference
-
-
-@dataclasses.dataclass(frozen=True)
-class Outputs:
-    """What the reference computed for right-padded rows."""
-
-    logits_btv: np.ndarray
-    text_blocks_lbtd: np.ndarray  # residual stream after every block and what is added there
-    vision_blocks_lpd: np.ndarray  # all patches of all images, one after the other
-    visual_me: np.ndarray  # visual tokens of all images: the embedding, then every level
-    positions_3bt: np.ndarray
+def reset(reference: Any) -> None:
+    """Forgets what the model keeps between calls."""
+    reference.model.rope_deltas = None
 
 
 def model_inputs(
@@ -325,49 +292,25 @@ def model_inputs(
     return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).int(), **images}
 
 
-def run(
-    reference: Any,
-    token_ids_bt: np.ndarray,
-    attention_bt: np.ndarray,
-    pixels: list[np.ndarray],
-    grids: list[tuple[int, ...]],
-) -> Outputs:
-    """One forward pass; what enters a layer is what the one before it has left, levels included."""
-    text, vision = [], []
-    model = reference.model
+def vision_blocks(reference: Any) -> Any:
+    return reference.model.visual.blocks
 
-    def entering(_module, args, kwargs):
-        text.append(args[0] if args else kwargs["hidden_states"])
 
-    after = (*model.language_model.layers[1:], model.language_model.norm)
-    hooks = [part.register_forward_pre_hook(entering, with_kwargs=True) for part in after]
-    hooks += [
-        block.register_forward_hook(lambda _m, _a, out: vision.append(out))
-        for block in model.visual.blocks
-    ]
-    given = model_inputs(token_ids_bt, pixels, grids)
-    attention = torch.tensor(attention_bt).long()
-    model.rope_deltas = None  # state between calls
-    with torch.no_grad():
-        logits = reference(**given, attention_mask=attention).logits
-        for hook in hooks:
-            hook.remove()
-        positions, _ = model.get_rope_index(
-            given["input_ids"],
-            given["mm_token_type_ids"],
-            given.get("image_grid_thw"),
-            attention_mask=attention,
-        )
-        visual = []
-        if grids:
-            found = model.get_image_features(given["pixel_values"], given["image_grid_thw"])
-            qwen3 = reference.config.model_type == "qwen3_vl"
-            levels = [found.pooler_output, *(found.deepstack_features if qwen3 else ())]
-            visual = torch.cat([torch.cat(level) for level in levels], dim=-1).numpy()
-    return Outputs(
-        logits.numpy(),
-        torch.stack(text).numpy(),
-        torch.stack(vision).numpy() if vision else np.zeros(0),
-        np.asarray(visual),
-        positions.numpy(),
+def visual_tokens(reference: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of all images: the embedding, then every level."""
+    found = reference.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
+    qwen3 = reference.config.model_type == "qwen3_vl"
+    levels = [found.pooler_output, *(found.deepstack_features if qwen3 else ())]
+    return torch.cat([torch.cat(level) for level in levels], dim=-1)
+
+
+def positions(
+    reference: Any, given: dict[str, torch.Tensor], attention_bt: torch.Tensor
+) -> torch.Tensor:
+    positions_3bt, _ = reference.model.get_rope_index(
+        given["input_ids"],
+        given["mm_token_type_ids"],
+        given.get("image_grid_thw"),
+        attention_mask=attention_bt,
     )
+    return positions_3bt
