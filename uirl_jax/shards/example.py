@@ -112,7 +112,7 @@ def decode(payload: bytes) -> dict[str, list[bytes] | list[int]]:
 
 
 class Fields:
-    """The features of one Example; each is read once, and `finish` raises for the rest."""
+    """The features that `decode` returned; each is read once, and `finish` raises for the rest."""
 
     def __init__(self, features: dict[str, Any], kind: str) -> None:
         self._features = features
@@ -124,7 +124,7 @@ class Fields:
         if name not in self._features:
             raise RecordError(f"{name} is missing")
         values = self._features.pop(name)
-        if not all(isinstance(value, item_type) for value in values):
+        if values and not isinstance(values[0], item_type):  # a list is of one type
             raise RecordError(f"{name} is not a list of {item_type.__name__}")
         if count is not None and len(values) != count:
             raise RecordError(f"{name} has {len(values)} values, expected {count}")
