@@ -159,10 +159,13 @@ def learn(
     with lease.renewed(held, ended.set):
         publish()
         while not ended.is_set():
-            with timed("look"):
-                queue.poll()
+            before_s = time.monotonic()
+            queue.poll()
+            look_s = time.monotonic() - before_s
             with timed("read"):
                 groups = queue.take_groups(args.actors, version, MAX_STALENESS)
+            # A look that finds too little delays nothing: the learner would wait anyway.
+            spent["look" if groups else "look while waiting"] += look_s
             if groups:
                 trained += [int(group[0].group_id) for group in groups]
                 of_actor.update(group[0].actor_id for group in groups)
