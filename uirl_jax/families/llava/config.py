@@ -22,6 +22,7 @@ _VISION: Mapping[str, Any] = {
     "num_attention_heads": 16,
     "image_size": 336,
     "patch_size": 14,
+    "projection_dim": 768,
 }
 _IMAGES = ImageConfig()
 
