@@ -18,7 +18,7 @@ from aiohttp import web
 from tokenizers import AddedToken
 
 from tests.policies import random_policy
-from tools import tokenizer_training
+from tools import qwen_tokenizer
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
 from uirl_jax.families import qwen2_vl
@@ -46,9 +46,9 @@ ROLLOUT = RolloutConfig(max_new_tokens=1, max_context_tokens=CONTEXT_TOKENS)
 def chat() -> Chat:
     directory = Path(_temporary_directory().name)
     texts = ["Click the red button.", "click(100, 200)", "You are a helpful assistant."] * 10
-    tokenizer = tokenizer_training.train_tokenizer(texts, 300)
+    tokenizer = qwen_tokenizer.train_tokenizer(texts, 300)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CLICKS])
-    tokenizer_training.save(tokenizer, directory)
+    qwen_tokenizer.save(tokenizer, directory)
     cfg = ChatConfig(system_prompt="", prompt_template="{instruction}")
     return Chat(directory, cfg, qwen2_vl.FAMILY.chat)
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.policies import screen_of
 from tests.published_chats import QWEN2_VL as PUBLISHED_TEMPLATE
-from tools import tokenizer_training
+from tools import qwen_tokenizer
 from uirl_jax import actions
 from uirl_jax.actions import FORMATS, find_format
 from uirl_jax.errors import ConfigError, ContextError, ModelError
@@ -36,8 +36,8 @@ NUM_VISUAL = [6, 2, 4]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    tokenizer = tokenizer_training.train_tokenizer(TEXTS, 400)
-    tokenizer_training.save(tokenizer, directory, system_prompt=SYSTEM)
+    tokenizer = qwen_tokenizer.train_tokenizer(TEXTS, 400)
+    qwen_tokenizer.save(tokenizer, directory, system_prompt=SYSTEM)
     return directory
 
 
@@ -119,7 +119,7 @@ def test_context_dropped_screenshots_equal_transformers_template_with_their_text
 
 
 def test_context_empty_system_prompt_starts_with_the_user(tmp_path):
-    tokenizer_training.save(tokenizer_training.train_tokenizer(TEXTS, 300), tmp_path)
+    qwen_tokenizer.save(qwen_tokenizer.train_tokenizer(TEXTS, 300), tmp_path)
     chat = Chat(tmp_path, ChatConfig(system_prompt="", prompt_template="{instruction}"), LAYOUT)
     context = chat.context("Go", SCREENS[:1], [])
     assert context.ids.tolist() == _oracle_ids(tmp_path, [_user(None, "Go")], NUM_VISUAL[:1])
@@ -205,7 +205,7 @@ def test_context_special_tokens_in_an_instruction_are_plain_text(chat):
 
 def test_encode_special_token_strings_round_trip_as_plain_text(chat):
     special = {*chat.end_token_ids, *chat.forbidden_ids}
-    for text in (*tokenizer_training.SPECIAL_TOKENS, INJECTION):
+    for text in (*qwen_tokenizer.SPECIAL_TOKENS, INJECTION):
         ids = chat.encode(text)
         assert len(ids) > 1
         assert not special & set(ids.tolist())
@@ -326,10 +326,10 @@ def published_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("published")
     prompts = [find_format(name).prompt("image") for name in FORMATS]
     texts = [prompt.system + prompt.template for prompt in prompts]
-    tokenizer = tokenizer_training.train_tokenizer(texts * 3, 700)
+    tokenizer = qwen_tokenizer.train_tokenizer(texts * 3, 700)
     calls = [AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")]
     tokenizer.add_tokens(calls)
-    tokenizer_training.save(tokenizer, directory)
+    qwen_tokenizer.save(tokenizer, directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     for call in calls:  # known to transformers from here, and not special, as in Qwen2.5
         token_id = str(tokenizer.token_to_id(call.content))

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.policies import screen_of
-from tools import tokenizer_training
+from tools import qwen_tokenizer
 from uirl_jax.errors import ModelError
 from uirl_jax.families import chat_config, qwen2_vl
 from uirl_jax.families.chat import Chat
@@ -25,8 +25,8 @@ OWN = ChatConfig(
 @pytest.fixture
 def model_dir(tmp_path):
     """A model directory whose tokenizer has another default system prompt."""
-    tokenizer = tokenizer_training.train_tokenizer(["Do this: click the button"] * 9, 300)
-    tokenizer_training.save(tokenizer, tmp_path, system_prompt="You are a helpful assistant.")
+    tokenizer = qwen_tokenizer.train_tokenizer(["Do this: click the button"] * 9, 300)
+    qwen_tokenizer.save(tokenizer, tmp_path, system_prompt="You are a helpful assistant.")
     return tmp_path
 
 

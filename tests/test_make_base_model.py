@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from tools import make_base_model
 from tools.base_models import BASES
@@ -61,12 +60,12 @@ def test_shipped_base_model_is_whole():
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_looking_example_answers_hit_what_was_asked_for(family):
+def test_looking_example_answers_hit_what_was_asked_for(family, tmp_path):
     base = BASES[family]
-    chat = Chat(SHIPPED, base.chat, base.family.chat)
-    inputs = base.family.make_inputs(
-        base.config(Tokenizer.from_file(str(SHIPPED / "tokenizer.json")))
-    )
+    tokenizer = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base), 512)
+    base.tokenizer.save(tokenizer, tmp_path)
+    chat = Chat(tmp_path, base.chat, base.family.chat)
+    inputs = base.family.make_inputs(base.config(tokenizer))
     setting = make_base_model.Setting(base, chat, inputs)
     asked_for = set()
     for seed in range(20):
@@ -79,7 +78,14 @@ def test_looking_example_answers_hit_what_was_asked_for(family):
         assert len(turns) == 2 * make_base_model.QUESTIONS
         for question, answer in zip(turns[::2], turns[1::2], strict=True):
             (color,) = re.findall(r"Click the (\w+) button", chat.decode(question))
-            click = actions.parse(chat.decode(answer), (224, 168), chat.action_format)
+            (screen,) = example.screens
+            click = actions.parse(
+                chat.decode(answer),
+                (224, 168),
+                chat.action_format,
+                image_size=screen.seen_px,
+                margins=screen.margins,
+            )
             x0, y0, x1, y1 = session.targets[color]
             assert x0 <= click.x < x1 and y0 <= click.y < y1
             asked_for.add(color)

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from tests.published_chats import QWEN2_VL as PUBLISHED_TEMPLATE
-from tools import tokenizer_training
+from tools import qwen_tokenizer
 from uirl_jax import actions
 from uirl_jax.errors import ImageError
 from uirl_jax.families import qwen2_5_vl
@@ -228,7 +228,7 @@ def test_positions_of_any_sequence_equal_get_rope_index(parts, tail):
 def model_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     texts = ["Click the red button", "Action: click(start_box='(100,200)')", "user\n"] * 20
-    tokenizer_training.save(tokenizer_training.train_tokenizer(texts, 400), directory)
+    qwen_tokenizer.save(qwen_tokenizer.train_tokenizer(texts, 400), directory)
     (directory / "chat_template.jinja").write_text(PUBLISHED_TEMPLATE)
     return directory
 

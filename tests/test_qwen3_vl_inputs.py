@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from tests import family_world as world
-from tools import tokenizer_training
+from tools import qwen_tokenizer
 from uirl_jax import actions
 from uirl_jax.errors import ImageError
 from uirl_jax.families import qwen3_vl
@@ -205,7 +205,7 @@ TEXTS = ["Click the red button", "click(100, 200)", 'type("hello")', "user\n", "
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    tokenizer_training.save(tokenizer_training.train_tokenizer(TEXTS, 400), directory)
+    qwen_tokenizer.save(qwen_tokenizer.train_tokenizer(TEXTS, 400), directory)
     (directory / "chat_template.jinja").write_text(PUBLISHED_TEMPLATE)
     return directory
 

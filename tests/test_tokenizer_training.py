@@ -7,7 +7,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from tools import tokenizer_training
+from tools import qwen_tokenizer
 
 TEXTS = [
     *[f"click({17 * n % 400}, {31 * n % 300})" for n in range(100)],
@@ -24,13 +24,13 @@ SAMPLES = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tokenizer_training.train_tokenizer(TEXTS, 400)
+    return qwen_tokenizer.train_tokenizer(TEXTS, 400)
 
 
 @pytest.fixture(scope="module")
 def loaded(tokenizer, tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    tokenizer_training.save(tokenizer, directory)
+    qwen_tokenizer.save(tokenizer, directory)
     return AutoTokenizer.from_pretrained(directory)
 
 
@@ -40,16 +40,16 @@ def test_ids_are_bytes_then_merges_then_special_tokens_in_qwens_order(tokenizer)
     assert sorted(vocab.values()) == list(range(len(vocab)))
     assert len(vocab) <= 400
     assert all(len(token) == 1 for token in by_id[:256])
-    assert by_id[-14:] == list(tokenizer_training.SPECIAL_TOKENS)
+    assert by_id[-14:] == list(qwen_tokenizer.SPECIAL_TOKENS)
 
 
 def test_smallest_vocabulary_still_encodes_every_byte():
-    tokenizer = tokenizer_training.train_tokenizer(TEXTS, tokenizer_training.MIN_VOCAB_SIZE)
+    tokenizer = qwen_tokenizer.train_tokenizer(TEXTS, qwen_tokenizer.MIN_VOCAB_SIZE)
     assert tokenizer.get_vocab_size() == 270
     text = "".join(map(chr, range(0x300))) + "漢字😀\x00"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     with pytest.raises(ValueError, match="at least 270"):
-        tokenizer_training.train_tokenizer(TEXTS, 269)
+        qwen_tokenizer.train_tokenizer(TEXTS, 269)
 
 
 def test_action_text_is_short_and_digits_stand_alone(tokenizer):
@@ -60,7 +60,7 @@ def test_action_text_is_short_and_digits_stand_alone(tokenizer):
 def test_training_in_another_process_gives_the_same_file(tokenizer):
     """Another hash seed, other threads: the ids must not depend on them."""
     program = (
-        "import json, sys; from tools import tokenizer_training as b;"
+        "import json, sys; from tools import qwen_tokenizer as b;"
         "sys.stdout.buffer.write(b.train_tokenizer(json.load(sys.stdin), 400).to_str().encode())"
     )
     again = subprocess.run(
@@ -83,7 +83,7 @@ def test_transformers_sees_qwens_class_and_special_tokens(tokenizer, loaded):
     assert type(loaded).__name__ in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
     assert loaded.eos_token_id == tokenizer.token_to_id("<|im_end|>")
     assert loaded.pad_token_id == tokenizer.token_to_id("<|endoftext|>")
-    assert set(loaded.all_special_tokens) == set(tokenizer_training.SPECIAL_TOKENS)
+    assert set(loaded.all_special_tokens) == set(qwen_tokenizer.SPECIAL_TOKENS)
 
 
 def test_transformers_own_qwen2_vl_split_is_ours(tokenizer, loaded):
@@ -108,7 +108,7 @@ def test_chat_template_without_system_prompt_has_no_system_block(loaded):
 
 def test_chat_template_system_prompt_is_text_and_no_jinja(tokenizer, tmp_path):
     prompt = 'Say "hi" to {{ x }}\n{% y %} naïve 😀'
-    tokenizer_training.save(tokenizer, tmp_path, system_prompt=prompt)
+    qwen_tokenizer.save(tokenizer, tmp_path, system_prompt=prompt)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = loaded.apply_chat_template(MESSAGES, tokenize=False)
     assert text == f"<|im_start|>system\n{prompt}<|im_end|>\n" + USER

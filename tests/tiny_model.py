@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from tools import tokenizer_training
+from tools import qwen_tokenizer
 from uirl_jax.families import loading, qwen2_vl
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
@@ -17,7 +17,7 @@ CONFIG = Path(__file__).with_name("tiny_config.py")
 
 def write(directory: Path, seed: int = 0) -> Path:
     texts = ["Click the red button.", "click(120, 80)", "user\n", "assistant\n"] * 20
-    tokenizer = tokenizer_training.train_tokenizer(texts, 320)
+    tokenizer = qwen_tokenizer.train_tokenizer(texts, 320)
     cfg = Qwen2VLConfig(
         vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
         hidden_size=32,
@@ -38,7 +38,7 @@ def write(directory: Path, seed: int = 0) -> Path:
     )
     model = Qwen2VL(cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32)
     loading.save_model(qwen2_vl.FAMILY, model, directory)
-    tokenizer_training.save(tokenizer, directory)
+    qwen_tokenizer.save(tokenizer, directory)
     image_cfg = ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
     (directory / "preprocessor_config.json").write_text(json.dumps(image_cfg.to_dict()))
     return directory

@@ -6,20 +6,35 @@ the sizes are small.
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from uirl_jax.families import qwen2_5_vl, qwen2_vl, qwen3_vl
+from tools import llama_tokenizer, qwen_tokenizer
+from uirl_jax.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat_config import ChatConfig
+from uirl_jax.families.llava.config import LlavaConfig
+from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
+from uirl_jax.families.llava.images import ImageConfig as LlavaImageConfig
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
+
+
+class TokenizerModule(Protocol):
+    """`qwen_tokenizer`, or another module with its functions."""
+
+    def train_tokenizer(self, texts: Iterable[str], vocab_size: int) -> Tokenizer: ...
+
+    def save(
+        self, tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = ""
+    ) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,22 +44,23 @@ class BaseModel:
     Attributes:
       title: of the family, for the model card.
       config: tokenizer -> the model's config, with `images`.
-      processor_class: of its processor in transformers.
+      processor_json: preprocessor_config.json.
       coordinates: space in which it learns to click (actions.coordinates).
       step: clicks are rounded to multiples of it. The last digits of a coordinate are nats of
         chance to a model that sees patches of 14 or 16 pixels, and where to look was hardly learnt
         through that noise. Targets are 26 pixels or more each way: a rounded click is inside still.
       largest: coordinates that the tokenizer is trained on, along x and y.
+      tokenizer: the module that trains and writes a tokenizer of its kind.
     """
 
     title: str
     family: Family
     config: Callable[[Tokenizer], Any]
-    images: ImageConfig
-    processor_class: str
+    processor_json: Mapping[str, Any]
     coordinates: str
     step: int
     largest: tuple[int, int]
+    tokenizer: TokenizerModule = qwen_tokenizer
 
     @property
     def chat(self) -> ChatConfig:
@@ -175,14 +191,47 @@ def _qwen3_vl(tokenizer: Tokenizer) -> Qwen3VLConfig:
     )
 
 
+# Squares of 8 x 8 visual tokens of 28 pixels, as Qwen2-VL's are here. A screen of 224x168 has a
+# margin of one token above and below it.
+_LLAVA_IMAGES = LlavaImageConfig(side_px=224)
+
+
+def _llava(tokenizer: Tokenizer) -> LlavaConfig:
+    """2.9 M parameters, with a vision block behind the feature layer, as the published models."""
+    return LlavaConfig(
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
+        bos_token_id=tokenizer.token_to_id("<s>"),
+        eos_token_id=tokenizer.token_to_id("</s>"),
+        image_token_id=tokenizer.token_to_id("<image>"),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        initializer_range=0.07,
+        vision=LlavaVisionConfig(
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            image_size=_LLAVA_IMAGES.side_px,
+            patch_size=28,
+            projection_dim=128,
+        ),
+        images=_LLAVA_IMAGES,
+    )
+
+
 BASES: Mapping[str, BaseModel] = types.MappingProxyType(
     {
         "qwen2_vl": BaseModel(
             title="Qwen2-VL",
             family=qwen2_vl.FAMILY,
             config=_qwen2_vl,
-            images=_QWEN2_IMAGES,
-            processor_class="Qwen2VLProcessor",
+            processor_json=_QWEN2_IMAGES.to_dict("Qwen2VLProcessor"),
             coordinates="pixels",
             step=10,
             largest=(448, 336),
@@ -191,8 +240,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             title="Qwen2.5-VL",
             family=qwen2_5_vl.FAMILY,
             config=_qwen2_5_vl,
-            images=_QWEN2_IMAGES,
-            processor_class="Qwen2_5_VLProcessor",
+            processor_json=_QWEN2_IMAGES.to_dict("Qwen2_5_VLProcessor"),
             coordinates=qwen2_5_vl.FAMILY.coordinates,
             step=10,
             largest=(448, 336),
@@ -201,11 +249,20 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             title="Qwen3-VL",
             family=qwen3_vl.FAMILY,
             config=_qwen3_vl,
-            images=_QWEN3_IMAGES,
-            processor_class="Qwen3VLProcessor",
+            processor_json=_QWEN3_IMAGES.to_dict("Qwen3VLProcessor"),
             coordinates=qwen3_vl.FAMILY.coordinates,
             step=20,
             largest=(1000, 1000),
+        ),
+        "llava": BaseModel(
+            title="LLaVA-1.5",
+            family=llava.FAMILY,
+            config=_llava,
+            processor_json=_LLAVA_IMAGES.to_dict(),
+            coordinates="image",  # the family has none of its own
+            step=10,
+            largest=(224, 224),
+            tokenizer=llama_tokenizer,
         ),
     }
 )

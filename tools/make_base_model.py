@@ -32,7 +32,6 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import tokenizer_training
 from tools.base_models import BASES, BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions import coordinates
@@ -83,6 +82,9 @@ class Example:
 def tokenizer_texts(base: BaseModel) -> list[str]:
     """What the model will read and write, in the proportions in which it will."""
     rng = np.random.default_rng(0)
+    layout = base.family.chat
+    pieces = (*layout.user(("",)), *layout.reply)
+    turn_texts = [text for text in pieces if isinstance(text, str) and text.strip()]
     texts = []
     for _ in range(400):
         color = rng.choice(list(drawing.BUTTON_COLORS))
@@ -100,8 +102,7 @@ def tokenizer_texts(base: BaseModel) -> list[str]:
             "scroll(down, 100)",
             OMITTED_SCREENSHOT,
             "wait(1)",
-            "user\n",
-            "assistant\n",
+            *turn_texts,
         ]
     return texts
 
@@ -120,16 +121,16 @@ def looking_example(
     mask: list[int] = []
     for color in rng.choice(screen.colors, QUESTIONS):
         x, y = screen.place(color, wrong=bool(rng.random() >= quality))
-        question = chat.context(f"Click the {color} button.", [screen.seen], []).ids.tolist()
-        if ids:
-            # A later question is the same message without the screen.
-            start = question.index(chat.image_token_id) - 1
-            after = len(question) - question[::-1].index(chat.image_token_id) + 1
-            question = [*chat.encode("\n").tolist(), *question[:start], *question[after:]]
+        question = f"Click the {color} button."
+        question_ids = (
+            chat.question_ids(question)
+            if ids
+            else chat.context(question, [screen.seen], []).ids.tolist()
+        )
         text = chat.action_format.write(Action("click", x=x, y=y))
         answer = chat.completion_ids(text).tolist()
-        ids += [*question, *answer]
-        mask += [0] * len(question) + [1] * len(answer)
+        ids += [*question_ids, *answer]
+        mask += [0] * len(question_ids) + [1] * len(answer)
     return Example(np.array(ids, np.int32), np.array(mask, np.int32), (screen.seen,))
 
 
@@ -274,8 +275,8 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
     """All stages, then the directory in Hugging Face's format with its model card."""
     started_s = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = tokenizer_training.train_tokenizer(tokenizer_texts(base), 512)
-    tokenizer_training.save(tokenizer, workdir / "tokenizer")
+    tokenizer = base.tokenizer.train_tokenizer(tokenizer_texts(base), 512)
+    base.tokenizer.save(tokenizer, workdir / "tokenizer")
     chat = Chat(workdir / "tokenizer", base.chat, base.family.chat)
     cfg = base.config(tokenizer)
     setting = Setting(base, chat, base.family.make_inputs(cfg))
@@ -314,9 +315,9 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
 def write_model(base: BaseModel, model: Any, tokenizer: Tokenizer, out: Path) -> None:
     """The whole directory: weights (bfloat16, to halve what ships), tokenizer, image processor."""
     loading.save_model(base.family, model, out, dtype="bfloat16")
-    tokenizer_training.save(tokenizer, out, system_prompt=base.chat.prompt.system)
+    base.tokenizer.save(tokenizer, out, system_prompt=base.chat.prompt.system)
     chat_config.write(out, base.chat, base.family.chat)
-    processor = json.dumps(base.images.to_dict(base.processor_class), indent=2) + "\n"
+    processor = json.dumps(base.processor_json, indent=2) + "\n"
     (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 

@@ -301,6 +301,12 @@ class Chat:
             ids += [self._added[piece]] if piece in self._added else self._ids(piece)
         return np.array([*ids, self._end], np.int32)
 
+    def question_ids(self, text: str) -> list[int]:
+        """What follows a reply where its user goes on without a screenshot, up to the next reply
+        (for SFT). `text` is ours: markers in it are read as markers."""
+        layout = self._layout
+        return self._piece_ids([*layout.after_reply, *layout.user((text,)), *layout.reply], {})
+
     def _num_dropped(self, screenshots: int) -> int:
         excess = max(0, screenshots - self.cfg.max_screenshots)
         return -(-excess // self.cfg.drop_screenshots) * self.cfg.drop_screenshots

@@ -1,4 +1,4 @@
-"""Trains a small tokenizer in Qwen2-VL's format, for base models that are made from nothing.
+"""Trains a small tokenizer in the format of the Qwen-VL families, for models made from nothing.
 
 First step of `tools.make_base_model`. It trains and writes; `uirl_jax.families.chat` reads.
 """
