@@ -18,6 +18,8 @@ import pytest
 from flax import nnx
 
 from configs import (
+    grpo_llava_7b,
+    grpo_llava_13b,
     grpo_qwen2_5_vl_3b,
     grpo_qwen2_5_vl_7b,
     grpo_qwen2vl_2b,
@@ -313,6 +315,8 @@ def test_published_dimensions_are_those_of_the_published_models():
         (grpo_qwen3_vl_2b, 2_127_532_032),
         (grpo_qwen3_vl_4b, 4_437_815_808),
         (grpo_qwen3_vl_8b, 8_767_123_696),
+        (grpo_llava_7b, 7_063_427_072),
+        (grpo_llava_13b, 13_351_494_656),
     ):
         cfg = run_config(module)
         planned = plan_programs.find_model(cfg.model.path)

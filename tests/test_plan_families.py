@@ -9,6 +9,7 @@ from tests.test_plan import program_of
 from tools.planner import model as plan_model
 from tools.planner import programs as plan_programs
 from tools.planner.families import vision_sizes
+from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
 
@@ -73,3 +74,33 @@ def test_vision_formula_with_levels_equals_the_compiled_tower():
     assert program_of(run, state, shapes).cost.flops == flops
     table = jax.eval_shape(run, state, shapes)
     assert table.shape == (rows * patches // 4, sizes.mergers * sizes.out_width)
+
+
+def test_vision_formula_of_squares_equals_the_compiled_tower():
+    """A projector as wide inside as outside; no block behind the feature layer is computed."""
+    published = plan_programs.find_model("llava-1.5-7b-hf")
+    cfg = dataclasses.replace(
+        published.cfg,
+        **{"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+        **{"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32},
+        vision=LlavaVisionConfig(
+            **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2},
+            **{"intermediate_size": 24, "image_size": 32, "patch_size": 4},
+        ),
+        images=dataclasses.replace(published.cfg.images, side_px=32),
+    )
+    planned = published._replace(cfg=cfg)
+    rows, patches = 3, 64
+    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
+    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
+
+    def run(state, arrays):
+        return nnx.merge(graphdef, state).encode_images(arrays)
+
+    formula = plan_model.vision_forward(vision_sizes(planned), rows, patches)
+    # The class token, one more than the patches in every block, is left out of the formula.
+    blocks, dim, mlp = 2, 32, 24
+    per_token = blocks * (4 * dim**2 + 2 * dim * mlp)
+    keys = 2 * blocks * dim * ((patches + 1) ** 2 - patches**2)
+    class_token = 2 * rows * (per_token + keys)
+    assert program_of(run, state, shapes).cost.flops == formula + class_token

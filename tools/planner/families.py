@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
+from uirl_jax.families.llava import config as llava_config
 from uirl_jax.families.qwen2_5_vl import config as qwen2_5_vl_config
 from uirl_jax.families.qwen2_vl import config as qwen2_vl_config
 from uirl_jax.families.qwen3_vl import config as qwen3_vl_config
@@ -34,6 +35,7 @@ class VisionSizes:
       mlp_matrices: 2, or 3 of a gated MLP.
       merge_area: patches of a visual token.
       mergers: two-layer MLPs that make the vectors of a visual token.
+      merger_width: between their layers; 0: as wide as their input.
       window_patches: keys of a patch in the blocks that attend inside windows.
       windowed_blocks: how many blocks do.
     """
@@ -46,6 +48,7 @@ class VisionSizes:
     merge_area: int
     out_width: int
     mergers: int = 1
+    merger_width: int = 0
     window_patches: int = 0
     windowed_blocks: int = 0
 
@@ -92,6 +95,20 @@ def _qwen3_vl(cfg: qwen3_vl_config.Qwen3VLConfig) -> VisionSizes:
     )
 
 
+def _llava(cfg: llava_config.LlavaConfig) -> VisionSizes:
+    vision = cfg.vision
+    return VisionSizes(
+        depth=cfg.vision_blocks,
+        width=vision.hidden_size,
+        mlp_width=vision.intermediate_size,
+        mlp_matrices=2,
+        patch_features=vision.patch_features,
+        merge_area=1,
+        out_width=cfg.hidden_size,
+        merger_width=cfg.hidden_size,
+    )
+
+
 class _Planned(NamedTuple):
     family: Family
     read_config: Callable[[Path], Any]  # of config.json alone
@@ -102,6 +119,7 @@ _PLANNED: Mapping[str, _Planned] = types.MappingProxyType(
     {
         "qwen2_vl": _Planned(qwen2_vl.FAMILY, qwen2_vl_config.read_model_config, _qwen2_vl),
         "qwen2_5_vl": _Planned(qwen2_5_vl.FAMILY, qwen2_5_vl_config.read_model_config, _qwen2_5_vl),
+        "llava": _Planned(llava.FAMILY, llava_config.read_model_config, _llava),
         "qwen3_vl": _Planned(qwen3_vl.FAMILY, qwen3_vl_config.read_model_config, _qwen3_vl),
     }
 )

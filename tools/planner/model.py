@@ -80,7 +80,8 @@ def vision_forward(vision: VisionSizes, images: int, patches: int) -> float:
     full_blocks = vision.depth - vision.windowed_blocks
     keys = full_blocks * patches + vision.windowed_blocks * min(vision.window_patches, patches)
     per_patch += 2 * keys * dim
-    per_visual_token = vision.mergers * (merged**2 + merged * vision.out_width)
+    inner = vision.merger_width or merged
+    per_visual_token = vision.mergers * inner * (merged + vision.out_width)
     return 2.0 * images * patches * (per_patch + per_visual_token / vision.merge_area)
 
 
