@@ -5,7 +5,7 @@ the last resort, a space before every text, words marked by U+2581.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -25,24 +25,27 @@ _SPACE = "\u2581"
 # As in llava-hf/llava-1.5-7b-hf; there <image> and <pad> come last.
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<image>", "<pad>")
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + len(_BYTES)  # no character, no merge
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = SPECIAL_TOKENS
+) -> Tokenizer:
     """Trains BPE with byte fallback on texts; the same texts give the same tokenizer.
 
     Args:
       texts: what the model will read and write, each without special tokens.
       vocab_size: upper bound of the number of ids, the special tokens included.
+      special_tokens: <unk>, <s>, </s> and others.
 
     Returns:
-      A tokenizer whose ids are SPECIAL_TOKENS, then the 256 bytes, then characters and merges.
+      A tokenizer whose ids are the special tokens, then the 256 bytes, then characters and merges.
 
     Raises:
       ValueError: vocab_size leaves no room for bytes and special tokens.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(f"vocab_size={vocab_size}, expected at least {MIN_VOCAB_SIZE}")
+    least = len(special_tokens) + len(_BYTES)  # no character, no merge
+    if vocab_size < least:
+        raise ValueError(f"vocab_size={vocab_size}, expected at least {least}")
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
@@ -64,14 +67,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    special = [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[*special, *_BYTES], show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     spec = json.loads(tokenizer.to_str())
     # The bytes have ids like any piece: "<0x41>" in a text is six characters.
-    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] in SPECIAL_TOKENS]
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] in special_tokens]
     spec["pre_tokenizer"] = None
     trained = Tokenizer.from_str(json.dumps(spec))
     trained.post_processor = processors.TemplateProcessing(
