@@ -239,8 +239,7 @@ AROUND = "<fake_token_around_image>"
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
-    special = ("<unk>", "<s>", "</s>", AROUND, "<image>", "<end_of_utterance>")
-    tokenizer = llama_tokenizer.train_tokenizer(TEXTS, 340, special)
+    tokenizer = llama_tokenizer.IDEFICS2.train_tokenizer(TEXTS, 340)
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
