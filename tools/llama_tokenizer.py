@@ -91,6 +91,9 @@ def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = ""
         "clean_up_tokenization_spaces": False,
         "eos_token": "</s>",
         "image_token": "<image>",
+        # A space before every text, also behind <image> and </s>, as tokenizer.json says and as
+        # LLaVA-1.5 was trained. Without it transformers 5 makes the first text's alone.
+        "legacy": True,
         "model_max_length": 4096,
         "pad_token": "<pad>",
         "padding_side": "left",
