@@ -29,7 +29,7 @@ GROUPS = ("attention", "mlp", "vision", "merger")  # every projection of a model
 def _all_outputs(model_type: str):
     own = importlib.import_module(f"uirl_jax.families.{model_type}.model")
     text = own
-    if model_type != "llava":
+    if model_type.startswith("qwen"):
         text = importlib.import_module("uirl_jax.families.qwen.model")
 
     @jax.jit

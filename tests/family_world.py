@@ -17,9 +17,10 @@ from safetensors.numpy import load_file, save_file
 from tests.oracles import reference_torch
 from uirl_jax.families import loading
 from uirl_jax.families.border import Inputs, Model, PlacedScreen, Screen, TokenRows
-from uirl_jax.families.llava.images import level_values
+from uirl_jax.families.idefics2.inputs import Idefics2Inputs
 from uirl_jax.families.llava.inputs import LlavaInputs
 from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.families.qwen.images import pixel_values
 from uirl_jax.families.screens import vision_index
 from uirl_jax.models.blocks import Remat
@@ -73,6 +74,14 @@ def write_reference(name: str, directory: Path) -> None:
         }
         (directory / "preprocessor_config.json").write_text(json.dumps(processor))
         return
+    if reference_torch.CONFIGS[name]["model_type"] == "idefics2":
+        processor = {
+            "image_processor_type": "Idefics2ImageProcessor",
+            "size": {"shortest_edge": 2 * vision["patch_size"], "longest_edge": 120},
+            "do_image_splitting": True,  # as published, and never done here
+        }
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+        return
     factor = 2 * vision["patch_size"]
     processor = {
         "size": {"shortest_edge": factor**2, "longest_edge": 10**6},
@@ -104,9 +113,12 @@ def merged(policy: PolicyModel) -> Model:
 
 
 def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Screen:
-    """A cut screen of so many visual tokens across and down; a LLaVA's is wider with more."""
+    """A cut screen of so many visual tokens across and down; where all screens have the same
+    number, wider with more."""
     if isinstance(inputs, LlavaInputs):
         width, height = (40 + 7 * side for side in size_tokens)
+    elif isinstance(inputs, Idefics2Inputs):  # some pixels more than whole patches
+        width, height = (2 * inputs.images.patch_size * side + 3 for side in size_tokens)
     else:
         width, height = (2 * inputs.images.patch_size * side for side in size_tokens)
     pixels_hwc = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
@@ -115,16 +127,24 @@ def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Sc
 
 
 def pixels_of(inputs: Inputs, screens: list[Screen]) -> list[np.ndarray]:
-    """float32 of each, as transformers' processor returns them: [P,F], or [3,S,S] of a LLaVA."""
+    """float32 of each, as transformers' processor returns them: [P,F], or [3,H,W] of whole
+    patches."""
     if isinstance(inputs, LlavaInputs):
-        return [_square(inputs, screen.arrays["patches_pc"]) for screen in screens]
+        grid = (inputs.grid_side, inputs.grid_side)
+        return [_image(inputs.images, grid, screen.arrays["patches_pc"]) for screen in screens]
+    if isinstance(inputs, Idefics2Inputs):
+        return [
+            _image(inputs.images, screen.layout, screen.arrays["patches_pc"]) for screen in screens
+        ]
     return [pixel_values(screen.arrays["patches_pc"], inputs.images) for screen in screens]
 
 
-def _square(inputs: LlavaInputs, patches_pc: np.ndarray) -> np.ndarray:
-    side, table_cl = inputs.grid_side, level_values(inputs.images)
-    blocks = patches_pc.reshape(side, side, 3, inputs.images.side_px // side, -1)
-    levels_chw = blocks.transpose(2, 0, 3, 1, 4).reshape(3, inputs.images.side_px, -1)
+def _image(images, grid: tuple[int, ...], patches_pc: np.ndarray) -> np.ndarray:
+    rows, columns = grid
+    patch_px = round((patches_pc.shape[1] // 3) ** 0.5)
+    blocks = patches_pc.reshape(rows, columns, 3, patch_px, patch_px)
+    levels_chw = blocks.transpose(2, 0, 3, 1, 4).reshape(3, rows * patch_px, -1)
+    table_cl = level_values(images)
     return np.stack([table_cl[c][levels_chw[c]] for c in range(3)])
 
 

@@ -8,7 +8,7 @@ ends a reply with a space; here it ends with </s>, as in the models' training.
 import pytest
 from transformers import AutoTokenizer
 
-from tools import llama_tokenizer
+from tools.llama_tokenizer import LLAVA
 from uirl_jax.families import llava
 from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
 from uirl_jax.families.chat_config import ChatConfig
@@ -30,7 +30,7 @@ REPLIES = ["click(100, 200)", 'type("naïve 漢字 😀")']
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    llama_tokenizer.save(llama_tokenizer.train_tokenizer(TEXTS, 400), directory)
+    LLAVA.save(LLAVA.train_tokenizer(TEXTS, 400), directory)
     return directory
 
 
@@ -93,9 +93,7 @@ def test_dropped_screenshots_are_said_in_their_place(model_dir):
 
 @pytest.mark.parametrize("system", ["", SYSTEM, 'Say "hi" to {{ x }} {% y %} naïve'])
 def test_template_of_exports_writes_the_same_chat(system, model_dir, tmp_path):
-    llama_tokenizer.save(
-        llama_tokenizer.train_tokenizer(TEXTS, 400), tmp_path, system_prompt=system
-    )
+    LLAVA.save(LLAVA.train_tokenizer(TEXTS, 400), tmp_path, system_prompt=system)
     cfg = ChatConfig(system_prompt=system, prompt_template="{instruction}")
     chat = Chat(tmp_path, cfg, LAYOUT)
     context = chat.context("Go on", SCREENS, sampled(chat, REPLIES))

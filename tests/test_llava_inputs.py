@@ -13,8 +13,9 @@ from uirl_jax import actions
 from uirl_jax.actions.coordinates import Margins
 from uirl_jax.errors import ActionError, ConfigError, ImageError
 from uirl_jax.families.border import PlacedScreen
-from uirl_jax.families.llava.images import ImageConfig, level_values
+from uirl_jax.families.llava.images import ImageConfig
 from uirl_jax.families.llava.inputs import LlavaInputs
+from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.types import Action
 
 # As in the directories of LLaVA-1.5 on the hub.

@@ -4,7 +4,7 @@ import pytest
 from flax import nnx
 
 from tests import family_life
-from tools import llama_tokenizer, make_base_model
+from tools import make_base_model
 from tools.base_models import BASES
 from uirl_jax.families import loading
 
@@ -14,7 +14,7 @@ def model_dir(tmp_path_factory):
     """The tiny base model of the family, before its training."""
     directory = tmp_path_factory.mktemp("model")
     base = BASES["llava"]
-    tokenizer = llama_tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base)[:200], 512)
+    tokenizer = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base)[:200], 512)
     model = base.family.make_model(base.config(tokenizer), lora=None, rngs=nnx.Rngs(0))
     make_base_model.write_model(base, model, tokenizer, directory)
     # In float32: bfloat16 would round the merged adapters of an export.

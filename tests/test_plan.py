@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 from configs import (
+    grpo_idefics2_8b,
     grpo_llava_7b,
     grpo_llava_13b,
     grpo_qwen2_5_vl_3b,
@@ -317,6 +318,7 @@ def test_published_dimensions_are_those_of_the_published_models():
         (grpo_qwen3_vl_8b, 8_767_123_696),
         (grpo_llava_7b, 7_063_427_072),
         (grpo_llava_13b, 13_351_494_656),
+        (grpo_idefics2_8b, 8_402_768_112),
     ):
         cfg = run_config(module)
         planned = plan_programs.find_model(cfg.model.path)

@@ -9,6 +9,8 @@ from tests.test_plan import program_of
 from tools.planner import model as plan_model
 from tools.planner import programs as plan_programs
 from tools.planner.families import vision_sizes
+from uirl_jax.families.idefics2.config import PerceiverConfig
+from uirl_jax.families.idefics2.config import VisionConfig as Idefics2VisionConfig
 from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
@@ -104,3 +106,35 @@ def test_vision_formula_of_squares_equals_the_compiled_tower():
     keys = 2 * blocks * dim * ((patches + 1) ** 2 - patches**2)
     class_token = 2 * rows * (per_token + keys)
     assert program_of(run, state, shapes).cost.flops == formula + class_token
+
+
+def test_vision_formula_with_a_resampler_equals_the_compiled_tower():
+    published = plan_programs.find_model("idefics2-8b")
+    cfg = dataclasses.replace(
+        published.cfg,
+        **{"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+        **{"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 40},
+        vision=Idefics2VisionConfig(
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"intermediate_size": 24, "image_size": 32, "patch_size": 4},
+        ),
+        perceiver=PerceiverConfig(
+            **{"resampler_n_latents": 6, "resampler_depth": 2, "resampler_n_heads": 4},
+            **{"resampler_head_dim": 10, "num_key_value_heads": 2},
+        ),
+        images=dataclasses.replace(
+            published.cfg.images, patch_size=4, shortest_px=8, longest_px=40
+        ),
+    )
+    planned = published._replace(cfg=cfg)
+    rows, patches = 3, 64
+    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
+    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
+
+    def run(state, arrays):
+        return nnx.merge(graphdef, state).encode_images(arrays)
+
+    formula = plan_model.vision_forward(vision_sizes(planned), rows, patches)
+    assert program_of(run, state, shapes).cost.flops == formula
+    table = jax.eval_shape(run, state, shapes)
+    assert table.shape == (rows * planned.family.make_inputs(cfg).row_tokens(patches), 48)

@@ -13,9 +13,12 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from tools import llama_tokenizer, qwen_tokenizer
-from uirl_jax.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import idefics2, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat_config import ChatConfig
+from uirl_jax.families.idefics2.config import Idefics2Config, PerceiverConfig
+from uirl_jax.families.idefics2.config import VisionConfig as Idefics2VisionConfig
+from uirl_jax.families.idefics2.images import ImageConfig as Idefics2ImageConfig
 from uirl_jax.families.llava.config import LlavaConfig
 from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
 from uirl_jax.families.llava.images import ImageConfig as LlavaImageConfig
@@ -27,8 +30,8 @@ from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
 
 
-class TokenizerModule(Protocol):
-    """`qwen_tokenizer`, or another module with its functions."""
+class TokenizerMaker(Protocol):
+    """`qwen_tokenizer`, or one of `llama_tokenizer`."""
 
     def train_tokenizer(self, texts: Iterable[str], vocab_size: int) -> Tokenizer: ...
 
@@ -50,7 +53,7 @@ class BaseModel:
         chance to a model that sees patches of 14 or 16 pixels, and where to look was hardly learnt
         through that noise. Targets are 26 pixels or more each way: a rounded click is inside still.
       largest: coordinates that the tokenizer is trained on, along x and y.
-      tokenizer: the module that trains and writes a tokenizer of its kind.
+      tokenizer: what trains and writes a tokenizer of its kind.
     """
 
     title: str
@@ -60,7 +63,7 @@ class BaseModel:
     coordinates: str
     step: int
     largest: tuple[int, int]
-    tokenizer: TokenizerModule = qwen_tokenizer
+    tokenizer: TokenizerMaker = qwen_tokenizer
 
     @property
     def chat(self) -> ChatConfig:
@@ -225,6 +228,47 @@ def _llava(tokenizer: Tokenizer) -> LlavaConfig:
     )
 
 
+# The published patches; a screen of 224x168 keeps its size, 12 x 16 of them.
+_IDEFICS2_IMAGES = Idefics2ImageConfig(shortest_px=168, longest_px=224)
+
+
+def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:
+    """3.7 M parameters. A screen is 48 visual tokens, as many as Qwen2-VL's here: with few latents
+    the resampler would have to say places in words before the text tower has learnt any."""
+    return Idefics2Config(
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
+        bos_token_id=tokenizer.token_to_id("<s>"),
+        eos_token_id=tokenizer.token_to_id("<end_of_utterance>"),
+        image_token_id=tokenizer.token_to_id("<image>"),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        initializer_range=0.07,
+        vision=Idefics2VisionConfig(
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=224,
+            patch_size=_IDEFICS2_IMAGES.patch_size,
+        ),
+        perceiver=PerceiverConfig(
+            resampler_n_latents=48,
+            resampler_depth=2,
+            resampler_n_heads=3,
+            resampler_head_dim=64,
+            num_key_value_heads=3,
+            rms_norm_eps=1e-5,
+        ),
+        images=_IDEFICS2_IMAGES,
+    )
+
+
 BASES: Mapping[str, BaseModel] = types.MappingProxyType(
     {
         "qwen2_vl": BaseModel(
@@ -262,7 +306,17 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             coordinates="image",  # the family has none of its own
             step=10,
             largest=(224, 224),
-            tokenizer=llama_tokenizer,
+            tokenizer=llama_tokenizer.LLAVA,
+        ),
+        "idefics2": BaseModel(
+            title="Idefics2",
+            family=idefics2.FAMILY,
+            config=_idefics2,
+            processor_json=_IDEFICS2_IMAGES.to_dict(),
+            coordinates="image",  # the family has none of its own
+            step=10,
+            largest=(224, 168),
+            tokenizer=llama_tokenizer.IDEFICS2,
         ),
     }
 )

@@ -135,6 +135,16 @@ def model_inputs(
     return {"input_ids": torch.tensor(token_ids_bt).long(), **images}
 
 
+def text_tower(reference: Any) -> Any:
+    return reference.model.language_model
+
+
+def patches(out_npd: torch.Tensor, layouts: list[tuple[int, ...]]) -> torch.Tensor:
+    """Of all images, one after the other."""
+    del layouts
+    return out_npd.flatten(end_dim=-2)
+
+
 def vision_blocks(reference: Any) -> Any:
     """Those up to the feature layer."""
     blocks, layer = (

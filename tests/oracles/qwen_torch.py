@@ -292,6 +292,16 @@ def model_inputs(
     return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).int(), **images}
 
 
+def text_tower(reference: Any) -> Any:
+    return reference.model.language_model
+
+
+def patches(out_npd: torch.Tensor, layouts: list[tuple[int, ...]]) -> torch.Tensor:
+    """Of all images, one after the other."""
+    del layouts
+    return out_npd.flatten(end_dim=-2)
+
+
 def vision_blocks(reference: Any) -> Any:
     return reference.model.visual.blocks
 

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.oracles import llava_torch, qwen_torch
+from tests.oracles import idefics2_torch, llava_torch, qwen_torch
 
 IMAGE_TOKEN_ID, VOCAB = 290, 300  # in every config
-CONFIGS = {**qwen_torch.CONFIGS, **llava_torch.CONFIGS}
-_CLASSES = {**qwen_torch.CLASSES, **llava_torch.CLASSES}
+CONFIGS = {**qwen_torch.CONFIGS, **llava_torch.CONFIGS, **idefics2_torch.CONFIGS}
+_CLASSES = {**qwen_torch.CLASSES, **llava_torch.CLASSES, **idefics2_torch.CLASSES}
+_FAMILIES = {"llava": llava_torch, "idefics2": idefics2_torch}
 
 
 def _family(model_type: str) -> Any:
-    return llava_torch if model_type == "llava" else qwen_torch
+    return _FAMILIES.get(model_type, qwen_torch)
 
 
 def config_class(name: str) -> Any:
@@ -90,11 +91,11 @@ def run(
     def entering(_module, args, kwargs):
         text.append(args[0] if args else kwargs["hidden_states"])
 
-    language_model = reference.model.language_model
-    after = (*language_model.layers[1:], language_model.norm)
+    tower = family.text_tower(reference)
+    after = (*tower.layers[1:], tower.norm)
     hooks = [part.register_forward_pre_hook(entering, with_kwargs=True) for part in after]
     hooks += [
-        block.register_forward_hook(lambda _m, _a, out: vision.append(out.flatten(end_dim=-2)))
+        block.register_forward_hook(lambda _m, _a, out: vision.append(family.patches(out, layouts)))
         for block in family.vision_blocks(reference)
     ]
     given = family.model_inputs(token_ids_bt, pixels, layouts)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import idefics2, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
+from uirl_jax.families.idefics2 import config as idefics2_config
 from uirl_jax.families.llava import config as llava_config
 from uirl_jax.families.qwen2_5_vl import config as qwen2_5_vl_config
 from uirl_jax.families.qwen2_vl import config as qwen2_vl_config
@@ -28,6 +29,17 @@ class PlannedModel(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class ResamplerSizes:
+    """Latents that read the patches of an image, block after block, and have a gated MLP each."""
+
+    latents: int
+    blocks: int
+    q_width: int
+    kv_width: int
+    mlp_width: int
+
+
+@dataclasses.dataclass(frozen=True)
 class VisionSizes:
     """A vision tower of transformer blocks whose patches are merged into visual tokens.
 
@@ -36,8 +48,10 @@ class VisionSizes:
       merge_area: patches of a visual token.
       mergers: two-layer MLPs that make the vectors of a visual token.
       merger_width: between their layers; 0: as wide as their input.
+      merger_matrices: of a merger; 3 of a gated one.
       window_patches: keys of a patch in the blocks that attend inside windows.
       windowed_blocks: how many blocks do.
+      resampler: of what the mergers give.
     """
 
     depth: int
@@ -49,8 +63,10 @@ class VisionSizes:
     out_width: int
     mergers: int = 1
     merger_width: int = 0
+    merger_matrices: int = 2
     window_patches: int = 0
     windowed_blocks: int = 0
+    resampler: ResamplerSizes | None = None
 
 
 def _qwen2_vl(cfg: qwen2_vl_config.Qwen2VLConfig) -> VisionSizes:
@@ -109,6 +125,28 @@ def _llava(cfg: llava_config.LlavaConfig) -> VisionSizes:
     )
 
 
+def _idefics2(cfg: idefics2_config.Idefics2Config) -> VisionSizes:
+    vision, perceiver = cfg.vision, cfg.perceiver
+    return VisionSizes(
+        depth=vision.num_hidden_layers,
+        width=vision.hidden_size,
+        mlp_width=vision.intermediate_size,
+        mlp_matrices=2,
+        patch_features=vision.patch_features,
+        merge_area=1,
+        out_width=cfg.hidden_size,
+        merger_width=cfg.intermediate_size,
+        merger_matrices=3,
+        resampler=ResamplerSizes(
+            latents=perceiver.resampler_n_latents,
+            blocks=perceiver.resampler_depth,
+            q_width=perceiver.resampler_n_heads * perceiver.resampler_head_dim,
+            kv_width=perceiver.num_key_value_heads * perceiver.resampler_head_dim,
+            mlp_width=4 * cfg.hidden_size,
+        ),
+    )
+
+
 class _Planned(NamedTuple):
     family: Family
     read_config: Callable[[Path], Any]  # of config.json alone
@@ -119,6 +157,7 @@ _PLANNED: Mapping[str, _Planned] = types.MappingProxyType(
     {
         "qwen2_vl": _Planned(qwen2_vl.FAMILY, qwen2_vl_config.read_model_config, _qwen2_vl),
         "qwen2_5_vl": _Planned(qwen2_5_vl.FAMILY, qwen2_5_vl_config.read_model_config, _qwen2_5_vl),
+        "idefics2": _Planned(idefics2.FAMILY, idefics2_config.read_model_config, _idefics2),
         "llava": _Planned(llava.FAMILY, llava_config.read_model_config, _llava),
         "qwen3_vl": _Planned(qwen3_vl.FAMILY, qwen3_vl_config.read_model_config, _qwen3_vl),
     }

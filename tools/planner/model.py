@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tools.planner.families import PlannedModel, VisionSizes, vision_sizes
+from tools.planner.families import PlannedModel, ResamplerSizes, VisionSizes, vision_sizes
 from tools.planner.machines import Machine
 from tools.planner.programs import Run, chip_bytes
 from uirl_jax.families.loading import held_dtype
@@ -81,8 +81,20 @@ def vision_forward(vision: VisionSizes, images: int, patches: int) -> float:
     keys = full_blocks * patches + vision.windowed_blocks * min(vision.window_patches, patches)
     per_patch += 2 * keys * dim
     inner = vision.merger_width or merged
-    per_visual_token = vision.mergers * inner * (merged + vision.out_width)
-    return 2.0 * images * patches * (per_patch + per_visual_token / vision.merge_area)
+    into = (vision.merger_matrices - 1) * merged
+    per_visual_token = vision.mergers * inner * (into + vision.out_width)
+    flops = 2.0 * images * patches * (per_patch + per_visual_token / vision.merge_area)
+    if vision.resampler is None:
+        return flops
+    return flops + images * _resampler_forward(vision.resampler, vision.out_width, patches)
+
+
+def _resampler_forward(sizes: ResamplerSizes, width: int, patches: int) -> float:
+    """Of one image."""
+    latents, read = sizes.latents, patches + sizes.latents
+    products = latents * width * (2 * sizes.q_width + 3 * sizes.mlp_width)
+    products += read * (2 * width * sizes.kv_width + 2 * latents * sizes.q_width)
+    return 2.0 * sizes.blocks * products
 
 
 def planned_model(run: Run) -> PlannedModel:
@@ -149,9 +161,8 @@ class Memory:
 def resident(run: Run) -> tuple[float, float, float]:
     """Weights, state, and batch with the table of visual tokens: exact, from the shardings."""
     batch = run.cfg.learner.batch
-    patches = batch.image_rows[-1] * batch.patch_lengths[-1]
     vision = vision_sizes(planned_model(run))
-    tokens = patches // vision.merge_area
+    tokens = batch.image_rows[-1] * run.model.inputs.row_tokens(batch.patch_lengths[-1])
     # Every chip holds the rows of its part of the data axis, which its rows of text may look up.
     table = tokens * vision.mergers * vision.out_width * _activation_bytes(run)
     if tokens % run.mesh.shape["data"] == 0:

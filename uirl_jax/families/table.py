@@ -7,16 +7,20 @@ A family of one's own is one more entry, made before a model is loaded: a config
 from pathlib import Path
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import idefics2, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.models.directory import read_json
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, llava.FAMILY)
+    for family in (
+        *(qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY),
+        *(llava.FAMILY, idefics2.FAMILY),
+    )
 }
 # Relatives of a family that it does not compute, and why.
 _REFUSED = {
+    "idefics3": "its tiles of a screen are not computed; Idefics2 is",
     "llava_next": "its tiles of a screen are not computed; LLaVA-1.5 is",
     "llava_llama": "the layout of the original repository; take a conversion such as "
     "llava-hf/llava-1.5-7b-hf",

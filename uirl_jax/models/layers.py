@@ -121,6 +121,23 @@ def lookup(table_vd: jax.Array, ids_bt: jax.Array) -> jax.Array:
     return jnp.take(table_vd, ids_bt, axis=0, mode="clip")
 
 
+def level_lookup(patches_ipc: jax.Array, table_cl: np.ndarray) -> jax.Array:
+    """float32[I,P,C], the values of pixels' levels.
+
+    A lookup, because arithmetic would be rounded differently in every program that the compiler
+    fuses it into.
+
+    Args:
+      patches_ipc: uint8, three channels one after the other.
+      table_cl: float32[3,256], values of the levels of each channel.
+    """
+    levels_ipcx = patches_ipc.reshape(*patches_ipc.shape[:2], 3, -1)
+    values_ipcx = jnp.stack(
+        [jnp.asarray(table_cl)[c][levels_ipcx[:, :, c]] for c in range(3)], axis=2
+    )
+    return values_ipcx.reshape(patches_ipc.shape)
+
+
 def lookup_columns(
     table_me: jax.Array,
     index_bt: jax.Array,

@@ -123,15 +123,6 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def level_values(cfg: ImageConfig) -> np.ndarray:
-    """float32[3,256], the normalised value of every level of a channel: a table for pixels."""
-    # Rescaled in float64 and normalised in float32, as in the reference.
-    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
-    mean_c = np.array(cfg.image_mean, np.float32)
-    std_c = np.array(cfg.image_std, np.float32)
-    return (level_l[None] - mean_c[:, None]) / std_c[:, None]
-
-
 def margins(size_px: Size, grid_side: int) -> Margins:
     """What makes a square of a screen, the screen in its middle.
 

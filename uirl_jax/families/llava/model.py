@@ -17,8 +17,9 @@ from flax import nnx
 
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.llava.config import LlavaConfig, VisionConfig
-from uirl_jax.families.llava.images import ImageConfig, level_values
+from uirl_jax.families.llava.images import ImageConfig
 from uirl_jax.families.llava.names import WEIGHTS
+from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.models import decoder, layers
 from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
@@ -318,12 +319,8 @@ def _vision_blocks(
 
 
 def pixel_values(patches_ipc: jax.Array, images: ImageConfig) -> jax.Array:
-    """float32[I,P,F] of uint8[I,P,C]: the processor's values bit for bit, by a lookup. Arithmetic
-    would be rounded differently in every program that the compiler fuses it into."""
-    levels_ipcx = patches_ipc.reshape(*patches_ipc.shape[:2], 3, -1)
-    table_cl = jnp.asarray(level_values(images))
-    values_ipcx = jnp.stack([table_cl[c][levels_ipcx[:, :, c]] for c in range(3)], axis=2)
-    return values_ipcx.reshape(patches_ipc.shape)
+    """float32[I,P,F] of uint8[I,P,C]: the processor's values bit for bit."""
+    return layers.level_lookup(patches_ipc, level_values(images))
 
 
 def vision_block_outputs(model: Llava, vision: Mapping[str, jax.Array]) -> jax.Array:
