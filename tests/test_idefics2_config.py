@@ -80,7 +80,8 @@ def test_config_and_what_transformers_makes_of_it_are_read_as_the_same(name):
         {"perceiver_config": None},
         {"text_config.rms_norm_eps": None, "text_config.max_position_embeddings": None},
         {"image_token_id": None, "tie_word_embeddings": None},
-        {"text_config.tie_word_embeddings": True},
+        {"text_config.tie_word_embeddings": True},  # which the reference does not read
+        {"tie_word_embeddings": True},
         {"text_config.hidden_size": 2048},  # of another width than the resampler's default
         {"text_config.num_key_value_heads": 4, "text_config.head_dim": 64},
     ],
@@ -106,6 +107,7 @@ def test_config_that_leaves_values_out_has_the_defaults_of_transformers(changes)
             if hasattr(ours, name):
                 assert getattr(ours, name) == getattr(theirs, name), name
     assert cfg.image_token_id == expected.image_token_id
+    assert cfg.tie_word_embeddings == expected.tie_word_embeddings
 
 
 def test_parameters_are_as_many_as_those_of_the_published_model():
@@ -136,6 +138,7 @@ def test_parameters_are_as_many_as_those_of_the_published_model():
         ({"vision_config.num_attention_heads": 3}, "vision_config: hidden_size=32 is not a mult"),
         ({"vision_config.image_size": 43}, "image_size=43 is not a multiple of patch_size=7"),
         ({"vision_config.patch_size": [7, 7]}, "patch_size"),
+        ({"perceiver_config.qk_layer_norms_perceiver": True}, "qk_layer_norms_perceiver True"),
         ({"perceiver_config.hidden_act": "gelu"}, "perceiver_config.hidden_act 'gelu'"),
         ({"perceiver_config.num_key_value_heads": 3}, "perceiver_config: 4 heads are not a mult"),
         ({"perceiver_config.resampler_n_latents": 0}, "resampler_n_latents=0, expected a positive"),

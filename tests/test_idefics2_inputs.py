@@ -82,8 +82,10 @@ def test_1280x800_loses_ten_rows_of_its_resized_image():
     assert (screen.seen_px, screen.layout, screen.patches) == ((980, 612), (43, 70), 3010)
 
 
-@pytest.mark.parametrize("table_side", [3, 13, 27, 70])
+@pytest.mark.parametrize("table_side", [3, 13, 16, 27, 70])
 def test_position_ids_are_the_references_for_every_count_of_patches(table_side):
+    """The published table has 70 rows. In some others torch rounds a boundary otherwise, and a
+    patch that starts exactly there has the neighbouring entry."""
     import torch
     from transformers.models.idefics2 import modeling_idefics2 as reference
     from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
@@ -178,6 +180,15 @@ def test_screen_of_another_host_stays_padding_but_keeps_its_shape():
                 "pixel_attention_mask": np.tri(28)[None, None],
             },
             "is no rectangle",
+        ),
+        (
+            {
+                "pixel_values": np.zeros((1, 1, 3, 28, 28)),
+                "pixel_attention_mask": np.pad(np.ones((28, 13), int), ((0, 0), (0, 15)))[
+                    None, None
+                ],
+            },
+            "an image of 13x28 pixels, less than a patch of 14",
         ),
     ],
 )

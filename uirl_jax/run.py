@@ -164,8 +164,9 @@ def check_model(cfg: RunConfig) -> None:
     if longest > limit:
         raise ConfigError(
             f"contexts of {cfg.max_context_tokens} tokens and "
-            f"{cfg.actor.rollout.max_new_tokens} new ones: {path} was trained on {limit} positions "
-            "(max_position_embeddings); lower actor.rollout.max_context_tokens or "
+            f"{cfg.actor.rollout.max_new_tokens} new ones: {path} takes {limit} positions "
+            "(max_position_embeddings or sliding_window of its config.json); lower "
+            "actor.rollout.max_context_tokens or "
             "engine.context_lengths"
         )
 

@@ -16,8 +16,10 @@ def stack(make: Callable[[jax.Array], nnx.Module], depth: int, rngs: nnx.Rngs) -
     return jax.vmap(make)(jax.random.split(rngs.params(), depth))
 
 
-def checkpointed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """The scan's body under jax.checkpoint with the policy that `remat` names."""
+def checkpointed(
+    body: Callable[..., Any], remat: Remat, *, scanned: bool = True
+) -> Callable[..., Any]:
+    """A function, mostly a scan's body, under jax.checkpoint with the policy that `remat` names."""
     if remat == "none":
         return body
     policy = {
@@ -25,7 +27,7 @@ def checkpointed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
         "full": jax.checkpoint_policies.nothing_saveable,
     }[remat]
     # XLA cannot merge the forward and the recomputed pass across a scan: preventing it only costs.
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)
 
 
 def layer_keys(dropout_key: jax.Array | None, depth: int) -> jax.Array | None:

@@ -133,10 +133,8 @@ class Idefics2Config:
         found = {name: text[name] for name in names if text.get(name) is not None}
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
         found["image_token_id"] = config.get("image_token_id")
-        # As in the reference: tied where either says so.
-        found["tie_word_embeddings"] = bool(
-            config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
-        )
+        # As in the reference, unlike LLaVA's: what text_config says of it is not read.
+        found["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
         if isinstance(found.get("eos_token_id"), list):
             found["eos_token_id"] = found["eos_token_id"][0]
         found = {name: value for name, value in found.items() if value is not None}
@@ -218,6 +216,12 @@ def _not_computed(
             "gelu_pytorch_tanh",
         ),
         ("vision_config.num_channels", vision.get("num_channels", 3), 3),
+        # Of the original code, which the published model does not use either.
+        (
+            "perceiver_config.qk_layer_norms_perceiver",
+            perceiver.get("qk_layer_norms_perceiver", False),
+            False,
+        ),
         ("perceiver_config.hidden_act", perceiver.get("hidden_act", "silu"), "silu"),
     ]
     return [

@@ -129,12 +129,17 @@ class Idefics2Inputs:
             pixel_attention_mask.reshape(-1, *pixel_values.shape[3:]),
             strict=True,
         ):
-            height_px, width_px = int(mask_hw[:, 0].sum()), int(mask_hw[0].sum())
-            if height_px * width_px != mask_hw.sum():
-                raise ImageError("pixel_attention_mask is no rectangle from the upper left corner")
-            grid = patch_grid((width_px, height_px), patch_size)
             if not mask_hw.any():
                 continue
+            height_px, width_px = int(mask_hw[:, 0].sum()), int(mask_hw[0].sum())
+            if not mask_hw[:height_px, :width_px].all() or height_px * width_px != mask_hw.sum():
+                raise ImageError("pixel_attention_mask is no rectangle from the upper left corner")
+            grid = patch_grid((width_px, height_px), patch_size)
+            if 0 in grid:
+                raise ImageError(
+                    f"an image of {width_px}x{height_px} pixels, less than a patch of "
+                    f"{patch_size} a side"
+                )
             pixels.append(patches_of(image_chw[:, :height_px, :width_px], patch_size))
             screens.append(
                 Screen(

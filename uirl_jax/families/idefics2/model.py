@@ -283,16 +283,19 @@ class Idefics2(nnx.Module):
             self, vision, adapters=adapters, dropout_key=blocks_key, collect=False
         )
         tower = self.visual
-        wide_ipf = _gated(
-            tower.connector_gate,
-            tower.connector_up,
-            tower.post_norm(x_ipd),
-            adapters=adapters,
-            keys=(connector_keys[0], connector_keys[1]),
-        )
-        context_ipd = tower.connector_down(
-            wide_ipf, adapters=adapters, dropout_key=connector_keys[2]
-        )
+
+        def connect(x_ipd: jax.Array, keys: list[Any]) -> jax.Array:
+            wide_ipf = _gated(
+                tower.connector_gate,
+                tower.connector_up,
+                tower.post_norm(x_ipd),
+                adapters=adapters,
+                keys=(keys[0], keys[1]),
+            )
+            return tower.connector_down(wide_ipf, adapters=adapters, dropout_key=keys[2])
+
+        # As a block: its wide arrays, 86 MB a screen in the published model, are not kept.
+        context_ipd = checkpointed(connect, self.remat, scanned=False)(x_ipd, connector_keys)
         x_ied = _latents(
             self,
             context_ipd,
