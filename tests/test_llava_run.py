@@ -19,7 +19,7 @@ from PIL import Image
 import uirl_jax
 from tests import actor_world as world
 from tests import tiny_config
-from tools import llama_tokenizer, make_base_model
+from tools import make_base_model
 from tools.base_models import BASES
 from uirl_jax import actions
 from uirl_jax.actor.random_engine import RandomEngine
@@ -41,7 +41,7 @@ TOP = 28
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    tokenizer = llama_tokenizer.train_tokenizer(make_base_model.tokenizer_texts(BASE)[:200], 512)
+    tokenizer = BASE.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(BASE)[:200], 512)
     cfg = BASE.config(tokenizer)
     cfg = dataclasses.replace(cfg, num_hidden_layers=1, intermediate_size=64)
     model = BASE.family.make_model(cfg, lora=None, rngs=nnx.Rngs(0))

@@ -35,11 +35,14 @@ class LlamaTokenizer:
       special_tokens: in the order of their ids here; in published ones those of images come last.
       chat: layout of the family, for the chat template.
       processor_class: in transformers.
+      legacy: says in tokenizer_config.json that texts behind special tokens begin with a space too,
+        as tokenizer.json has it; transformers 5 makes the first text's alone where it is not said.
     """
 
     special_tokens: tuple[str, ...]
     chat: ChatLayout
     processor_class: str
+    legacy: bool = False
 
     def train_tokenizer(self, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Trains BPE with byte fallback on texts; the same texts give the same tokenizer.
@@ -109,6 +112,7 @@ class LlamaTokenizer:
             "clean_up_tokenization_spaces": False,
             "eos_token": self.chat.end_tokens[0],
             "image_token": self.chat.image_token,
+            **({"legacy": True} if self.legacy else {}),
             "model_max_length": 4096,
             "pad_token": "<pad>",
             "padding_side": "left",
@@ -123,7 +127,10 @@ class LlamaTokenizer:
 
 
 LLAVA = LlamaTokenizer(
-    ("<unk>", "<s>", "</s>", "<image>", "<pad>"), llava.FAMILY.chat, "LlavaProcessor"
+    ("<unk>", "<s>", "</s>", "<image>", "<pad>"),
+    llava.FAMILY.chat,
+    "LlavaProcessor",
+    legacy=True,  # ids of LLaVA-1.5's training, which encoded the texts around <image> one by one
 )
 IDEFICS2 = LlamaTokenizer(
     (
