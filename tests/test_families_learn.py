@@ -17,10 +17,13 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in BASES if family != "qwen2_vl"])
 def test_family_goes_from_below_half_to_above_nine_tenths(family, tmp_path):
-    """By the two commands of docs/model_families.md, on the family's own chat, screens and space."""
+    """By the two commands of docs/model_families.md, with its own chat, screens and coordinates."""
     base, work, run = (tmp_path / name for name in ("base", "work", "run"))
     for command in (
-        ("tools.make_base_model", f"--family={family}", f"--out={base}", f"--workdir={work}"),
+        (
+            *("tools.make_base_model", f"--family={family}", f"--out={base}"),
+            f"--workdir={work}",
+        ),
         (
             *("uirl_jax.main", f"--config={quickstart.__file__}", f"--workdir={run}"),
             f"--config.model.path={base}",
