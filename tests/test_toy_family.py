@@ -184,3 +184,14 @@ def test_directory_of_another_family_is_refused_with_the_known_ones(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ModelError, match="model_type='bert' is not supported; supported: qwen2_vl"):
         loading.load(tmp_path, lora=None, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [("florence2", "an encoder and a decoder"), ("paligemma", "its prompt is read in both")],
+)
+def test_families_that_are_not_computed_are_refused_with_the_reason(model_type, why, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    with pytest.raises(ModelError, match=f"'{model_type}' is not supported .{why}") as error:
+        loading.load(tmp_path, lora=None, seed=0)
+    assert "\n" not in str(error.value)

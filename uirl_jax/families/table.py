@@ -18,12 +18,14 @@ FAMILIES: dict[str, Family] = {
         *(llava.FAMILY, idefics2.FAMILY),
     )
 }
-# Relatives of a family that it does not compute, and why.
+# What users may ask for and no family computes, and why.
 _REFUSED = {
+    "florence2": "an encoder and a decoder: engine and learner hold one causal sequence",
     "idefics3": "its tiles of a screen are not computed; Idefics2 is",
     "llava_next": "its tiles of a screen are not computed; LLaVA-1.5 is",
     "llava_llama": "the layout of the original repository; take a conversion such as "
     "llava-hf/llava-1.5-7b-hf",
+    "paligemma": "its prompt is read in both directions: engine and learner are causal",
     "qwen3_vl_moe": "its mixture of experts is not computed; Qwen3-VL 2B, 4B and 8B are dense",
 }
 
