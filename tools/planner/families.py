@@ -49,6 +49,11 @@ class VisionSizes:
     window_patches: int = 0
     windowed_blocks: int = 0
 
+    @property
+    def whole_share(self) -> float:
+        """Of the blocks, those that attend to the whole screenshot."""
+        return 1.0 - self.windowed_blocks / self.depth
+
 
 def _qwen2_vl(cfg: qwen2_vl_config.Qwen2VLConfig) -> VisionSizes:
     vision = cfg.vision
