@@ -27,7 +27,9 @@ def tower_text(planned: PlannedModel, rows: int, patches: int) -> str:
     def run(state, arrays):
         return nnx.merge(graphdef, state).encode_images(arrays)
 
-    return jax.jit(run).lower(state, shapes).compile().as_text()
+    text = jax.jit(run).lower(state, shapes).compile().as_text()
+    assert text is not None
+    return text
 
 
 def test_vision_formula_of_gated_blocks_equals_the_compiled_tower_and_windows_need_less():
