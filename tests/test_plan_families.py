@@ -134,3 +134,12 @@ def test_qwen3_vl_of_two_layers_compiles_for_v5e_with_its_levels():
     flops = made["model_flops"]
     needed = flops["new policy, forward"] + flops["new policy, backward"] + made["recomputed_flops"]
     assert programs["gradients"]["cost"]["flops"] * made["chips"] == pytest.approx(needed, rel=0.06)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+def test_a_slice_of_one_chip_is_known(topology):
+    pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
+    machine = plan_machines.find_machine(topology)
+    assert (machine.chips, machine.hosts) == (1, 1)
+    assert machine.devices is not None and len(machine.devices) == 1
