@@ -106,9 +106,9 @@ def plan_two_layers(planned: PlannedModel, config_module, names: tuple[str, ...]
 
 @pytest.mark.tpu_aot
 def test_qwen2_5_vl_of_two_layers_compiles_for_v5e_with_both_kinds_of_vision_blocks():
-    planned = two_layers(plan_programs.find_model("Qwen2.5-VL-3B-Instruct"))
+    planned = plan_programs.find_model("Qwen2.5-VL-3B-Instruct")
     vision = dataclasses.replace(planned.cfg.vision, fullatt_block_indexes=(1,))
-    planned = planned._replace(cfg=dataclasses.replace(planned.cfg, vision=vision))
+    planned = two_layers(planned._replace(cfg=dataclasses.replace(planned.cfg, vision=vision)))
     made = plan_two_layers(planned, grpo_qwen2_5_vl_3b, ("gradients", "encode"))
     assert made["fits"]
     kernels = [made["programs"][name]["attention_kernels"] for name in ("gradients", "encode")]
