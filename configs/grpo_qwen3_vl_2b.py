@@ -9,7 +9,8 @@ vectors each. Ten of them with their chat markers and 64 sampled tokens a turn a
 tokens, a row of 22 x 512. The answer is this package's text, in 0 to 1000 of the screen, in which
 the model was trained to point; `--config.chat.action_format=computer_use_1000` is the published
 tool call, whose prompt and answers are longer. `cfg.tasks` is a placeholder, as in
-configs/grpo_qwen2vl_2b.py. Not compiled for a TPU yet, never run on one:
+configs/grpo_qwen2vl_2b.py. Its learner was compiled for a v5e-4 (docs/notes/performance.md), never
+run on one:
 
     python -m tools.plan --config=configs/grpo_qwen3_vl_2b.py --topology=v5e:2x4
 """

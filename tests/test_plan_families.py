@@ -3,17 +3,36 @@
 import dataclasses
 
 import jax
+import pytest
 from flax import nnx
 
-from tests.test_plan import program_of
+from configs import grpo_qwen2_5_vl_3b, grpo_qwen3_vl_2b
+from tests.test_plan import program_of, run_config, short_rows, two_layers
+from tools.planner import hlo as plan_hlo
+from tools.planner import machines as plan_machines
 from tools.planner import model as plan_model
+from tools.planner import plans
 from tools.planner import programs as plan_programs
-from tools.planner.families import vision_sizes
+from tools.planner.families import PlannedModel, vision_sizes
 from uirl_jax.families.idefics2.config import PerceiverConfig
 from uirl_jax.families.idefics2.config import VisionConfig as Idefics2VisionConfig
 from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
+
+
+def tower_text(planned: PlannedModel, rows: int, patches: int) -> str:
+    """The compiled vision tower over screenshots of so many patches."""
+    inputs = planned.family.make_inputs(planned.cfg)
+    shapes = plan_programs.abstract_images(inputs, rows, patches)
+    graphdef, state = nnx.split(planned.family.make_model(planned.cfg, rngs=nnx.Rngs(0)))
+
+    def run(state, arrays):
+        return nnx.merge(graphdef, state).encode_images(arrays)
+
+    text = jax.jit(run).lower(state, shapes).compile().as_text()
+    assert text is not None
+    return text
 
 
 def test_vision_formula_of_gated_blocks_equals_the_compiled_tower_and_windows_need_less():
@@ -33,19 +52,18 @@ def test_vision_formula_of_gated_blocks_equals_the_compiled_tower_and_windows_ne
     )
     planned = published._replace(cfg=cfg)
     rows, patches = 3, 64
-    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
-    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
-
-    def run(state, arrays):
-        return nnx.merge(graphdef, state).encode_images(arrays)
-
-    # The dearer branch of each block counts: attention within images.
     whole = plan_model.vision_forward(vision_sizes(planned), rows, patches)
-    assert program_of(run, state, shapes).cost.flops == whole
+    assert plan_hlo.Program(tower_text(planned, rows, patches)).cost.flops == whole
     windowed = dataclasses.replace(vision, fullatt_block_indexes=(1,))
-    sizes = vision_sizes(planned._replace(cfg=dataclasses.replace(cfg, vision=windowed)))
+    planned = planned._replace(cfg=dataclasses.replace(cfg, vision=windowed))
+    sizes = vision_sizes(planned)
     less = whole - plan_model.vision_forward(sizes, rows, patches)
     assert less == 2 * rows * patches * 2 * 32 * (patches - 16)
+    # Compiled, a window's queries meet three blocks of 16 keys; one of two blocks has windows.
+    text = tower_text(planned, rows, patches)
+    compiled = plan_hlo.Program(text, sizes.whole_share).cost.flops
+    assert compiled == whole - 2 * rows * patches * 2 * 32 * (patches - 3 * 16)
+    assert plan_hlo.Program(text).cost.flops == whole  # without the share, from above
 
 
 def test_vision_formula_with_levels_equals_the_compiled_tower():
@@ -138,3 +156,55 @@ def test_vision_formula_with_a_resampler_equals_the_compiled_tower():
     assert program_of(run, state, shapes).cost.flops == formula
     table = jax.eval_shape(run, state, shapes)
     assert table.shape == (rows * planned.family.make_inputs(cfg).row_tokens(patches), 48)
+
+
+# ------------------------------------------------------------------------------- the TPU's compiler
+
+
+def plan_two_layers(planned: PlannedModel, config_module, names: tuple[str, ...]) -> dict:
+    """Two layers of each tower at full width, short rows, on a v5e-8."""
+    pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
+    cfg = short_rows(run_config(config_module, rows=8, images=8))
+    machine = plan_machines.find_machine("v5e:2x4")
+    return plans.make_plan(cfg, planned, machine, names, print)
+
+
+@pytest.mark.tpu_aot
+def test_qwen2_5_vl_of_two_layers_compiles_for_v5e_with_both_kinds_of_vision_blocks():
+    planned = plan_programs.find_model("Qwen2.5-VL-3B-Instruct")
+    vision = dataclasses.replace(planned.cfg.vision, fullatt_block_indexes=(1,))
+    planned = two_layers(planned._replace(cfg=dataclasses.replace(planned.cfg, vision=vision)))
+    made = plan_two_layers(planned, grpo_qwen2_5_vl_3b, ("gradients", "encode"))
+    assert made["fits"]
+    kernels = [made["programs"][name]["attention_kernels"] for name in ("gradients", "encode")]
+    assert kernels == [4, 1]  # windows are plain XLA
+    flops = made["model_flops"]
+    encoded = made["programs"]["encode"]["cost"]["flops"] * made["chips"]
+    # The learner's 8 screenshots and the engine's are as many. Windows cost three times their keys.
+    assert encoded == pytest.approx(flops["vision tower"], rel=0.06)
+
+
+@pytest.mark.tpu_aot
+def test_qwen3_vl_of_two_layers_compiles_for_v5e_with_its_levels():
+    planned = plan_programs.find_model("Qwen3-VL-2B-Instruct")
+    vision = dataclasses.replace(planned.cfg.vision, deepstack_visual_indexes=(0, 1))
+    planned = two_layers(planned._replace(cfg=dataclasses.replace(planned.cfg, vision=vision)))
+    made = plan_two_layers(planned, grpo_qwen3_vl_2b, ("gradients", "encode", "prefill"))
+    assert made["fits"]
+    programs = made["programs"]
+    kernels = [programs[name]["attention_kernels"] for name in programs]
+    assert kernels == [4, 1, 1]
+    encoded = programs["encode"]["cost"]["flops"] * made["chips"]
+    assert encoded == pytest.approx(made["model_flops"]["vision tower"], rel=0.06)
+    flops = made["model_flops"]
+    needed = flops["new policy, forward"] + flops["new policy, backward"] + made["recomputed_flops"]
+    assert programs["gradients"]["cost"]["flops"] * made["chips"] == pytest.approx(needed, rel=0.06)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+def test_a_slice_of_one_chip_is_known(topology):
+    pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install libtpu")
+    machine = plan_machines.find_machine(topology)
+    assert (machine.chips, machine.hosts) == (1, 1)
+    assert machine.devices is not None and len(machine.devices) == 1

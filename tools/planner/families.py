@@ -68,6 +68,11 @@ class VisionSizes:
     windowed_blocks: int = 0
     resampler: ResamplerSizes | None = None
 
+    @property
+    def whole_share(self) -> float:
+        """Of the blocks, those that attend to the whole screenshot."""
+        return 1.0 - self.windowed_blocks / self.depth
+
 
 def _qwen2_vl(cfg: qwen2_vl_config.Qwen2VLConfig) -> VisionSizes:
     vision = cfg.vision

@@ -63,7 +63,7 @@ class Cost:
             sum(loops[1:], loops[0]) if loops else None,
         )
 
-    def times(self, trips: int) -> "Cost":
+    def times(self, trips: float) -> "Cost":
         return Cost(
             trips * self.flops,
             trips * self.kernel_flops,
@@ -87,10 +87,16 @@ def _by_kind(collectives: tuple[tuple[str, float, float], ...]) -> tuple[Any, ..
 
 
 class Program:
-    """The computations of one program, and what they cost."""
+    """The computations of one program, and what they cost.
 
-    def __init__(self, text: str) -> None:
+    Args:
+      dearer_share: of a conditional's runs, those that take the side with more FLOPs; the text
+        does not say it. 1: costs are from above.
+    """
+
+    def __init__(self, text: str, dearer_share: float = 1.0) -> None:
         self.computations, self.entry = parse(text)
+        self.dearer_share = dearer_share
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -216,7 +222,14 @@ class Program:
                     instruction.called("false_computation"),
                 ]
             )
-            return max((self._cost(name) for name in names), key=lambda cost: cost.total_flops)
+            # Of equal FLOPs the side that moves less: most blocks skip the lookup of a level.
+            sides = sorted(
+                (self._cost(name) for name in names),
+                key=lambda cost: (cost.total_flops, -cost.hbm_bytes),
+            )
+            if self.dearer_share == 1.0:
+                return sides[-1]
+            return sides[-1].times(self.dearer_share) + sides[0].times(1.0 - self.dearer_share)
         if instruction.opcode == "call":
             return self._cost(instruction.called("to_apply"))
         if instruction.opcode == "async-start":

@@ -169,8 +169,10 @@ def _tpu_devices(topology: str, one_slice: str, slices: int) -> tuple[jax.Device
         os.environ.setdefault(name, value)
     try:
         with _quiet_stderr():
+            # libtpu takes a host for four chips; the only smaller one has one chip.
+            one_chip = {"chips_per_host_bounds": (1, 1, 1)} if one_slice.endswith(":1x1") else {}
             found = topologies.get_topology_desc(
-                platform="tpu", topology_name=one_slice, num_slices=slices
+                platform="tpu", topology_name=one_slice, num_slices=slices, **one_chip
             )
     except Exception as error:  # libtpu raises nothing narrower
         reason = " ".join(str(error).split())

@@ -10,6 +10,7 @@ import jax
 
 from tools.planner import hlo as plan_hlo
 from tools.planner import model as plan_model
+from tools.planner.families import vision_sizes
 from tools.planner.machines import Chip, Machine
 from tools.planner.programs import SAMPLING, Compiled, Run, chip_bytes
 from uirl_jax.families.loading import held_dtype
@@ -97,8 +98,11 @@ def plan_compiled(run: Run, machine: Machine, programs: list[Compiled]) -> dict[
     """From what the compiler says."""
     plan = describe(run, machine)
     resident = sum(plan["resident_bytes"].values())
+    tower = vision_sizes(plan_model.planned_model(run))
     entries = {}
     for program in programs:
+        # Only the tower branches on FLOPs: its blocks attend to windows or to the whole screen.
+        whole_share = tower.whole_share if program.name in ("score", "encode") else 1.0
         own = 0.0  # the engine's buffers are no part of what the learner holds
         if program.name in SAMPLING and program.argument_bytes:
             own = program.argument_bytes - chip_bytes((run.model.frozen, run.state.trainable))
@@ -111,7 +115,7 @@ def plan_compiled(run: Run, machine: Machine, programs: list[Compiled]) -> dict[
             "saved_and_temporary_bytes": own + program.new_bytes,
         }
         if program.text:
-            parsed = plan_hlo.Program(program.text)
+            parsed = plan_hlo.Program(program.text, whole_share)
             entry |= {
                 "saved_bytes": parsed.saved_bytes,
                 "temporary_bytes": own + program.new_bytes - parsed.saved_bytes,
