@@ -17,6 +17,8 @@ from tools.bucket_emulator.objects import Condition
 from tools.chaos import __main__ as chaos
 from tools.chaos import account, processes
 from tools.chaos.account import Account, Sight
+from uirl_jax.learner.hosts import Decision
+from uirl_jax.shards.reader import RecordRef
 
 ROOT = Path(__file__).parents[1]
 # Seed whose first three kills hit an actor, a parent and a child of the learner.
@@ -124,8 +126,9 @@ def put(service: Emulator, name: str, lines: list[dict]) -> None:
 
 
 def decide(service: Emulator, step: int, *episodes: str) -> None:
-    records = [["shards/a0/s", 0, 9, episode] for episode in episodes]
-    put(service, f"decisions/{step:08d}.json", [{"records": records}])
+    """As learner.hosts writes it, an update for each episode."""
+    records = tuple((RecordRef("shards/a0/s", 0, 9, episode),) for episode in episodes)
+    put(service, f"decisions/{step:08d}.json", [Decision(step, "", records)._asdict()])
 
 
 GOOD = Account(

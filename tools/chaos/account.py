@@ -20,6 +20,7 @@ from uirl_jax.learner.hosts import DECISIONS
 from uirl_jax.metrics import METRICS_FILE
 from uirl_jax.shards import reader
 from uirl_jax.shards.journal import Journal
+from uirl_jax.shards.reader import RecordRef
 from uirl_jax.store import Store
 
 _DECISION = re.compile(rf"{DECISIONS}/(\d{{8}})\.json")
@@ -52,8 +53,10 @@ class Sight:
             match = _DECISION.fullmatch(name)
             if match and self._seen.get(name) != content:
                 self._seen[name] = content
-                records = json.loads(content)["records"]
-                self._episodes[int(match[1])] = frozenset(record[3] for record in records)
+                updates = json.loads(content)["records"]
+                self._episodes[int(match[1])] = frozenset(
+                    RecordRef(*record).episode_id for update in updates for record in update
+                )
         steps = self.steps()
         if steps and steps[-1] > self.step:
             self.step, self.step_since_s = steps[-1], now_s
