@@ -292,7 +292,12 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
                     answer = ask(name, case, number)
                     if number:
                         answers[name].setdefault(case, []).append(answer)
-            print(f"round={number}/{rounds}", file=sys.stderr, flush=True)
+                    print(
+                        f"round={number}/{rounds} case={case} contender={name} "
+                        f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         episodes = {kind: ask("ours", kind, 0) for kind in ("cached", "uncached")}
     result: dict[str, Any] = {
         "family": family,
