@@ -148,11 +148,12 @@ def torch_generate(directory: Path) -> Callable[..., dict[str, Any]]:
         started_s = time.perf_counter()
         generate(inputs, 1, greedy)
         first_s = time.perf_counter() - started_s
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         generate(inputs, work.SMALL.sampled_tokens, greedy)
         seconds = time.perf_counter() - started_s
         return {
             "seconds": seconds,
+            "cpu_s": time.process_time() - started_cpu_s,
             "tokens": len(prompts) * work.SMALL.sampled_tokens,
             "decode_step_s": (seconds - first_s) / (work.SMALL.sampled_tokens - 1),
         }

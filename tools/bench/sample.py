@@ -15,7 +15,8 @@ new prompts and new screenshots, so that nothing is known from the round before.
               same engine when it prefills the whole context every turn
 
 and what a decode step reads (weights, adapters, keys and values) against the bandwidth of a plain
-sum over a large array, measured in between.
+sum over a large array, measured in between. The ratio of CPU time leaves out what other processes
+took from both.
 """
 
 import argparse
@@ -95,12 +96,13 @@ def our_work(directory: Path) -> Callable[..., dict[str, Any]]:
         decode_steps=SAMPLED,
     )
 
-    async def sample_all(requests: list[Any]) -> tuple[float, list[Any]]:
+    async def sample_all(requests: list[Any]) -> tuple[float, float, list[Any]]:
         async with engine:
             await engine.warm_up()
-            started_s = time.perf_counter()
+            started_s, started_cpu_s = time.perf_counter(), time.process_time()
             samples = await asyncio.gather(*map(engine.sample, requests))
-            return time.perf_counter() - started_s, samples
+            cpu_s = time.process_time() - started_cpu_s
+            return time.perf_counter() - started_s, cpu_s, samples
 
     def play_round(case: str, round_number: int, greedy: bool = False) -> dict[str, Any]:
         requests = [
@@ -108,13 +110,14 @@ def our_work(directory: Path) -> Callable[..., dict[str, Any]]:
             for n, prompt in enumerate(work.prompts(directory, case, round_number))
         ]
         before = engine.metrics()
-        seconds, samples = asyncio.run(sample_all(requests))
+        seconds, cpu_s, samples = asyncio.run(sample_all(requests))
         if greedy:
             return {"token_ids": [sample.token_ids.tolist() for sample in samples]}
         after = engine.metrics()
         spent = {key: after[key] - before[key] for key in after}
         return {
             "seconds": seconds,
+            "cpu_s": cpu_s,
             "tokens": spent["engine/tokens_sampled"],
             "decode_step_s": spent["engine/decode_s"] / spent["engine/decode_steps"],
         }
@@ -294,7 +297,8 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
                         answers[name].setdefault(case, []).append(answer)
                     print(
                         f"round={number}/{rounds} case={case} contender={name} "
-                        f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f}",
+                        f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f} "
+                        f"cpu_s={answer['cpu_s']:.2f}",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -309,6 +313,7 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
         result[name] = {
             case: {
                 "tokens_per_s": statistics.median(row["tokens"] / row["seconds"] for row in rows),
+                "cpu_s_a_token": statistics.median(row["cpu_s"] / row["tokens"] for row in rows),
                 "decode_step_s": statistics.median(row["decode_step_s"] for row in rows),
             }
             for case, rows in cases.items()
@@ -317,7 +322,9 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
         needed = decode_bytes(family, work.CASES[case]) / (1e9 * max(rates))
         row["of_read_rate"] = needed / row["decode_step_s"]
         if peers:
-            row["ratio"] = row["tokens_per_s"] / result["transformers"][case]["tokens_per_s"]
+            peer = result["transformers"][case]
+            row["ratio"] = row["tokens_per_s"] / peer["tokens_per_s"]
+            row["cpu_ratio"] = peer["cpu_s_a_token"] / row["cpu_s_a_token"]
     return result
 
 
@@ -325,12 +332,14 @@ def format_table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['family']}: median of {result['rounds']} rounds; "
         f"reading {result['read_gb_per_s']:.1f} GB/s",
-        f"{'':12s}{'tokens/s':>10s}{'peer':>8s}{'ratio':>8s}{'step ms':>9s}{'of reading':>12s}",
+        f"{'':12s}{'tokens/s':>10s}{'peer':>8s}{'ratio':>8s}{'of CPU':>8s}{'step ms':>9s}"
+        f"{'of reading':>12s}",
     ]
     for case, row in result["ours"].items():
         peer = result.get("transformers", {}).get(case, {}).get("tokens_per_s", float("nan"))
         lines.append(
             f"{case:12s}{row['tokens_per_s']:>10.0f}{peer:>8.0f}{row.get('ratio', 0):>8.2f}"
+            f"{row.get('cpu_ratio', 0):>8.2f}"
             f"{1000 * row['decode_step_s']:>9.1f}{row['of_read_rate']:>12.0%}"
         )
     cached, uncached = (result["episodes"][kind] for kind in ("cached", "uncached"))

@@ -8,7 +8,8 @@ model of the family with 70 M random weights (`models`), LoRA of rank 16 on q, k
 vision tower, float32, the clipped policy loss with the KL term against the base (adapters off),
 AdamW. Every contender is a process of its own that starts from the same weights, adapters and
 arrays; they take turns, one step each, with the machine's matrix rate measured before every step,
-because it drifts. Nothing is timed before two steps of all of them computed the same (`CHECKED`);
+because it drifts; CPU time is what a step took of all threads, without what other processes took
+from it. Nothing is timed before two steps of all of them computed the same (`CHECKED`);
 the second step depends on the first one's update.
 
 Peers (`peers`, extra `bench`): transformers and peft in torch. Nothing is downloaded.
@@ -214,10 +215,14 @@ def answer(name: str, directory: Path) -> None:
         step = peers.torch_step(directory, encode_once=name == "torch_peft_encoded_once")
 
     def measured(question: str) -> dict[str, float]:
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         computed = step()
-        seconds = time.perf_counter() - started_s
-        return {**computed, "seconds": seconds, "rss_gib": metrics.peak_rss_gib()}
+        return {
+            **computed,
+            "seconds": time.perf_counter() - started_s,
+            "cpu_seconds": time.process_time() - started_cpu_s,
+            "rss_gib": metrics.peak_rss_gib(),
+        }
 
     answer_questions(measured)
 
@@ -293,11 +298,12 @@ def compare(family: str, peers: bool, rounds: int, size: work.Size) -> dict[str,
                 print(
                     f"round={number}/{rounds} matrix_gflops={rates[-1]:.0f} "
                     f"contender={contender.name} seconds={taken['seconds']:.2f} "
+                    f"cpu_seconds={taken['cpu_seconds']:.2f} "
                     f"nll={taken['nll']:.6f} grad_norm={taken['grad_norm']:.6f}",
                     flush=True,
                 )
     rows: dict[str, Any] = {contender.name: _row(contender) for contender in contenders}
-    ours = rows["ours"]["seconds"]
+    ours, ours_cpu = rows["ours"]["seconds"], rows["ours"]["cpu_seconds"]
     rows["ours"]["start_seconds_without_cache"] = cold.start_seconds
     rate = statistics.median(rates)
     for name in OURS:
@@ -309,6 +315,7 @@ def compare(family: str, peers: bool, rounds: int, size: work.Size) -> dict[str,
         "wrong": differences(taken_steps),
         **rows,
         "ratio": {n: row["seconds"] / ours for n, row in rows.items() if n != "ours"},
+        "cpu_ratio": {n: row["cpu_seconds"] / ours_cpu for n, row in rows.items() if n != "ours"},
         "matrix_gflops": rate,
     }
 
@@ -320,6 +327,7 @@ def _row(contender: Contender) -> dict[str, float]:
         "seconds": statistics.median(seconds),
         "fastest": min(seconds),
         "slowest": max(seconds),
+        "cpu_seconds": statistics.median(taken["cpu_seconds"] for taken in steps[2:]),
         "first": {name: steps[0][name] for name in CHECKED},
         "last": {name: steps[-1][name] for name in CHECKED},
         "peak_rss_gib": steps[-1]["rss_gib"],
@@ -330,15 +338,16 @@ def _row(contender: Contender) -> dict[str, float]:
 def format_table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['family']}",
-        f"{'':26s}{'median':>9s}{'range':>16s}{'x ours':>8s}{'peak GiB':>10s}{'nll':>10s}"
-        f"{'gradient':>10s}",
+        f"{'':26s}{'median':>9s}{'range':>16s}{'x ours':>8s}{'CPU':>9s}{'x ours':>8s}"
+        f"{'peak GiB':>10s}{'nll':>10s}{'gradient':>10s}",
     ]
     for name in (name for name in (*OURS, *PEERS) if name in result):
         row = result[name]
         spread = f"{row['fastest']:.2f} - {row['slowest']:.2f}"
-        ratio = result["ratio"].get(name, 1.0)
+        ratio, cpu_ratio = (result[key].get(name, 1.0) for key in ("ratio", "cpu_ratio"))
         lines.append(
-            f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}{row['peak_rss_gib']:10.2f}"
+            f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}"
+            f"{row['cpu_seconds']:7.2f} s{cpu_ratio:8.2f}{row['peak_rss_gib']:10.2f}"
             f"{row['last']['nll']:10.5f}{row['last']['grad_norm']:10.5f}"
         )
     for name in OURS:
