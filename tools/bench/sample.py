@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import os
 import statistics
 import sys
 import tempfile
@@ -276,11 +277,18 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
     names = ("ours", "transformers") if peers else ("ours",)
     answers: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in names}
     rates = []
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(work.THREADS),
+        # Threads that spin where they wait took the peer twice the CPU time beside other work.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         work.write_work(Path(directory), family, models.CONFIGS[family], work.SMALL)
         workers = {
-            name: stack.enter_context(Worker("tools.bench.sample", name, directory))
+            name: stack.enter_context(
+                Worker("tools.bench.sample", name, directory, environment=environment)
+            )
             for name in names
         }
 
