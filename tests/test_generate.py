@@ -14,13 +14,12 @@ from flax import nnx
 from PIL import Image
 
 from tests.model_files import save_pretrained
-from tools.bench import work
+from tools.bench import models
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Vocabulary
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.families.qwen.images import ImageConfig, pixel_values
-from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.models.lora import LoraConfig
 
@@ -33,8 +32,7 @@ PROMPTS = 50
 def small(tmp_path_factory) -> Path:
     """The 69.6 M parameters of the benchmarks, random."""
     directory = tmp_path_factory.mktemp("small")
-    cfg = Qwen2VLConfig.from_dict(work.model_config())
-    save_pretrained(Qwen2VL(cfg, rngs=nnx.Rngs(0)), directory)
+    save_pretrained(Qwen2VL(models.CONFIGS["qwen2_vl"], rngs=nnx.Rngs(0)), directory)
     shutil.copy(TINY / "preprocessor_config.json", directory)
     return directory
 

@@ -6,6 +6,7 @@ No other module of the package imports torch; those that need this file import i
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -13,20 +14,24 @@ import torch
 import transformers
 
 from tools.bench import work
-from uirl_jax.families.qwen.images import ImageConfig, pixel_values
+from uirl_jax.families.qwen.images import pixel_values
 
 
-def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
-    """One optimizer step on the work that `work.write_work` wrote.
+def _read_base(directory: Path) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        directory / "model", dtype=torch.float32, attn_implementation="sdpa"
+    )
+
+
+def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], dict[str, float]]:
+    """One optimizer step on the work that `work.write_work` wrote: what it computed, by name.
 
     Args:
       encode_once: the screenshot that all rows share goes through the vision tower once. Otherwise
         it stands in every row, as transformers' processor and TRL give it to the model.
     """
     torch.set_num_threads(work.THREADS)
-    base = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
-        directory / "model", dtype=torch.float32, attn_implementation="sdpa"
-    )
+    base = _read_base(directory)
     model = peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True)
     model.train()
     arrays = np.load(directory / "arrays.npz")
@@ -40,38 +45,44 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
     positions_3bt, _ = base.model.get_rope_index(
         ids_bt, kinds_bt, grid.repeat(rows, 1), attention_mask=attention_bt
     )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
+        trained,
         lr=work.LEARNING_RATE,
         betas=(0.9, 0.99),
         weight_decay=0.0,
     )
 
-    def inputs() -> dict[str, torch.Tensor]:
+    def inputs() -> dict[str, Any]:
         if not encode_once:
             return {
-                "input_ids": ids_bt,
-                "mm_token_type_ids": kinds_bt,
+                "mm_token_type_ids": kinds_bt,  # without them positions would be 1-D
                 "pixel_values": pixels.repeat(rows, 1),
                 "image_grid_thw": grid.repeat(rows, 1),
             }
         with torch.no_grad():
-            visual_md = base.model.get_image_features(pixels, grid).pooler_output[0]
-            embedded_btd = base.get_input_embeddings()(ids_bt).clone()
-            embedded_btd[kinds_bt.bool()] = visual_md.repeat(rows, 1)
-        return {"inputs_embeds": embedded_btd, "position_ids": positions_3bt}
+            found = base.model.get_image_features(pixels, grid)
+        found.pooler_output = found.pooler_output * rows  # a tuple with an entry for every image
+        if "deepstack_features" in found:
+            found.deepstack_features = [level * rows for level in found.deepstack_features]
+        return {"mm_encoder_outputs": {"image": found}, "position_ids": positions_3bt}
 
-    def logprobs(shared: dict[str, torch.Tensor]) -> torch.Tensor:
+    def logprobs(shared: dict[str, Any]) -> torch.Tensor:
         """Of the sampled tokens, [B, S]; logits of these positions alone, as TRL does."""
         kept = ids_bt.shape[1] - first + 1
         logits_bsv = model(
-            attention_mask=attention_bt, use_cache=False, logits_to_keep=kept, **shared
+            input_ids=ids_bt,
+            attention_mask=attention_bt,
+            use_cache=False,
+            logits_to_keep=kept,
+            **shared,
         ).logits[:, :-1]
         targets_bs = ids_bt[:, first:]
         picked_bs = logits_bsv.gather(-1, targets_bs[..., None])[..., 0]
         return picked_bs - logits_bsv.logsumexp(-1)
 
-    def step() -> float:
+    def step() -> dict[str, float]:
+        base.model.rope_deltas = None  # state between calls
         shared = inputs()
         with torch.no_grad(), model.disable_adapter():
             ref_bs = logprobs(shared)
@@ -85,48 +96,64 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], float]:
         loss = (-surrogate_bs + work.KL_COEFFICIENT * kl_bs).mean()
         optimizer.zero_grad()
         loss.backward()
+        grad_norm = torch.nn.utils.get_total_norm(parameter.grad for parameter in trained)
         optimizer.step()
-        return loss.item()
+        return {
+            "loss": loss.item(),
+            "nll": -new_bs.mean().item(),
+            "kl": kl_bs.mean().item(),
+            "grad_norm": grad_norm.item(),
+        }
 
     return step
 
 
-def torch_generate(directory: Path) -> Callable[[str, int], dict[str, float]]:
-    """A round of a case of `sample` by transformers' generate, all prompts as one batch."""
-    torch.set_num_threads(work.THREADS)
-    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
-        directory / "model", dtype=torch.float32, attn_implementation="sdpa"
-    )
-    model.eval()
+def torch_generate(directory: Path) -> Callable[..., dict[str, Any]]:
+    """A round of a case of `sample` by transformers' generate, all prompts as one batch.
 
-    def generate(inputs: dict[str, torch.Tensor], tokens: int) -> float:
-        started_s = time.perf_counter()
-        model.generate(
+    The adapters are merged into the weights: the tokens are those of the model with adapters, at
+    the cost of the one without.
+    """
+    torch.set_num_threads(work.THREADS)
+    base = _read_base(directory)
+    merged: Any = peft.PeftModel.from_pretrained(base, directory / "adapter")
+    model = merged.merge_and_unload().eval()
+    cfg, _ = work.config_and_inputs(directory)
+
+    def generate(inputs: dict[str, torch.Tensor], tokens: int, greedy: bool) -> torch.Tensor:
+        model.model.rope_deltas = None  # state between calls
+        sampling = {} if greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        ids_bt = model.generate(
             **inputs,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
+            do_sample=not greedy,
+            **sampling,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
         )
-        return time.perf_counter() - started_s
+        return ids_bt[:, inputs["input_ids"].shape[1] :]
 
-    def play_round(case: str, round_number: int) -> dict[str, float]:
-        prompts = work.prompts(case, round_number)
+    def play_round(case: str, round_number: int, greedy: bool = False) -> dict[str, Any]:
+        prompts = work.prompts(directory, case, round_number)
         ids_bt = torch.tensor(np.stack([prompt.token_ids_c for prompt in prompts])).long()
         patches_pc = np.concatenate([p.screen.arrays["patches_pc"] for p in prompts])
         inputs = {
             "input_ids": ids_bt,
             "attention_mask": torch.ones_like(ids_bt),
-            "mm_token_type_ids": (ids_bt == model.config.image_token_id).int(),
-            "pixel_values": torch.tensor(pixel_values(patches_pc, ImageConfig())),
+            "mm_token_type_ids": (ids_bt == cfg.image_token_id).int(),
+            "pixel_values": torch.tensor(pixel_values(patches_pc, cfg.images)),
             "image_grid_thw": torch.tensor([prompt.screen.layout for prompt in prompts]),
         }
-        first_s = generate(inputs, 1)
-        seconds = generate(inputs, work.SMALL.sampled_tokens)
+        if greedy:
+            return {"token_ids": generate(inputs, work.SMALL.sampled_tokens, greedy).tolist()}
+        started_s = time.perf_counter()
+        generate(inputs, 1, greedy)
+        first_s = time.perf_counter() - started_s
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        generate(inputs, work.SMALL.sampled_tokens, greedy)
+        seconds = time.perf_counter() - started_s
         return {
             "seconds": seconds,
+            "cpu_s": time.process_time() - started_cpu_s,
             "tokens": len(prompts) * work.SMALL.sampled_tokens,
             "decode_step_s": (seconds - first_s) / (work.SMALL.sampled_tokens - 1),
         }

@@ -1,11 +1,12 @@
 """How fast turns are sampled, beside transformers' generate, in one run on one machine.
 
-    python -m tools.bench sample --peers --json=sample.json
+    python -m tools.bench sample --peers --family=qwen3_vl --json=sample.json
 
-The model "small" of `work` (69.6 M parameters, random weights, float32); a prompt is one
-screenshot of 448x280 (160 visual tokens) and 64 tokens of text, 32 tokens are sampled. Ours carries
-LoRA adapters as an actor's engine does, transformers the base alone. Every round has new prompts
-and new screenshots, so that nothing is known from the round before. Cases:
+The family's model "small" (`models`: 70 M parameters, random weights, float32); a prompt is one
+screenshot of 160 visual tokens (448x280, for Qwen3-VL 512x320) and 64 tokens of text, 32 tokens are
+sampled. Ours carries LoRA adapters as an actor's engine does, transformers has them merged into its
+weights. Nothing is timed before both gave the same greedy tokens for 16 prompts. Every round has
+new prompts and new screenshots, so that nothing is known from the round before. Cases:
 
     group     8 requests of one prompt
     different 16 prompts with a screenshot each
@@ -14,13 +15,15 @@ and new screenshots, so that nothing is known from the round before. Cases:
               same engine when it prefills the whole context every turn
 
 and what a decode step reads (weights, adapters, keys and values) against the bandwidth of a plain
-sum over a large array, measured in between.
+sum over a large array, measured in between. The ratio of CPU time leaves out what other processes
+took from both.
 """
 
 import argparse
 import asyncio
 import contextlib
 import dataclasses
+import os
 import statistics
 import sys
 import tempfile
@@ -31,24 +34,25 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench import work
+from tools.bench import models, work
 from tools.bench.processes import Worker, answer_questions
 from uirl_jax import platform_flags
 
 SAMPLED = work.SMALL.sampled_tokens
 EPISODES, TURNS = 16, 10
 TURN_WORDS, TURN_SAMPLED = 14, 16
-SCREEN_PX = (224, 168)  # of an episode: 48 visual tokens a turn
+SCREEN_TOKENS = (8, 6)  # of an episode: visual tokens in a row and a column, 48 a turn
 DELAY_S = (0.05, 2.0)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=models.CONFIGS, default="qwen2_vl")
     parser.add_argument("--peers", action="store_true", help="also transformers' generate")
     parser.add_argument("--rounds", type=int, default=5, help="of each, after the first")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return compare(args.peers, args.rounds)
+    return compare(args.family, args.peers, args.rounds)
 
 
 # ---------------------------------------------------------------------------------------- ours
@@ -66,20 +70,22 @@ def our_engine(directory: Path, **sizes: Any) -> Any:
     return Engine(model, vocabulary, EngineConfig(max_new_tokens=SAMPLED, **sizes))
 
 
-def sample_request(prompt: work.Prompt, seed: int, sampled: int = SAMPLED) -> Any:
+def sample_request(
+    prompt: work.Prompt, seed: int, sampled: int = SAMPLED, temperature: float = 1.0
+) -> Any:
     from uirl_jax.engine.engine import SampleRequest
 
     return SampleRequest(
         context_ids=prompt.token_ids_c,
         screens=(prompt.screen,),
         max_new_tokens=sampled,
-        temperature=1.0,
+        temperature=temperature,
         seed=seed,
     )
 
 
-def our_work(directory: Path) -> Callable[[str, int], dict[str, float]]:
-    """One round of a case: seconds, tokens, and what a decode step took."""
+def our_work(directory: Path) -> Callable[..., dict[str, Any]]:
+    """One round of a case: seconds, tokens, and what a decode step took; or greedy tokens."""
     engine = our_engine(
         directory,
         batch_sizes=(1, 8, 16),
@@ -91,23 +97,28 @@ def our_work(directory: Path) -> Callable[[str, int], dict[str, float]]:
         decode_steps=SAMPLED,
     )
 
-    async def sample_all(requests: list[Any]) -> float:
+    async def sample_all(requests: list[Any]) -> tuple[float, float, list[Any]]:
         async with engine:
             await engine.warm_up()
-            started_s = time.perf_counter()
-            await asyncio.gather(*map(engine.sample, requests))
-            return time.perf_counter() - started_s
+            started_s, started_cpu_s = time.perf_counter(), time.process_time()
+            samples = await asyncio.gather(*map(engine.sample, requests))
+            cpu_s = time.process_time() - started_cpu_s
+            return time.perf_counter() - started_s, cpu_s, samples
 
-    def play_round(case: str, round_number: int) -> dict[str, float]:
+    def play_round(case: str, round_number: int, greedy: bool = False) -> dict[str, Any]:
         requests = [
-            sample_request(prompt, n) for n, prompt in enumerate(work.prompts(case, round_number))
+            sample_request(prompt, n, temperature=0.0 if greedy else 1.0)
+            for n, prompt in enumerate(work.prompts(directory, case, round_number))
         ]
         before = engine.metrics()
-        seconds = asyncio.run(sample_all(requests))
+        seconds, cpu_s, samples = asyncio.run(sample_all(requests))
+        if greedy:
+            return {"token_ids": [sample.token_ids.tolist() for sample in samples]}
         after = engine.metrics()
         spent = {key: after[key] - before[key] for key in after}
         return {
             "seconds": seconds,
+            "cpu_s": cpu_s,
             "tokens": spent["engine/tokens_sampled"],
             "decode_step_s": spent["engine/decode_s"] / spent["engine/decode_steps"],
         }
@@ -143,7 +154,7 @@ def our_episodes(directory: Path, *, cached: bool) -> dict[str, float]:
         request, sampled_s = None, np.zeros(0, np.int32)
         for turn in range(TURNS):
             await asyncio.sleep(rng.uniform(*DELAY_S))
-            new = work.prompt(rng, f"{number}-{turn}", TURN_WORDS, SCREEN_PX)
+            new = work.prompt(directory, rng, f"{number}-{turn}", TURN_WORDS, SCREEN_TOKENS)
             fresh = dataclasses.replace(
                 sample_request(new, number * TURNS + turn, TURN_SAMPLED), episode=str(number)
             )
@@ -207,16 +218,17 @@ def read_rate() -> float:
     return x.nbytes / best / 1e9
 
 
-def decode_bytes(rows: int) -> float:
+def decode_bytes(family: str, rows: int) -> float:
     """What a decode step has to read: the text tower, the head, adapters, the context's cache."""
-    cfg = work.model_config()
-    dim, wide, layers = cfg["hidden_size"], cfg["intermediate_size"], cfg["num_hidden_layers"]
-    kv_dim = dim * cfg["num_key_value_heads"] // cfg["num_attention_heads"]
-    block = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * wide
-    adapters = work.RANK * (2 * (dim + dim) + 2 * (dim + kv_dim))
+    cfg = models.CONFIGS[family]
+    dim, wide = cfg.hidden_size, cfg.intermediate_size
+    q_dim = cfg.num_attention_heads * cfg.head_dim
+    kv_dim = cfg.num_key_value_heads * cfg.head_dim
+    block = 2 * dim * (q_dim + kv_dim) + 3 * dim * wide
+    adapters = work.RANK * 2 * (dim + q_dim + dim + kv_dim)
     context = 224 + SAMPLED / 2
-    numbers = layers * (block + adapters + rows * context * 2 * kv_dim) + cfg["vocab_size"] * dim
-    return 4.0 * numbers
+    layer = block + adapters + rows * context * 2 * kv_dim
+    return 4.0 * (cfg.num_hidden_layers * layer + cfg.vocab_size * dim)
 
 
 # ----------------------------------------------------------------------------------- the contest
@@ -232,8 +244,10 @@ def answer(name: str, directory: Path) -> None:
 
         play_round = peers.torch_generate(directory)
 
-    def measured(question: dict[str, Any]) -> dict[str, float]:
+    def measured(question: dict[str, Any]) -> dict[str, Any]:
         case = question["case"]
+        if case == "greedy":
+            return play_round("different", question["round"], greedy=True)
         if case == "read_rate":
             return {"gb_per_s": read_rate()}
         if case in ("cached", "uncached"):
@@ -243,22 +257,45 @@ def answer(name: str, directory: Path) -> None:
     answer_questions(measured)
 
 
-def compare(peers: bool, rounds: int) -> dict[str, Any]:
-    """Every case, round by round, ours and the peer's in turn; medians."""
+def check_tokens(token_ids: dict[str, list[list[int]]]) -> None:
+    """Raises: SystemExit: of some prompt the contenders' greedy tokens differ."""
+    prompts = zip(*token_ids.values(), strict=True)
+    wrong = [
+        f"prompt {number}: {dict(zip(token_ids, rows, strict=True))}"
+        for number, rows in enumerate(prompts)
+        if any(row != rows[0] for row in rows)
+    ]
+    if wrong:
+        raise SystemExit(f"error: greedy tokens differ: {'; '.join(wrong)}")
+
+
+def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
+    """Every case, round by round, ours and the peer's in turn; medians.
+
+    Raises: SystemExit: the contenders do not do the same work.
+    """
     names = ("ours", "transformers") if peers else ("ours",)
     answers: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in names}
     rates = []
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(work.THREADS),
+        # Threads that spin where they wait took the peer twice the CPU time beside other work.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
-        work.write_work(Path(directory), work.SMALL)
+        work.write_work(Path(directory), family, models.CONFIGS[family], work.SMALL)
         workers = {
-            name: stack.enter_context(Worker("tools.bench.sample", name, directory))
+            name: stack.enter_context(
+                Worker("tools.bench.sample", name, directory, environment=environment)
+            )
             for name in names
         }
 
         def ask(name: str, case: str, number: int) -> dict[str, float]:
             return workers[name].ask({"case": case, "round": number})
 
+        check_tokens({name: ask(name, "greedy", rounds + 1)["token_ids"] for name in names})
         for number in range(rounds + 1):  # the first warms up
             rates.append(ask("ours", "read_rate", number)["gb_per_s"])
             for case in work.CASES:
@@ -266,34 +303,51 @@ def compare(peers: bool, rounds: int) -> dict[str, Any]:
                     answer = ask(name, case, number)
                     if number:
                         answers[name].setdefault(case, []).append(answer)
-            print(f"round={number}/{rounds}", file=sys.stderr, flush=True)
+                    print(
+                        f"round={number}/{rounds} case={case} contender={name} "
+                        f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f} "
+                        f"cpu_s={answer['cpu_s']:.2f}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         episodes = {kind: ask("ours", kind, 0) for kind in ("cached", "uncached")}
-    result: dict[str, Any] = {"rounds": rounds, "read_gb_per_s": max(rates), "episodes": episodes}
+    result: dict[str, Any] = {
+        "family": family,
+        "rounds": rounds,
+        "read_gb_per_s": max(rates),
+        "episodes": episodes,
+    }
     for name, cases in answers.items():
         result[name] = {
             case: {
                 "tokens_per_s": statistics.median(row["tokens"] / row["seconds"] for row in rows),
+                "cpu_s_a_token": statistics.median(row["cpu_s"] / row["tokens"] for row in rows),
                 "decode_step_s": statistics.median(row["decode_step_s"] for row in rows),
             }
             for case, rows in cases.items()
         }
     for case, row in result["ours"].items():
-        needed = decode_bytes(work.CASES[case]) / (1e9 * max(rates))
+        needed = decode_bytes(family, work.CASES[case]) / (1e9 * max(rates))
         row["of_read_rate"] = needed / row["decode_step_s"]
         if peers:
-            row["ratio"] = row["tokens_per_s"] / result["transformers"][case]["tokens_per_s"]
+            peer = result["transformers"][case]
+            row["ratio"] = row["tokens_per_s"] / peer["tokens_per_s"]
+            row["cpu_ratio"] = peer["cpu_s_a_token"] / row["cpu_s_a_token"]
     return result
 
 
 def format_table(result: dict[str, Any]) -> str:
     lines = [
-        f"median of {result['rounds']} rounds; reading {result['read_gb_per_s']:.1f} GB/s",
-        f"{'':12s}{'tokens/s':>10s}{'peer':>8s}{'ratio':>8s}{'step ms':>9s}{'of reading':>12s}",
+        f"{result['family']}: median of {result['rounds']} rounds; "
+        f"reading {result['read_gb_per_s']:.1f} GB/s",
+        f"{'':12s}{'tokens/s':>10s}{'peer':>8s}{'ratio':>8s}{'of CPU':>8s}{'step ms':>9s}"
+        f"{'of reading':>12s}",
     ]
     for case, row in result["ours"].items():
         peer = result.get("transformers", {}).get(case, {}).get("tokens_per_s", float("nan"))
         lines.append(
             f"{case:12s}{row['tokens_per_s']:>10.0f}{peer:>8.0f}{row.get('ratio', 0):>8.2f}"
+            f"{row.get('cpu_ratio', 0):>8.2f}"
             f"{1000 * row['decode_step_s']:>9.1f}{row['of_read_rate']:>12.0%}"
         )
     cached, uncached = (result["episodes"][kind] for kind in ("cached", "uncached"))

@@ -1,14 +1,16 @@
 """How fast a training step is, beside its peers, in one run on one machine.
 
-    python -m tools.bench train --peers --json=bench.json
+    python -m tools.bench train --peers --family=qwen3_vl --json=bench.json
 
-The work is a group of eight trajectories of one turn: one screenshot of 448x280 (160 visual tokens)
-and a prompt of 64 tokens that all of them share, 32 sampled tokens each; a Qwen2-VL of 69.6 M
-parameters with random weights, LoRA of rank 16 on q, k, v and o, frozen vision tower, float32, the
-clipped policy loss with the KL term against the base (adapters off), AdamW. Every contender is a
-process of its own that starts from the same weights, adapters and arrays; they take turns, one step
-each, with the machine's matrix rate measured before every step, because it drifts. The losses that
-they print show that they do the same work.
+The work is a group of eight trajectories of one turn: one screenshot of 160 visual tokens (448x280,
+for Qwen3-VL 512x320) and a prompt of 64 tokens that all of them share, 32 sampled tokens each; a
+model of the family with 70 M random weights (`models`), LoRA of rank 16 on q, k, v and o, frozen
+vision tower, float32, the clipped policy loss with the KL term against the base (adapters off),
+AdamW. Every contender is a process of its own that starts from the same weights, adapters and
+arrays; they take turns, one step each, with the machine's matrix rate measured before every step,
+because it drifts; CPU time is what a step took of all threads, without what other processes took
+from it. Nothing is timed before two steps of all of them computed the same (`CHECKED`);
+the second step depends on the first one's update.
 
 Peers (`peers`, extra `bench`): transformers and peft in torch. Nothing is downloaded.
 """
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools.bench import work
+from tools.bench import models, work
 from tools.bench.processes import Worker, answer_questions
 from uirl_jax import metrics, platform_flags
 
@@ -36,15 +38,26 @@ RATE_SIZE = 1536  # of the square matrix product that measures the machine
 # Ours with a row for every sequence, as the peers have it: what sharing the prompt is worth.
 OURS = ("ours", "ours_prompts_apart")
 PEERS = ("torch_peft", "torch_peft_encoded_once")
+# What contenders compute in a step and its metric in ours. The advantages of the group cancel in
+# the loss, which is left with the KL term: the mean negative log-probability of the sampled tokens
+# and the norm of the gradient say more. kl is to the base, before its coefficient.
+CHECKED = {
+    "loss": "learner/loss",
+    "nll": "actor/entropy",
+    "kl": "actor/kl_loss",
+    "grad_norm": "learner/grad_norm",
+}
+RELATIVE, ABSOLUTE = 1e-4, 1e-6  # largest difference; rounding alone is 2e-5 of kl, 1e-7 of loss
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=models.CONFIGS, default="qwen2_vl")
     parser.add_argument("--peers", action="store_true", help="also torch with transformers, peft")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each, after the first")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return compare(args.peers, args.rounds, work.SMALL)
+    return compare(args.family, args.peers, args.rounds, work.SMALL)
 
 
 # ------------------------------------------------------------------------------------------- ours
@@ -134,14 +147,14 @@ def our_work(directory: Path, *, share_prompts: bool) -> OurWork:
     return OurWork(steps, state, model.frozen, algorithm_cfg, group, make_batches)
 
 
-def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
-    """A step of ours, from records to the update."""
+def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], dict[str, float]]:
+    """A step of ours, from records to the update: what it computed, by the names of CHECKED."""
     from uirl_jax.learner import algorithm
 
     ours = our_work(directory, share_prompts=share_prompts)
     state = ours.state
 
-    def step() -> float:
+    def step() -> dict[str, float]:
         nonlocal state
         state, metrics, _ = algorithm.learn(
             [ours.group],
@@ -153,7 +166,7 @@ def jax_step(directory: Path, *, share_prompts: bool) -> Callable[[], float]:
             mesh=None,
             seed=0,
         )
-        return metrics["learner/loss"]
+        return {name: metrics[metric] for name, metric in CHECKED.items()}
 
     return step
 
@@ -192,7 +205,7 @@ def matrix_rate() -> float:
 
 
 def answer(name: str, directory: Path) -> None:
-    """A contender's process: a step for every question; its seconds, loss and peak memory."""
+    """A contender's process: a step for every question; its seconds, results and peak memory."""
     if name in OURS:
         platform_flags.set_defaults()
         step = jax_step(directory, share_prompts=name == "ours")
@@ -202,10 +215,14 @@ def answer(name: str, directory: Path) -> None:
         step = peers.torch_step(directory, encode_once=name == "torch_peft_encoded_once")
 
     def measured(question: str) -> dict[str, float]:
-        started_s = time.perf_counter()
-        loss = step()
-        seconds = time.perf_counter() - started_s
-        return {"seconds": seconds, "loss": loss, "rss_gib": metrics.peak_rss_gib()}
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        computed = step()
+        return {
+            **computed,
+            "seconds": time.perf_counter() - started_s,
+            "cpu_seconds": time.process_time() - started_cpu_s,
+            "rss_gib": metrics.peak_rss_gib(),
+        }
 
     answer_questions(measured)
 
@@ -240,11 +257,26 @@ class Contender:
         self._worker.close()
 
 
-def compare(peers: bool, rounds: int, size: work.Size) -> dict[str, Any]:
-    """Interleaved steps of all contenders; the first of each compiles and warms up."""
+def differences(steps: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Where contenders computed something else than the first one, in words."""
+    (first, ours), *others = steps.items()
+    return [
+        f"step {number}: {key}={theirs[key]:.8f} of {name}, {mine[key]:.8f} of {first}"
+        for name, taken in others
+        for number, (mine, theirs) in enumerate(zip(ours, taken, strict=True))
+        for key in CHECKED
+        if not np.isclose(theirs[key], mine[key], rtol=RELATIVE, atol=ABSOLUTE)
+    ]
+
+
+def compare(family: str, peers: bool, rounds: int, size: work.Size) -> dict[str, Any]:
+    """Interleaved steps of all contenders; the first two of each compile, warm up and are checked.
+
+    Raises: SystemExit: the contenders do not do the same work.
+    """
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work.write_work(directory, size)
+        work.write_work(directory, family, models.CONFIGS[family], size)
         # Here, where oneDNN is not asked for: its calls would hide the products.
         gflop = {n: counted_gflop(directory, share_prompts=n == "ours") for n in OURS}
         cold = Contender("ours", directory)
@@ -254,6 +286,10 @@ def compare(peers: bool, rounds: int, size: work.Size) -> dict[str, Any]:
         for name in (*OURS, *(PEERS if peers else ())):
             contenders.append(Contender(name, directory))
             stack.callback(contenders[-1].close)
+            contenders[-1].step()
+        taken_steps = {contender.name: contender.steps for contender in contenders}
+        if wrong := differences(taken_steps):
+            raise SystemExit(f"error: not the same work: {'; '.join(wrong)}")
         rates = []
         for number in range(1, rounds + 1):
             for contender in contenders:
@@ -262,11 +298,12 @@ def compare(peers: bool, rounds: int, size: work.Size) -> dict[str, Any]:
                 print(
                     f"round={number}/{rounds} matrix_gflops={rates[-1]:.0f} "
                     f"contender={contender.name} seconds={taken['seconds']:.2f} "
-                    f"loss={taken['loss']:.6f}",
+                    f"cpu_seconds={taken['cpu_seconds']:.2f} "
+                    f"nll={taken['nll']:.6f} grad_norm={taken['grad_norm']:.6f}",
                     flush=True,
                 )
-    rows = {contender.name: _row(contender) for contender in contenders}
-    ours = rows["ours"]["seconds"]
+    rows: dict[str, Any] = {contender.name: _row(contender) for contender in contenders}
+    ours, ours_cpu = rows["ours"]["seconds"], rows["ours"]["cpu_seconds"]
     rows["ours"]["start_seconds_without_cache"] = cold.start_seconds
     rate = statistics.median(rates)
     for name in OURS:
@@ -274,36 +311,44 @@ def compare(peers: bool, rounds: int, size: work.Size) -> dict[str, Any]:
         share = gflop[name] / rows[name]["seconds"] / rate
         rows[name] |= {"gflop": gflop[name], "of_matrix_rate": share}
     return {
+        "family": family,
+        "wrong": differences(taken_steps),
         **rows,
         "ratio": {n: row["seconds"] / ours for n, row in rows.items() if n != "ours"},
+        "cpu_ratio": {n: row["cpu_seconds"] / ours_cpu for n, row in rows.items() if n != "ours"},
         "matrix_gflops": rate,
     }
 
 
 def _row(contender: Contender) -> dict[str, float]:
     steps = contender.steps
-    seconds = [taken["seconds"] for taken in steps[1:]]
+    seconds = [taken["seconds"] for taken in steps[2:]]
     return {
         "seconds": statistics.median(seconds),
         "fastest": min(seconds),
         "slowest": max(seconds),
-        "first_loss": steps[0]["loss"],
-        "last_loss": steps[-1]["loss"],
+        "cpu_seconds": statistics.median(taken["cpu_seconds"] for taken in steps[2:]),
+        "first": {name: steps[0][name] for name in CHECKED},
+        "last": {name: steps[-1][name] for name in CHECKED},
         "peak_rss_gib": steps[-1]["rss_gib"],
         "start_seconds": contender.start_seconds,
     }
 
 
 def format_table(result: dict[str, Any]) -> str:
-    lines = [f"{'':26s}{'median':>9s}{'range':>16s}{'x ours':>8s}{'peak GiB':>10s}{'loss':>12s}"]
-    for name, row in result.items():
-        if name in ("ratio", "matrix_gflops"):
-            continue
+    lines = [
+        f"{result['family']}",
+        f"{'':26s}{'median':>9s}{'range':>16s}{'x ours':>8s}{'CPU':>9s}{'x ours':>8s}"
+        f"{'peak GiB':>10s}{'nll':>10s}{'gradient':>10s}",
+    ]
+    for name in (name for name in (*OURS, *PEERS) if name in result):
+        row = result[name]
         spread = f"{row['fastest']:.2f} - {row['slowest']:.2f}"
-        ratio = result["ratio"].get(name, 1.0)
+        ratio, cpu_ratio = (result[key].get(name, 1.0) for key in ("ratio", "cpu_ratio"))
         lines.append(
-            f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}{row['peak_rss_gib']:10.2f}"
-            f"{row['last_loss']:12.6f}"
+            f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}"
+            f"{row['cpu_seconds']:7.2f} s{cpu_ratio:8.2f}{row['peak_rss_gib']:10.2f}"
+            f"{row['last']['nll']:10.5f}{row['last']['grad_norm']:10.5f}"
         )
     for name in OURS:
         row = result[name]
@@ -312,6 +357,7 @@ def format_table(result: dict[str, Any]) -> str:
             f"{row['of_matrix_rate']:.0%} of the matrix rate"
         )
     lines.append(f"matrix rate {result['matrix_gflops']:.0f} GFLOP/s (numpy, median)")
+    lines += result["wrong"]
     return "\n".join(lines)
 
 
