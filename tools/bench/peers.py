@@ -119,6 +119,7 @@ def torch_generate(directory: Path) -> Callable[..., dict[str, Any]]:
     merged: Any = peft.PeftModel.from_pretrained(base, directory / "adapter")
     model = merged.merge_and_unload().eval()
     cfg, _ = work.config_and_inputs(directory)
+    forbidden_ids = list(work.forbidden_ids(cfg))
 
     def generate(inputs: dict[str, torch.Tensor], tokens: int, greedy: bool) -> torch.Tensor:
         model.model.rope_deltas = None  # state between calls
@@ -127,6 +128,7 @@ def torch_generate(directory: Path) -> Callable[..., dict[str, Any]]:
             **inputs,
             do_sample=not greedy,
             **sampling,
+            suppress_tokens=forbidden_ids,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
         )

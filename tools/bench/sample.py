@@ -65,7 +65,7 @@ def our_engine(directory: Path, **sizes: Any) -> Any:
     model = work.load_model(directory)
     vocabulary = Vocabulary(
         end_token_ids=(-1,),  # never: every request samples as many tokens as it may
-        forbidden_ids=(model.cfg.image_token_id, model.cfg.video_token_id, 12, 13),
+        forbidden_ids=work.forbidden_ids(model.cfg),
     )
     return Engine(model, vocabulary, EngineConfig(max_new_tokens=SAMPLED, **sizes))
 

@@ -113,6 +113,17 @@ def config_and_inputs(directory: Path) -> tuple[Any, Inputs]:
     return cfg, family.make_inputs(cfg)
 
 
+def forbidden_ids(cfg: Any) -> tuple[int, ...]:
+    """What nobody samples: markers of images, and the end, which min_new_tokens forbids a peer."""
+    return (
+        cfg.image_token_id,
+        cfg.video_token_id,
+        cfg.vision_start_token_id,
+        cfg.vision_end_token_id,
+        cfg.eos_token_id,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """Token ids with placeholders, and the screenshot with its patches."""
