@@ -118,6 +118,46 @@ def test_example_with_a_feature_twice_raises_record_error():
         example.decode(bytes([0x0A, 2 * len(entry)]) + entry * 2)
 
 
+def with_unknown_field(data: bytes) -> bytes:
+    return data + bytes([0x7A, 1, 0])  # field 15, one byte
+
+
+def floats(data: bytes) -> bytes:
+    message = EXAMPLE.FromString(data)
+    message.features.feature["b"].float_list.value.append(0.5)
+    return message.SerializeToString()
+
+
+def in_two_parts(data: bytes) -> bytes:
+    """Two Features one after the other, which protobuf joins."""
+    return data + example.encode({"b": [2]})
+
+
+def without_a_list(data: bytes) -> bytes:
+    """A Feature of nothing."""
+    del data
+    message = EXAMPLE()
+    message.features.feature["a"].SetInParent()
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_unknown_field, "bytes hold an Example of"),
+        (floats, "bytes hold an Example of"),
+        (in_two_parts, "bytes hold an Example of"),
+        (without_a_list, "'a' has 0 lists, expected one"),
+        (lambda data: data[:-1], "not a tf.train.Example"),
+    ],
+)
+def test_example_with_what_protobuf_would_pass_over_raises_record_error(change, reason):
+    whole = example.encode({"a": [1, 2]})
+    assert example.decode(whole) == {"a": [1, 2]}
+    with pytest.raises(RecordError, match=reason):
+        example.decode(change(whole))
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_example_of_any_bytes_raises_only_record_error(data):
