@@ -7,7 +7,7 @@ A family of one's own is one more entry, made before a model is loaded: a config
 from pathlib import Path
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import idefics2, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import idefics2, llava, paligemma, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.models.directory import read_json
 
@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY),
-        *(llava.FAMILY, idefics2.FAMILY),
+        *(llava.FAMILY, idefics2.FAMILY, paligemma.FAMILY),
     )
 }
 # Relatives of a family that it does not compute, and why.
