@@ -1,4 +1,4 @@
-"""PaliGemma's and PaliGemma 2's forward pass against transformers, in float32; packed rows, shared prompts."""
+"""PaliGemma's forward pass against transformers, in float32; packed rows, shared prompts."""
 
 import pytest
 

@@ -299,6 +299,7 @@ def _trace_sampling(run: Run, name: str) -> Any:
             of(jnp.int32, *shape),
             of(jnp.int32, *shape),
             of(jnp.int32, model.inputs.position_axes, *shape),
+            of(jnp.int32, shape[0]),
             span=cfg.slot_positions,
         )
     rows = jax.eval_shape(lambda: engine_programs.no_rows(cfg.batch_sizes[-1], cfg.num_slots))

@@ -24,7 +24,6 @@ from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain, platform, visual_parts
 from uirl_jax.models.weight_table import WeightTable
 
-
 # (q_btnh, k_bksh, v_bksh, layer) -> attended [B,T,N,H]; a family's own mask and scores.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": layers.gelu_tanh}
