@@ -168,7 +168,8 @@ class PaliGemmaConfig:
         names = {f.name for f in dataclasses.fields(cls)} - {"images", "vision", "text_model_type"}
         if text_model_type == "gemma":
             names -= set(_GEMMA2_ONLY)
-        found = {**defaults, **{n: text[n] for n in names if text.get(n) is not None}}
+        given = {name: text[name] for name in names if text.get(name) is not None}
+        found: dict[str, Any] = {**defaults, **given}
         found |= {name: None for name in _NULLABLE if name in text and text[name] is None}
         found["image_token_id"] = config.get("image_token_index", config.get("image_token_id"))
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))

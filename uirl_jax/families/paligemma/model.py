@@ -209,10 +209,10 @@ def _attend(
     ) -> jax.Array:
         if scalar != cfg.head_dim:  # masked_attention divides by the root of head_dim
             q_btnh = q_btnh * (cfg.head_dim / scalar) ** 0.5
-        slides = window is not None and window < longest
-        # The first layer slides, the second does not, and so on. Built in every layer: it is
-        # cheaper to compute than to read.
-        reach = jnp.where(jnp.asarray(layer) % 2 == 0, window, longest) if slides else longest
+        reach: jax.Array | int = longest
+        if window is not None and window < longest:
+            # The first layer slides, the second does not, and so on.
+            reach = jnp.where(jnp.asarray(layer) % 2 == 0, window, longest)
         softcap = cfg.attn_logit_softcapping
         return masked_attention(q_btnh, k_bksh, v_bksh, mask_of(reach), softcap=softcap)
 
