@@ -3,9 +3,11 @@
 import dataclasses
 
 import jax
+import pytest
 from flax import nnx
 
-from tests.test_plan import program_of
+from configs import grpo_idefics2_8b, grpo_llava_7b, grpo_paligemma2_3b, grpo_paligemma_3b
+from tests.test_plan import program_of, run_config
 from tools.planner import model as plan_model
 from tools.planner import programs as plan_programs
 from tools.planner.families import vision_sizes
@@ -163,3 +165,15 @@ def test_vision_formula_with_one_linear_layer_as_projector_equals_the_compiled_t
 
     formula = plan_model.vision_forward(vision_sizes(planned), rows, patches)
     assert program_of(run, state, shapes).cost.flops == formula
+
+
+@pytest.mark.parametrize(
+    "module", [grpo_idefics2_8b, grpo_llava_7b, grpo_paligemma_3b, grpo_paligemma2_3b]
+)
+def test_programs_of_engine_and_learner_are_traced(module):
+    """Of families that have no markers of images, too."""
+    cfg = run_config(module)
+    planned = plan_programs.find_model(cfg.model.path)
+    run = plan_programs.abstract_run(cfg, planned, 8, None)
+    names = ("score", "prefill", "decode")
+    assert [name for name, _ in plan_programs.trace_programs(run, names)] == list(names)

@@ -358,13 +358,7 @@ def chip_bytes(tree: Any) -> int:
 
 def _vocabulary(cfg: Any) -> Vocabulary:
     """In place of the tokenizer's; which ids they are changes no cost."""
-    forbidden_ids = (
-        cfg.vision_start_token_id,
-        cfg.vision_end_token_id,
-        cfg.image_token_id,
-        cfg.video_token_id,
-    )
-    return Vocabulary((cfg.eos_token_id,), forbidden_ids)
+    return Vocabulary((cfg.eos_token_id,), (cfg.image_token_id,))
 
 
 def _placed(tree: Any, shardings: Any) -> Any:
