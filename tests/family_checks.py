@@ -63,6 +63,7 @@ def assert_forward_equals_transformers(name: str, config: str) -> None:
         case.rows.segment_ids_bt[:rows, :width],
         world.pixels_of(policy.inputs, case.screens),
         [screen.layout for screen in case.screens],
+        case.rows.turn_ids_bt[:rows, :width],
     )
     vision_lipd, visual_me, text_lbtd, logits_btv = map(
         np.asarray,
@@ -109,10 +110,10 @@ def assert_packed_segments_equal_rows_of_their_own(config: str) -> None:
     alone_btd = hidden(model, case.rows, visual_me)
     first, second = case.lengths
     together = TokenRows(
-        *(
-            np.concatenate([array[..., 0, :first], array[..., 1, :second]], axis=-1)[..., None, :]
-            for array in case.rows[:4]
-        )
+        **{
+            name: np.concatenate([array[..., 0, :first], array[..., 1, :second]], -1)[..., None, :]
+            for name, array in given(case.rows).items()
+        }
     )
     together.segment_ids_bt[0, first:] = 2
     packed_btd = hidden(model, together, visual_me)
@@ -141,6 +142,7 @@ def assert_two_replies_behind_one_shared_prompt_equal_two_rows(config: str) -> N
             ),
             np.full((1, len(reply)), 2 + number),
             np.full((1, len(reply)), -1, np.int32),
+            turn_ids_bt=np.full((1, len(reply)), 1 + number),
         )
         parts.append(part)
         same_segment = part._replace(segment_ids_bt=np.ones_like(reply)[None])
@@ -153,13 +155,22 @@ def assert_two_replies_behind_one_shared_prompt_equal_two_rows(config: str) -> N
     np.testing.assert_allclose(shared_btd[0, prompt + 4 :], alone[1], atol=1e-5)
 
 
+def given(rows: TokenRows) -> dict[str, np.ndarray]:
+    """The fields that are there, by name."""
+    return {name: array for name, array in rows._asdict().items() if array is not None}
+
+
 def _prompt_of(case: world.Case, length: int) -> TokenRows:
-    return TokenRows(*(array[..., :1, :length] for array in case.rows[:4]))
+    rows = {name: array[..., :1, :length] for name, array in given(case.rows).items()}
+    return TokenRows(**rows | {"turn_ids_bt": np.zeros((1, length), np.int32)})
 
 
 def _joined(parts: list[TokenRows]) -> TokenRows:
     return TokenRows(
-        *(np.concatenate([part[field] for part in parts], axis=-1) for field in range(4))
+        **{
+            name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
+            for name in given(parts[0])
+        }
     )
 
 
@@ -202,6 +213,7 @@ def assert_loss_and_gradients_equal_pefts(config: str, remat: Remat, tmp_path: P
             ids_t[None],
             world.pixels_of(policy.inputs, case.screens),
             [screen.layout for screen in case.screens],
+            case.rows.turn_ids_bt[:1, :length],
         ),
         labels=torch.tensor(labels_t[None]),
     ).loss

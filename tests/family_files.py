@@ -41,6 +41,7 @@ def their_logits(reference: Any, policy: PolicyModel, case: world.Case) -> np.nd
         case.rows.segment_ids_bt[:1, :length],
         world.pixels_of(policy.inputs, case.screens),
         [screen.layout for screen in case.screens],
+        case.rows.turn_ids_bt[:1, :length],
     )
     return outputs.logits_btv[0]
 
@@ -167,6 +168,7 @@ def loss_and_gradients(policy: PolicyModel, mesh: jax.sharding.Mesh | None) -> A
         np.tile(case.rows.positions_abt, (1, 4, 1)),
         np.tile(case.rows.segment_ids_bt, (4, 1)),
         np.concatenate([np.where(index_bt < 0, -1, index_bt + i * table_rows) for i in range(4)]),
+        turn_ids_bt=np.tile(case.rows.turn_ids_bt, (4, 1)),
     )
     vision = {name: np.concatenate([array] * 4) for name, array in case.vision.items()}
     batch = {**{name: x for name, x in rows._asdict().items() if x is not None}, "vision": vision}

@@ -20,6 +20,7 @@ from uirl_jax.families.border import Inputs, Model, PlacedScreen, Screen, TokenR
 from uirl_jax.families.idefics2.inputs import Idefics2Inputs
 from uirl_jax.families.llava.inputs import LlavaInputs
 from uirl_jax.families.loading import PolicyModel
+from uirl_jax.families.paligemma.inputs import PaliGemmaInputs
 from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.families.qwen.images import pixel_values
 from uirl_jax.families.screens import vision_index
@@ -28,6 +29,7 @@ from uirl_jax.models.lora import LoraConfig
 
 IMAGE_TOKEN, VOCAB = reference_torch.IMAGE_TOKEN_ID, reference_torch.VOCAB
 ROW_TOKENS, ROW_PATCHES = 48, 80  # of every case: compiled once a config
+SAMPLED = 4  # of every row the last tokens, which only a family with a prefix reads otherwise
 
 
 _PROCESSORS = {
@@ -74,6 +76,14 @@ def write_reference(name: str, directory: Path) -> None:
         }
         (directory / "preprocessor_config.json").write_text(json.dumps(processor))
         return
+    if reference_torch.CONFIGS[name]["model_type"] == "paligemma":
+        _as_published(directory / "model.safetensors")
+        processor = {
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": vision["image_size"], "width": vision["image_size"]},
+        }
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+        return
     if reference_torch.CONFIGS[name]["model_type"] == "idefics2":
         processor = {
             "image_processor_type": "Idefics2ImageProcessor",
@@ -115,7 +125,7 @@ def merged(policy: PolicyModel) -> Model:
 def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Screen:
     """A cut screen of so many visual tokens across and down; where all screens have the same
     number, wider with more."""
-    if isinstance(inputs, LlavaInputs):
+    if isinstance(inputs, LlavaInputs | PaliGemmaInputs):
         width, height = (40 + 7 * side for side in size_tokens)
     elif isinstance(inputs, Idefics2Inputs):  # some pixels more than whole patches
         width, height = (2 * inputs.images.patch_size * side + 3 for side in size_tokens)
@@ -129,7 +139,7 @@ def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Sc
 def pixels_of(inputs: Inputs, screens: list[Screen]) -> list[np.ndarray]:
     """float32 of each, as transformers' processor returns them: [P,F], or [3,H,W] of whole
     patches."""
-    if isinstance(inputs, LlavaInputs):
+    if isinstance(inputs, LlavaInputs | PaliGemmaInputs):
         grid = (inputs.grid_side, inputs.grid_side)
         return [_image(inputs.images, grid, screen.arrays["patches_pc"]) for screen in screens]
     if isinstance(inputs, Idefics2Inputs):
@@ -194,6 +204,7 @@ def make_case(inputs: Inputs, name: str) -> Case:
         np.zeros((inputs.position_axes, *shape_bt), np.int32),
         np.zeros(shape_bt, np.int32),
         np.full(shape_bt, -1, np.int32),
+        turn_ids_bt=np.zeros(shape_bt, np.int32),
     )
     lengths, done = [], 0
     for row, (images, words) in enumerate(CASES[name]):
@@ -209,6 +220,7 @@ def make_case(inputs: Inputs, name: str) -> Case:
         ids_t = np.array(ids, np.int32)
         rows.token_ids_bt[row, :length] = ids_t
         rows.segment_ids_bt[row, :length] = 1
+        rows.turn_ids_bt[row, length - SAMPLED : length] = 1
         rows.positions_abt[:, row, :length] = inputs.positions(ids_t, screens[own])
         if images:
             rows_v = np.concatenate(table_rows[own])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.any_action import any_action
 from uirl_jax import actions
 from uirl_jax.actions.coordinates import convert
-from uirl_jax.errors import ActionError
+from uirl_jax.errors import ActionError, ConfigError
 from uirl_jax.types import Action
 
 SCREEN = (1280, 800)
@@ -42,6 +42,23 @@ READ = [
     ("coordinates", "100 200 click", Action("click", x=100, y=200)),
     ("coordinates", '"a b" type', Action("type", text="a b")),
     ("coordinates", "navigate_back", Action("navigate_back")),
+    # By hand: 512 of 1024 is the middle, 100 / 1024 of 1280 is 125.
+    ("loc", "<loc0512><loc0100> click", Action("click", x=125, y=400)),
+    ("loc", "<loc1023><loc1023> move", Action("move", x=1279, y=799)),
+    ("loc", "<loc0512><loc0100> 2 long_press", Action("long_press", x=125, y=400, seconds=2.0)),
+    (
+        "loc",
+        "<loc0000><loc0100><loc0512><loc0000> drag",
+        Action("drag", x=125, y=0, x2=0, y2=400),
+    ),
+    ("loc", "down 5 scroll", Action("scroll", direction="down", amount=5)),
+    (
+        "loc",
+        "down 5 <loc0512><loc0100> scroll",
+        Action("scroll", direction="down", amount=5, x=125, y=400),
+    ),
+    ("loc", '"<loc0001><loc0002> click" type', Action("type", text="<loc0001><loc0002> click")),
+    ("loc", "navigate_back", Action("navigate_back")),
     (
         "mobile_use",
         tool_call(
@@ -150,6 +167,13 @@ REFUSED = [
     ("json", '{"type": ["click"]}', "unknown action"),
     ("json", '{"type": "type", "text": "\\ud800"}', "no key types"),
     ("coordinates", "100 200", "not an action"),
+    ("loc", "100 200 click", "0 places, expected 1"),
+    ("loc", "<loc0512> 5 click", "not a whole number"),
+    ("loc", "<loc0512><loc0100><loc0512><loc0100> click", "4 arguments"),
+    ("loc", "<loc0512><loc0100> 5 6 drag", "1 places, expected 2"),
+    ("loc", "down 5 6 7 scroll", "0 places, expected 1"),
+    ("loc", "<loc1024><loc0000> click", "y=1024 is off the screen, allowed: 0-1023"),
+    ("loc", "<loc0512><loc0100>", "not an action"),
     ("coordinates", "100, 200 click", "not a whole number"),
     ("coordinates", "1 2 3 click", "3 arguments"),
     ("mobile_use", '{"name": "mobile_use"}', "does not end in <tool_call>"),
@@ -264,7 +288,7 @@ def test_format_action_that_the_format_cannot_say_is_refused(name, action):
 def _said(draw, max_extent_px: int):
     """(format, screen, image, action that the format can say)."""
     fmt = actions.find_format(draw(st.sampled_from(sorted(actions.FORMATS))))
-    if draw(st.booleans()):
+    if draw(st.booleans()) and not fmt.own_space:
         fmt = actions.find_format(fmt.name, draw(st.sampled_from(actions.SPACES)))
     screen = (draw(st.integers(1, max_extent_px)), draw(st.integers(1, max_extent_px)))
     image = tuple(extent + draw(st.integers(0, 28)) for extent in screen)
@@ -286,7 +310,7 @@ def test_round_trip_is_exact_where_the_space_has_a_unit_for_every_pixel(case):
     fmt, screen, image, action = case
     cursor = (action.x, action.y)
     text = actions.format_action(action, screen, fmt, image_size=image, cursor=cursor)
-    for before in ("", "Thought: hm\n\n") if fmt.markers else ("",):
+    for before in ("", "Thought: hm\n\n") if fmt.markers and fmt.name != "loc" else ("",):
         back = actions.parse(before + text, screen, fmt, image_size=image, cursor=cursor)
         assert back == action
 
@@ -312,14 +336,39 @@ def test_convert_agrees_with_exact_arithmetic_at_every_pixel(space):
 
     for screen_px, image_px in ((1280, 1288), (800, 812), (3120, 1092), (1, 28), (224, 224)):
         edge = {"pixels": screen_px, "image": image_px, "0-999": 999, "0-1000": 1000, "0-1": 1}
+        edge["loc"] = 1024
         for pixel in range(screen_px):
             said = convert(pixel, space, screen_px, image_px, to_screen=False)
             exact = Fraction(pixel) * edge[space] / screen_px
+            if space == "loc":  # the far edge has no bin
+                exact = min(exact, Fraction(1023))
             assert abs(Fraction(said) - exact) <= (Fraction(1, 2) if space != "0-1" else 0.0001)
             back = convert(said, space, screen_px, image_px, to_screen=True)
             units = 10_000 if space == "0-1" else edge[space]
             assert abs(back - pixel) <= (0 if units >= screen_px else screen_px / units / 2 + 0.5)
             assert 0 <= back < screen_px
+
+
+SCREENS = [(1280, 800), (1920, 1080), (1024, 768), (1, 1), (2048, 1536), (390, 844), (360, 800),
+           (1366, 768), (160, 210), (768, 1024)]  # fmt: skip
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_loc_pixel_to_text_and_back_is_within_a_pixel(screen):
+    fmt = actions.find_format("loc")
+    for step in range(1001):
+        x, y = (round((extent - 1) * step / 1000) for extent in screen)
+        for action in (Action("click", x=x, y=y), Action("drag", x=x, y=y, x2=0, y2=screen[1] - 1)):
+            text = actions.format_action(action, screen, fmt)
+            back = actions.parse(text, screen, fmt)
+            assert max(abs(back.x - x), abs(back.y - y)) <= 1
+            assert text == actions.format_action(back, screen, fmt)
+
+
+def test_loc_in_another_space_is_refused():
+    with pytest.raises(ConfigError, match=r"coordinates='0-999', but action_format='loc' writes"):
+        actions.find_format("loc", "0-999")
+    assert actions.find_format("loc", "loc") == actions.find_format("loc")
 
 
 def _mutated(text: str, rng: random.Random) -> str:

@@ -89,7 +89,7 @@ def test_looking_example_answers_hit_what_was_asked_for(family, tmp_path):
             x0, y0, x1, y1 = session.targets[color]
             assert x0 <= click.x < x1 and y0 <= click.y < y1
             asked_for.add(color)
-        assert len(example.token_ids_t) <= make_base_model.ROW_TOKENS
+        assert len(example.token_ids_t) <= make_base_model.row_tokens(base, screen)
     assert asked_for == set(list(drawing.BUTTON_COLORS)[:5])
 
 

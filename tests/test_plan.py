@@ -21,6 +21,8 @@ from configs import (
     grpo_idefics2_8b,
     grpo_llava_7b,
     grpo_llava_13b,
+    grpo_paligemma2_3b,
+    grpo_paligemma_3b,
     grpo_qwen2_5_vl_3b,
     grpo_qwen2_5_vl_7b,
     grpo_qwen2vl_2b,
@@ -319,6 +321,8 @@ def test_published_dimensions_are_those_of_the_published_models():
         (grpo_llava_7b, 7_063_427_072),
         (grpo_llava_13b, 13_351_494_656),
         (grpo_idefics2_8b, 8_402_768_112),
+        (grpo_paligemma_3b, 2_924_351_216),
+        (grpo_paligemma2_3b, 3_033_127_152),
     ):
         cfg = run_config(module)
         planned = plan_programs.find_model(cfg.model.path)

@@ -6,7 +6,14 @@ import jax
 import pytest
 from flax import nnx
 
-from configs import grpo_qwen2_5_vl_3b, grpo_qwen3_vl_2b
+from configs import (
+    grpo_idefics2_8b,
+    grpo_llava_7b,
+    grpo_paligemma2_3b,
+    grpo_paligemma_3b,
+    grpo_qwen2_5_vl_3b,
+    grpo_qwen3_vl_2b,
+)
 from tests.test_plan import program_of, run_config, short_rows, two_layers
 from tools.planner import hlo as plan_hlo
 from tools.planner import machines as plan_machines
@@ -17,6 +24,7 @@ from tools.planner.families import PlannedModel, vision_sizes
 from uirl_jax.families.idefics2.config import PerceiverConfig
 from uirl_jax.families.idefics2.config import VisionConfig as Idefics2VisionConfig
 from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
+from uirl_jax.families.paligemma.config import VisionConfig as PaliGemmaVisionConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
 
@@ -156,6 +164,42 @@ def test_vision_formula_with_a_resampler_equals_the_compiled_tower():
     assert program_of(run, state, shapes).cost.flops == formula
     table = jax.eval_shape(run, state, shapes)
     assert table.shape == (rows * planned.family.make_inputs(cfg).row_tokens(patches), 48)
+
+
+def test_vision_formula_with_one_linear_layer_as_projector_equals_the_compiled_tower():
+    published = plan_programs.find_model("paligemma2-3b-pt-448")
+    cfg = dataclasses.replace(
+        published.cfg,
+        **{"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+        **{"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 40},
+        vision=PaliGemmaVisionConfig(
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"intermediate_size": 24, "image_size": 32, "patch_size": 4},
+        ),
+        images=dataclasses.replace(published.cfg.images, side_px=32),
+    )
+    planned = published._replace(cfg=cfg)
+    rows, patches = 3, 64
+    shapes = plan_programs.abstract_images(planned.family.make_inputs(cfg), rows, patches)
+    graphdef, state = nnx.split(planned.family.make_model(cfg, rngs=nnx.Rngs(0)))
+
+    def run(state, arrays):
+        return nnx.merge(graphdef, state).encode_images(arrays)
+
+    formula = plan_model.vision_forward(vision_sizes(planned), rows, patches)
+    assert program_of(run, state, shapes).cost.flops == formula
+
+
+@pytest.mark.parametrize(
+    "module", [grpo_idefics2_8b, grpo_llava_7b, grpo_paligemma_3b, grpo_paligemma2_3b]
+)
+def test_programs_of_engine_and_learner_are_traced(module):
+    """Of families that have no markers of images, too."""
+    cfg = run_config(module)
+    planned = plan_programs.find_model(cfg.model.path)
+    run = plan_programs.abstract_run(cfg, planned, 8, None)
+    names = ("score", "prefill", "decode")
+    assert [name for name, _ in plan_programs.trace_programs(run, names)] == list(names)
 
 
 # ------------------------------------------------------------------------------- the TPU's compiler

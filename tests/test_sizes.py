@@ -112,3 +112,12 @@ def test_many_turns_are_continued_at_the_growth_that_was_measured():
     )
     found = sizes.derived(cfg, chat, INPUTS, lambda line: None).engine.context_lengths[-1]
     assert longest_context(cfg, 400, "") <= found
+
+
+def test_derived_prefill_of_a_family_without_chunks_takes_the_longest_context_whole():
+    cfg = config(tasks=(ConfigDict({"name": "own/thermostat", "max_turns": 6}),))
+    chat = Chat(MODEL, cfg.chat.completed(MODEL), FAMILY.chat)
+    engine = sizes.derived(cfg, chat, INPUTS, lambda line: None, chunked_prefill=False).engine
+    assert engine.prefill_lengths[-1] == engine.context_lengths[-1] > engine.prefill_lengths[0]
+    chunked = sizes.derived(cfg, chat, INPUTS, lambda line: None).engine
+    assert chunked.prefill_lengths[-1] < chunked.context_lengths[-1]

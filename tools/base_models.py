@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from tools import llama_tokenizer, qwen_tokenizer
-from uirl_jax.families import idefics2, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from tools import gemma_tokenizer, llama_tokenizer, qwen_tokenizer
+from uirl_jax.families import idefics2, llava, paligemma, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.idefics2.config import Idefics2Config, PerceiverConfig
@@ -22,6 +22,9 @@ from uirl_jax.families.idefics2.images import ImageConfig as Idefics2ImageConfig
 from uirl_jax.families.llava.config import LlavaConfig
 from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
 from uirl_jax.families.llava.images import ImageConfig as LlavaImageConfig
+from uirl_jax.families.paligemma.config import PaliGemmaConfig
+from uirl_jax.families.paligemma.config import VisionConfig as PaliGemmaVisionConfig
+from uirl_jax.families.paligemma.images import ImageConfig as PaliGemmaImageConfig
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
@@ -54,6 +57,8 @@ class BaseModel:
         through that noise. Targets are 26 pixels or more each way: a rounded click is inside still.
       largest: coordinates that the tokenizer is trained on, along x and y.
       tokenizer: what trains and writes a tokenizer of its kind.
+      action_format: in which it answers.
+      prompt_template: how it is asked; with {history} where contexts do not grow.
     """
 
     title: str
@@ -64,13 +69,16 @@ class BaseModel:
     step: int
     largest: tuple[int, int]
     tokenizer: TokenizerMaker = qwen_tokenizer
+    action_format: str = ""
+    prompt_template: str = "{instruction}"
 
     @property
     def chat(self) -> ChatConfig:
         return ChatConfig(
+            action_format=self.action_format,
             coordinates=self.coordinates,
             system_prompt="",
-            prompt_template="{instruction}",
+            prompt_template=self.prompt_template,
             max_screenshots=6,
             drop_screenshots=3,
         )
@@ -269,6 +277,40 @@ def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:
     )
 
 
+# Squares of 8 x 8 visual tokens of 28 pixels, as LLaVA's; a screen of 224x168 is stretched to one.
+_PALIGEMMA_IMAGES = PaliGemmaImageConfig(side_px=224)
+_PALIGEMMA_PATCH_PX = 28
+
+
+def _paligemma(tokenizer: Tokenizer) -> PaliGemmaConfig:
+    """A Gemma as text tower, with one kv head as in the published models."""
+    return PaliGemmaConfig(
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
+        bos_token_id=tokenizer.token_to_id("<bos>"),
+        eos_token_id=tokenizer.token_to_id("<eos>"),
+        pad_token_id=tokenizer.token_to_id("<pad>"),
+        image_token_id=tokenizer.token_to_id("<image>"),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=4096,
+        # Times the root of the width these are 0.97, as large as the visual tokens.
+        initializer_range=0.07,
+        vision=PaliGemmaVisionConfig(
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=_PALIGEMMA_IMAGES.side_px,
+            patch_size=_PALIGEMMA_PATCH_PX,
+        ),
+        images=_PALIGEMMA_IMAGES,
+    )
+
+
 BASES: Mapping[str, BaseModel] = types.MappingProxyType(
     {
         "qwen2_vl": BaseModel(
@@ -317,6 +359,18 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             step=10,
             largest=(224, 168),
             tokenizer=llama_tokenizer.IDEFICS2,
+        ),
+        "paligemma": BaseModel(
+            title="PaliGemma",
+            family=paligemma.FAMILY,
+            config=_paligemma,
+            processor_json=_PALIGEMMA_IMAGES.to_dict(tokens=64),
+            coordinates=paligemma.FAMILY.coordinates,
+            step=40,  # nine pixels of 224
+            largest=(1024, 1024),
+            tokenizer=gemma_tokenizer,
+            action_format="loc",
+            prompt_template="{instruction} {history}",
         ),
     }
 )

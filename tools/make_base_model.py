@@ -5,12 +5,13 @@
 
 `base_models` has the architectures; files, chat and coordinates are each family's own. A row is one
 screen and a conversation of several clicks on it, so that every screen that is drawn and
-encoded teaches as often as it can. It learns in three stages. `finding`: two buttons, two colours;
-it learns where buttons are, and then which one is meant. `telling`: more colours, then more
-buttons. That it begins with two colours is what makes the second thing learnable: with eight it
-stayed at chance (docs/performance.md). `acting`: a demonstrator who often makes the task's
-characteristic mistake (the caption is clicked instead of the button): the model that comes out sees
-where to click and clicks beside it, which is what RL is for. Nothing is downloaded.
+encoded teaches as often as it can; where contexts do not grow, one sequence for each click. It
+learns in three stages. `finding`: two buttons, two colours; it learns where buttons are, and then
+which one is meant. `telling`: more colours, then more buttons. That it begins with two colours is
+what makes the second thing learnable: with eight it stayed at chance (docs/performance.md).
+`acting`: a demonstrator who often makes the task's characteristic mistake (the caption is clicked
+instead of the button): the model that comes out sees where to click and clicks beside it, which is
+what RL is for. Nothing is downloaded.
 """
 
 import argparse
@@ -50,6 +51,7 @@ from uirl_jax.verifiers.tasks import desktop_tasks as tasks
 STAGE_STEPS = {"finding": 500, "telling": 1250, "acting": 400}
 QUESTIONS = 3  # clicks a screen
 ROW_TOKENS = 136  # of the longest conversation
+_MARKERS = 4  # around a screen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +74,20 @@ class Setting(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One row: token ids, which of them are the demonstrator's, and the screens they talk about."""
+    """One row: token ids, which of them are the demonstrator's, and the screens they talk about.
+
+    Attributes: starts: of its sequences, each of which shows all screens.
+    """
 
     token_ids_t: np.ndarray
     mask_t: np.ndarray
     screens: tuple[Screen, ...]
+    starts: tuple[int, ...] = (0,)
+
+    @property
+    def sequences(self) -> list[slice]:
+        ends = (*self.starts[1:], len(self.token_ids_t))
+        return [slice(start, end) for start, end in zip(self.starts, ends, strict=True)]
 
 
 def tokenizer_texts(base: BaseModel) -> list[str]:
@@ -115,23 +126,25 @@ def looking_example(
     A button may be asked for again: if every one were asked for once, the last could be told by
     elimination.
     """
-    chat = setting.chat
+    chat, grows = setting.chat, setting.base.family.capabilities.growing_contexts
     screen = _Buttons(setting, rng, buttons, colors)
     ids: list[int] = []
     mask: list[int] = []
+    starts: list[int] = []
     for color in rng.choice(screen.colors, QUESTIONS):
         x, y = screen.place(color, wrong=bool(rng.random() >= quality))
         question = f"Click the {color} button."
-        question_ids = (
-            chat.question_ids(question)
-            if ids
-            else chat.context(question, [screen.seen], []).ids.tolist()
-        )
+        if ids and grows:
+            question_ids = chat.question_ids(question)
+        else:
+            starts.append(len(ids))
+            question_ids = chat.context(question, [screen.seen], []).ids.tolist()
         text = chat.action_format.write(Action("click", x=x, y=y))
         answer = chat.completion_ids(text).tolist()
         ids += [*question_ids, *answer]
         mask += [0] * len(question_ids) + [1] * len(answer)
-    return Example(np.array(ids, np.int32), np.array(mask, np.int32), (screen.seen,))
+    ids_t, mask_t = np.array(ids, np.int32), np.array(mask, np.int32)
+    return Example(ids_t, mask_t, (screen.seen,), tuple(starts))
 
 
 class _Buttons:
@@ -195,17 +208,17 @@ def make_batch(
     for row, example in enumerate(examples):
         length = len(example.token_ids_t)
         arrays["token_ids_bt"][row, :length] = example.token_ids_t
-        arrays["segment_ids_bt"][row, :length] = 1
         arrays["completion_mask_bt"][row, :length] = example.mask_t
-        arrays["positions_abt"][:, row, :length] = inputs.positions(
-            example.token_ids_t, example.screens
-        )
         rows_v = np.concatenate(
             [next(first_tokens) + np.arange(screen.tokens) for screen in example.screens]
         )
-        arrays["vision_index_bt"][row, :length] = vision_index(
-            example.token_ids_t, inputs.image_token_id, rows_v
-        )
+        for number, span in enumerate(example.sequences):
+            ids_t = example.token_ids_t[span]
+            arrays["segment_ids_bt"][row, span] = 1 + number
+            arrays["positions_abt"][:, row, span] = inputs.positions(ids_t, example.screens)
+            arrays["vision_index_bt"][row, span] = vision_index(
+                ids_t, inputs.image_token_id, rows_v
+            )
     mask_bt = arrays["completion_mask_bt"]
     index_bs = batching.sampled_index(mask_bt, mask_bt.shape[1])
     return TrainBatch(
@@ -244,7 +257,18 @@ def draw(setting: Setting, stage: Stage, seed: int, rows: int, step: int) -> Tra
         looking_example(setting, rng, stage.quality, int(rng.integers(fewest, most + 1)), colors)
         for _ in range(rows)
     ]
-    return make_batch(examples, row_tokens=ROW_TOKENS, images_a_row=1, inputs=setting.inputs)
+    return make_batch(
+        examples,
+        row_tokens=row_tokens(setting.base, examples[0].screens[0]),
+        images_a_row=1,
+        inputs=setting.inputs,
+    )
+
+
+def row_tokens(base: BaseModel, screen: Screen) -> int:
+    """Length of a row; where contexts do not grow, the screen stands before every question."""
+    repeated = 0 if base.family.capabilities.growing_contexts else QUESTIONS - 1
+    return ROW_TOKENS + repeated * (screen.tokens + _MARKERS)
 
 
 def _screens(stage: str, step: int) -> tuple[int, int, int]:

@@ -145,7 +145,9 @@ def completed(cfg: RunConfig, say: Callable[[str], None] = lambda line: None) ->
         return cfg
     family = family_of(path)
     chat = Chat(path, cfg.chat, family.chat)
-    return sizes.derived(cfg, chat, family.make_inputs(family.read_config(path)), say)
+    inputs = family.make_inputs(family.read_config(path))
+    chunked = family.capabilities.chunked_prefill
+    return sizes.derived(cfg, chat, inputs, say, chunked_prefill=chunked)
 
 
 def check_model(cfg: RunConfig) -> None:

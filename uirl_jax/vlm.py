@@ -215,6 +215,7 @@ class VLM:
         placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
         packed = self.model.inputs.pack_screens(placed, len(screens), most)
         rows = self._rows(ids_bt, mask_bt, screens, packed.first_tokens)
+        rows = rows._replace(turn_ids_bt=answer_bt.astype(np.int32))
         lora = self._with(parameters)
         logprobs_bt = _logprobs(self.model.graphdef, lora, self.model.frozen, rows, packed.arrays)
         logprobs_bt = logprobs_bt * answer_bt
@@ -226,6 +227,8 @@ class VLM:
         attention_mask: np.ndarray,
         pixel_values: np.ndarray | None = None,
         image_grid_thw: np.ndarray | None = None,
+        token_type_ids: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
         **more: np.ndarray,
     ) -> np.ndarray:
         """What transformers' model computes of what its processor returns, as numpy arrays.
@@ -235,15 +238,21 @@ class VLM:
           attention_mask: int[B,T], 0 at padding on either side.
           pixel_values, image_grid_thw, more: the processor's arrays of images. For Qwen2-VL
             float[P,F], the patches of all images, row after row, and int[N,3], in patches.
+          token_type_ids: int[B,T], 1 at an answer; of PaliGemma's processor, whose contexts see all
+            of themselves. None: there is no answer.
+          labels: of the same processor; not read.
 
         Returns: float32[B,T,V]; values at padding are undefined.
         Raises: ImageError where the images do not fit each other or the placeholders.
         """
+        del labels
         ids_bt, mask_bt = np.asarray(input_ids, np.int32), np.asarray(attention_mask, np.int32)
         images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw, **more}
         given = {name: np.asarray(array) for name, array in images.items() if array is not None}
         screens, packed = self.model.inputs.from_processor(**given) if given else ([], None)
         rows = self._rows(ids_bt, mask_bt, screens, packed.first_tokens if packed else [])
+        if token_type_ids is not None:
+            rows = rows._replace(turn_ids_bt=np.asarray(token_type_ids, np.int32))
         vision = packed.arrays if packed else None
         model = self.model
         return np.asarray(_logits(model.graphdef, self._lora, model.frozen, rows, vision))

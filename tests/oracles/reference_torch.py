@@ -10,12 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.oracles import idefics2_torch, llava_torch, qwen_torch
+from tests.oracles import idefics2_torch, llava_torch, paligemma_torch, qwen_torch
 
 IMAGE_TOKEN_ID, VOCAB = 290, 300  # in every config
-CONFIGS = {**qwen_torch.CONFIGS, **llava_torch.CONFIGS, **idefics2_torch.CONFIGS}
-_CLASSES = {**qwen_torch.CLASSES, **llava_torch.CLASSES, **idefics2_torch.CLASSES}
-_FAMILIES = {"llava": llava_torch, "idefics2": idefics2_torch}
+CONFIGS = {
+    **qwen_torch.CONFIGS,
+    **llava_torch.CONFIGS,
+    **idefics2_torch.CONFIGS,
+    **paligemma_torch.CONFIGS,
+}
+_CLASSES = {
+    **qwen_torch.CLASSES,
+    **llava_torch.CLASSES,
+    **idefics2_torch.CLASSES,
+    **paligemma_torch.CLASSES,
+}
+_FAMILIES = {"llava": llava_torch, "idefics2": idefics2_torch, "paligemma": paligemma_torch}
+PREFIX_LM = ("paligemma",)  # families whose contexts see all of themselves
 
 
 def _family(model_type: str) -> Any:
@@ -43,6 +54,8 @@ def make_reference(name: str) -> Any:
                 parameter.copy_(noise / parameter[0].numel() ** 0.5)
             else:  # norms of exactly 1 and biases of 0 would hide mistakes
                 norm = "norm" in leaf or "ln_q" in leaf
+                if config.model_type in PREFIX_LM and "language_model" in leaf:
+                    norm = False  # Gemma's multiply by 1 + weight
                 parameter.copy_(0.2 * noise + (norm and leaf.endswith("weight")))
     return reference
 
@@ -68,13 +81,17 @@ def model_inputs(
     token_ids_bt: np.ndarray,
     pixels: list[np.ndarray],
     layouts: list[tuple[int, ...]],
+    sampled_bt: np.ndarray | None = None,
 ) -> dict[str, torch.Tensor]:
     """What the family's model takes beside an attention mask.
 
     Args:
       pixels, layouts: of every image (family_world.pixels_of, Screen.layout).
+      sampled_bt: int[B,T], 1 at sampled tokens, which only PREFIX_LM families tell from others;
+        None: nothing was sampled.
     """
-    return _family(model_type).model_inputs(token_ids_bt, pixels, layouts)
+    told = {"sampled_bt": sampled_bt} if model_type in PREFIX_LM else {}
+    return _family(model_type).model_inputs(token_ids_bt, pixels, layouts, **told)
 
 
 def run(
@@ -83,6 +100,7 @@ def run(
     attention_bt: np.ndarray,
     pixels: list[np.ndarray],
     layouts: list[tuple[int, ...]],
+    sampled_bt: np.ndarray | None = None,
 ) -> Outputs:
     """One forward pass; what enters a layer is what the one before it has left, levels included."""
     family = _family(reference.config.model_type)
@@ -98,7 +116,7 @@ def run(
         block.register_forward_hook(lambda _m, _a, out: vision.append(family.patches(out, layouts)))
         for block in family.vision_blocks(reference)
     ]
-    given = family.model_inputs(token_ids_bt, pixels, layouts)
+    given = model_inputs(reference.config.model_type, token_ids_bt, pixels, layouts, sampled_bt)
     attention = torch.tensor(attention_bt).long()
     family.reset(reference)
     with torch.no_grad():

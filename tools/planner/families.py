@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import idefics2, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import idefics2, llava, paligemma, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.families.idefics2 import config as idefics2_config
 from uirl_jax.families.llava import config as llava_config
+from uirl_jax.families.paligemma import config as paligemma_config
 from uirl_jax.families.qwen2_5_vl import config as qwen2_5_vl_config
 from uirl_jax.families.qwen2_vl import config as qwen2_vl_config
 from uirl_jax.families.qwen3_vl import config as qwen3_vl_config
@@ -48,7 +49,7 @@ class VisionSizes:
       merge_area: patches of a visual token.
       mergers: two-layer MLPs that make the vectors of a visual token.
       merger_width: between their layers; 0: as wide as their input.
-      merger_matrices: of a merger; 3 of a gated one.
+      merger_matrices: of a merger; 3 of a gated one, 1 where it has no inside.
       window_patches: keys of a patch in the blocks that attend inside windows.
       windowed_blocks: how many blocks do.
       resampler: of what the mergers give.
@@ -152,6 +153,20 @@ def _idefics2(cfg: idefics2_config.Idefics2Config) -> VisionSizes:
     )
 
 
+def _paligemma(cfg: paligemma_config.PaliGemmaConfig) -> VisionSizes:
+    vision = cfg.vision
+    return VisionSizes(
+        depth=vision.num_hidden_layers,
+        width=vision.hidden_size,
+        mlp_width=vision.intermediate_size,
+        mlp_matrices=2,
+        patch_features=vision.patch_features,
+        merge_area=1,
+        out_width=cfg.hidden_size,
+        merger_matrices=1,
+    )
+
+
 class _Planned(NamedTuple):
     family: Family
     read_config: Callable[[Path], Any]  # of config.json alone
@@ -163,6 +178,7 @@ _PLANNED: Mapping[str, _Planned] = types.MappingProxyType(
         "qwen2_vl": _Planned(qwen2_vl.FAMILY, qwen2_vl_config.read_model_config, _qwen2_vl),
         "qwen2_5_vl": _Planned(qwen2_5_vl.FAMILY, qwen2_5_vl_config.read_model_config, _qwen2_5_vl),
         "idefics2": _Planned(idefics2.FAMILY, idefics2_config.read_model_config, _idefics2),
+        "paligemma": _Planned(paligemma.FAMILY, paligemma_config.read_model_config, _paligemma),
         "llava": _Planned(llava.FAMILY, llava_config.read_model_config, _llava),
         "qwen3_vl": _Planned(qwen3_vl.FAMILY, qwen3_vl_config.read_model_config, _qwen3_vl),
     }

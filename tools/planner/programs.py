@@ -299,6 +299,7 @@ def _trace_sampling(run: Run, name: str) -> Any:
             of(jnp.int32, *shape),
             of(jnp.int32, *shape),
             of(jnp.int32, model.inputs.position_axes, *shape),
+            of(jnp.int32, shape[0]),
             span=cfg.slot_positions,
         )
     rows = jax.eval_shape(lambda: engine_programs.no_rows(cfg.batch_sizes[-1], cfg.num_slots))
@@ -357,13 +358,7 @@ def chip_bytes(tree: Any) -> int:
 
 def _vocabulary(cfg: Any) -> Vocabulary:
     """In place of the tokenizer's; which ids they are changes no cost."""
-    forbidden_ids = (
-        cfg.vision_start_token_id,
-        cfg.vision_end_token_id,
-        cfg.image_token_id,
-        cfg.video_token_id,
-    )
-    return Vocabulary((cfg.eos_token_id,), forbidden_ids)
+    return Vocabulary((cfg.eos_token_id,), (cfg.image_token_id,))
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -28,8 +28,10 @@ NO_MARGINS = Margins()
 # pixels  of the verifier's screen, as the bundled server and its demonstrations count them
 # image   pixels of the resized image that the model sees (Qwen2.5-VL, UI-TARS 1.5)
 # 0-999   and 0-1000: parts of either axis (Qwen3-VL, UI-TARS, Qwen2-VL); 0-1: a fraction of it
+# loc     1024 bins of either axis, bin n from n / 1024 on (PaliGemma)
 # All but pixels are of the screen with its margins.
-SPACES = ("pixels", "image", "0-999", "0-1000", "0-1")
+SPACES = ("pixels", "image", "0-999", "0-1000", "0-1", "loc")
+LOC_BINS = 1024
 FRACTION_DECIMALS = 4  # half a unit of the last is half a pixel of 10,000
 
 
@@ -41,13 +43,16 @@ def check_space(space: str) -> None:
 
 def span(space: str, screen_px: int, image_px: int) -> int:
     """What the far edge of an axis is called in a space; the near one is always 0."""
-    return {"pixels": screen_px, "image": image_px, "0-999": 999, "0-1000": 1000, "0-1": 1}[space]
+    edges = {"0-999": 999, "0-1000": 1000, "0-1": 1, "loc": LOC_BINS}
+    return {"pixels": screen_px, "image": image_px, **edges}[space]
 
 
 def allowed(
     space: str, screen_px: int, image_px: int, margins: tuple[int, int] = (0, 0)
 ) -> tuple[int | float, int | float]:
     """The smallest and the largest coordinate on the screen. Arguments as in `convert`."""
+    if space == "loc" and margins == (0, 0):
+        return 0, LOC_BINS - 1  # the far edge has no bin
     if margins == (0, 0):
         return 0, span(space, screen_px, image_px)
     first, last = (
@@ -78,7 +83,7 @@ def convert(
       The nearest pixel, at most the last one: the far edge lies one pixel outside. Or the nearest
       coordinate of the space: whole, but in 0-1 rounded to FRACTION_DECIMALS. There and back is
       exact where an axis, margins included, has no more pixels than the space has units (10,000 in
-      0-1), and within half a unit otherwise.
+      0-1), and within half a unit otherwise, at the far edge of loc within a whole one.
     """
     if space == "pixels":
         return value
@@ -90,7 +95,8 @@ def convert(
     value += margins[0]
     if space == "0-1":
         return round(value / framed_px, FRACTION_DECIMALS)
-    return _nearest(value * edge, framed_px)
+    nearest = _nearest(value * edge, framed_px)
+    return min(nearest, LOC_BINS - 1) if space == "loc" else nearest
 
 
 def _nearest(numerator: float, denominator: float) -> int:

@@ -12,13 +12,14 @@ Action or raises ActionError with the reason; nothing is evaluated.
     computer_use       Qwen2.5-VL                 image
     computer_use_1000  Qwen3-VL                   0-1000
     ui_tars            UI-TARS 1.5                image
+    loc                PaliGemma                  loc
 """
 
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterable
 
-from uirl_jax.actions import arguments, json_object, prompts, tool_call, ui_tars
+from uirl_jax.actions import arguments, json_object, loc, prompts, tool_call, ui_tars
 from uirl_jax.actions.coordinates import NO_MARGINS, Margins, allowed, check_space, convert
 from uirl_jax.actions.kinds import AXES, KINDS, MAX_ACTION_CHARS, quote, usage, validate
 from uirl_jax.actions.prompts import Prompt, action_list, published
@@ -46,6 +47,7 @@ class ActionFormat:
     kinds: frozenset[str] = frozenset(KINDS)  # what it can write
     cursor: bool = False  # clicks may leave out where, and drags do: it is where the cursor is
     markers: tuple[str, ...] = ()  # single tokens in the model's answer, where its tokenizer has it
+    own_space: bool = False  # it cannot write the coordinates of another space
 
 
 def _own(name: str, read: Callable, write: Callable, usage_of: Callable) -> ActionFormat:
@@ -105,6 +107,16 @@ _ALL = (
         ui_tars.KINDS,
         markers=(ui_tars.BOX_START, ui_tars.BOX_END),
     ),
+    # No published PaliGemma was taught actions: what follows is learnt by supervised training.
+    ActionFormat(
+        "loc",
+        "loc",
+        loc.read,
+        loc.write,
+        lambda _: Prompt("", "Task: {instruction}\nDone: {history}\nAction:"),
+        markers=loc.TOKENS,
+        own_space=True,
+    ),
 )
 FORMATS = {fmt.name: fmt for fmt in _ALL}
 TEXT = FORMATS["text"]
@@ -121,6 +133,11 @@ def find_format(name: str, coordinates: str = "") -> ActionFormat:
     if not coordinates:
         return FORMATS[name]
     check_space(coordinates)
+    if FORMATS[name].own_space and coordinates != FORMATS[name].coordinates:
+        raise ConfigError(
+            f"coordinates={coordinates!r}, but action_format={name!r} writes those of "
+            f"{FORMATS[name].coordinates} alone: leave coordinates out"
+        )
     return dataclasses.replace(FORMATS[name], coordinates=coordinates)
 
 

@@ -37,10 +37,18 @@ class _Episode:
     longest: int  # context of any turn
 
 
-def derived(cfg: RunConfig, chat: Chat, inputs: Inputs, say: Callable[[str], None]) -> RunConfig:
+def derived(
+    cfg: RunConfig,
+    chat: Chat,
+    inputs: Inputs,
+    say: Callable[[str], None],
+    *,
+    chunked_prefill: bool = True,
+) -> RunConfig:
     """The config with all its sizes; unchanged if it has no screen_px.
 
     Args:
+      chunked_prefill: of the family's capabilities; False: a call takes the longest context whole.
       say: called with a line for every size: its key, its value and the reason.
     Raises: ConfigError: a screen that the family cannot read, or an episode that is longer than
       actor.rollout.max_context_tokens.
@@ -73,16 +81,19 @@ def derived(cfg: RunConfig, chat: Chat, inputs: Inputs, say: Callable[[str], Non
     rows = max(1, min(64, BATCH_TOKENS // row, episodes // 2))
     in_flight = cfg.actor.concurrency
     screens = rows * max(1, row // max(1, screen.tokens + 4))
+    prefill = (
+        _sizes(_rounded(episode.turn), _rounded(episode.first)),
+        "what one turn adds, and the first turn",
+    )
+    if not chunked_prefill:
+        prefill = (_sizes(_rounded(episode.first), context), "whole contexts: the family needs it")
     engine = {
         "max_new_tokens": (new_tokens, "as actor.rollout.max_new_tokens"),
         "context_lengths": (
             _sizes(_rounded(episode.first), _rounded((episode.first + context) / 2), context),
             f"first turn {episode.first} tokens, {episode.turn} a turn, at most {episode.longest}",
         ),
-        "prefill_lengths": (
-            _sizes(_rounded(episode.turn), _rounded(episode.first)),
-            "what one turn adds, and the first turn",
-        ),
+        "prefill_lengths": prefill,
         "batch_sizes": (_sizes(min(8, in_flight), min(64, in_flight)), "of actor.concurrency"),
         "prefill_rows": (_sizes(1, min(8, in_flight)), "of actor.concurrency"),
         "image_rows": (_sizes(1, min(8, in_flight)), "of actor.concurrency"),

@@ -116,6 +116,7 @@ class PrefillArrays(NamedTuple):
     token_ids_bt: np.ndarray
     vision_index_bt: np.ndarray
     positions_abt: np.ndarray
+    prefix_b: np.ndarray  # int32, length of the context; read with Family.prefix_lm
 
 
 def no_prefill(rows: int, length: int, slots: int, axes: int) -> PrefillArrays:
@@ -126,6 +127,7 @@ def no_prefill(rows: int, length: int, slots: int, axes: int) -> PrefillArrays:
         np.zeros((rows, length), np.int32),
         np.full((rows, length), -1, np.int32),
         np.zeros((axes, rows, length), np.int32),
+        np.zeros(rows, np.int32),
     )
 
 
@@ -135,25 +137,33 @@ def prefill_arrays(
     *,
     inputs: Inputs,
     rows_of: Callable[[str], np.ndarray],
+    prefix_lm: bool,
 ) -> tuple[PrefillArrays, list[int]]:
     """The next chunk of every job's context, and how many tokens of each that is.
 
     Padding behind a row's tokens is overwritten before it is read; beyond the slot's end it is
     dropped.
+
+    Args:
+      prefix_lm: the context's last token comes with it, although the first decode step reads it
+        again: all others see it. It is not counted.
     """
     rows = requests.smallest(cfg.prefill_rows, len(jobs))
-    length = requests.smallest(cfg.prefill_lengths, max(job.slot.pending for job in jobs))
+    with_last = [int(prefix_lm and not job.token_ids) for job in jobs]
+    longest = max(job.slot.pending + last for job, last in zip(jobs, with_last, strict=True))
+    length = requests.smallest(cfg.prefill_lengths, longest)
     arrays = no_prefill(rows, length, cfg.num_slots, inputs.position_axes)
     counts = []
-    for row, job in enumerate(jobs):
+    for row, (job, last) in enumerate(zip(jobs, with_last, strict=True)):
         slot = job.slot
-        span = slice(slot.computed, min(slot.computed + length, len(slot.contents_c)))
+        span = slice(slot.computed, min(slot.computed + length, len(slot.contents_c) + last))
         count = span.stop - span.start
+        arrays.prefix_b[row] = len(job.contents_c)
         arrays.slot_b[row], arrays.start_b[row] = slot.number, slot.computed
         arrays.token_ids_bt[row, :count] = job.all_ids()[span]
         arrays.vision_index_bt[row, :count] = job.vision_index(inputs.image_token_id, rows_of)[span]
         arrays.positions_abt[:, row, :count] = job.all_positions()[:, span]
-        counts.append(count)
+        counts.append(count - last)
     return arrays, counts
 
 

@@ -84,7 +84,7 @@ class Programs(NamedTuple):
     encode(table_md, weights, vision, row_m) -> table_md; row_m int32[M']: the table's row of every
       visual token, one past the last for padding.
     prefill(cache, weights, table_md, slot_b, start_b, token_ids_bt, vision_index_bt,
-      positions_abt, *, span) -> cache
+      positions_abt, prefix_b, *, span) -> cache
     copy(cache, source_n, target_n, count) -> cache; slots, the first `count` of them.
     decode(cache, weights, rows, steps, stop_early, *, span) -> (cache, Decoded);
       at most `steps` tokens a row; with stop_early only until a row has ended.
@@ -159,10 +159,12 @@ def _make_prefill(
         token_ids_bt: jax.Array,
         vision_index_bt: jax.Array,
         positions_abt: jax.Array,
+        prefix_b: jax.Array,
         *,
         span: int,
     ) -> Any:
         module, blocks = merge(model, weights)
+        prefix = {"prefix_b": prefix_b} if model.family.prefix_lm else {}
         _, cache = module.extend(
             token_ids_bt,
             table_md,
@@ -173,6 +175,7 @@ def _make_prefill(
             slot_b=slot_b,
             span=span,
             blocks=blocks,
+            **prefix,
         )
         return cache
 
@@ -232,6 +235,10 @@ def _make_decode(
             held, token_b = used_now(weights, token_b)
             module, blocks = merge(model, held)
             live_b = ~out.ended_b & (out.count_b < rows.remaining_b)
+            # The first token that is read is the context's last.
+            is_first_b = rows.step_b + out.count_b == 0
+            context_b = jnp.where(is_first_b, rows.length_b + 1, 0)
+            prefix = {"prefix_b": context_b} if model.family.prefix_lm else {}
             x_b1d, cache = module.extend(
                 token_b[:, None],
                 None,
@@ -243,6 +250,7 @@ def _make_decode(
                 slot_b=slot_b,
                 span=span,
                 blocks=blocks,
+                **prefix,
             )
             logits_bv = module.logits(x_b1d)[:, 0]
             full_bv = sampling.sampling_logprobs(logits_bv, rows.temperature_b, forbidden_v)

@@ -145,6 +145,7 @@ class Rounds:
 
     def _reset_buffers(self) -> None:
         can = self._model.family.capabilities
+        self._prefix_lm = self._model.family.prefix_lm
         self.pool = SlotPool(
             self._cfg.num_slots, reuse=can.reuse_across_turns, share=can.share_in_group
         )
@@ -200,7 +201,7 @@ class Rounds:
                 self.waiting.popleft()
                 continue
             # The last token is left to the first decode step, which samples what comes after it.
-            slot = self.pool.admit(job.request.episode, job.contents_c[:-1])
+            slot = self.pool.admit(job.request.episode, job.contents_c[:-1], job.contents_c)
             if slot is None:
                 return
             job.slot = slot
@@ -275,13 +276,18 @@ class Rounds:
             return
         started_s = time.perf_counter()
         arrays, counts = prefill_arrays(
-            ready, self._cfg, inputs=self._inputs, rows_of=self._table.rows_of
+            ready,
+            self._cfg,
+            inputs=self._inputs,
+            rows_of=self._table.rows_of,
+            prefix_lm=self._prefix_lm,
         )
         for job, count in zip(ready, counts, strict=True):
             job.slot.computed += count
             if not job.slot.pending:
                 self._give_images_back(job)
-        reach = max(job.slot.computed for job in ready)
+        # A context's last token, which is not counted, lies behind what is.
+        reach = max(job.slot.computed for job in ready) + self._prefix_lm
         self._cache = self._programs.prefill(
             self._cache,
             self.policy.weights,

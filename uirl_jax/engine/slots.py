@@ -43,11 +43,15 @@ def common(a_c: np.ndarray, b_c: np.ndarray) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """Cache positions 0 ... computed - 1 hold contents_c[:computed]; the rest is pending."""
+    """Cache positions 0 ... computed - 1 hold contents_c[:computed]; the rest is pending.
+
+    context_c is all of the newest context, of which contents_c may lack the last token.
+    """
 
     number: int
     owner: str = ""  # the episode that it belongs to; empty: free
     contents_c: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    context_c: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     computed: int = 0
     used: int = 0  # time of last use, on the pool's own clock
     busy: bool = False  # a request runs in it
@@ -73,10 +77,14 @@ class SlotPool:
         self._reuse, self._share = reuse, share
         self._clock = 0
 
-    def admit(self, owner: str, contents_c: np.ndarray) -> Slot | None:
+    def admit(
+        self, owner: str, contents_c: np.ndarray, context_c: np.ndarray | None = None
+    ) -> Slot | None:
         """A slot for these contents, what it holds of them already kept; None: all are busy.
 
         Where another slot holds more of them, or will, its prefix is to be copied: `donor`.
+
+        Args: context_c: see Slot; None: it is contents_c.
         """
         slot = self._find(owner)
         if slot is None:
@@ -86,6 +94,7 @@ class SlotPool:
         kept = common(slot.contents_c, contents_c) if self._reuse else 0
         slot.computed = min(slot.computed, kept)
         slot.contents_c = contents_c
+        slot.context_c = contents_c if context_c is None else context_c
         self._plan_anew(slot)
         self.plan(slot)
         return slot
@@ -100,9 +109,9 @@ class SlotPool:
             # Never from a slot that waits for a third, or for this one: no circular waits.
             if other is slot or other.donor is not None:
                 continue
-            shared = common(other.contents_c, slot.contents_c)
-            if not self._reuse and shared < len(slot.contents_c):
+            if not self._reuse and not np.array_equal(other.context_c, slot.context_c):
                 continue  # a family that computes a context as a whole shares only equal ones
+            shared = common(other.contents_c, slot.contents_c)
             if not other.busy:
                 shared = min(shared, other.computed)
             if shared > best:

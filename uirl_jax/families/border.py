@@ -255,6 +255,10 @@ class Model(Protocol):
     ) -> "tuple[jax.Array, Any]":
         """Writes the rows' next tokens into the cache; x_btd of them, and the cache.
 
+        With `Family.prefix_lm` it takes prefix_b, too: int32[B], length of each row's context in
+        its slot, whose tokens come in one call and see each other; then its last token comes again
+        alone. None: the tokens are of no context.
+
         Args:
           start_b: int32[B], cache position of each row's first token; those past the end of the
             cache are dropped.
@@ -307,6 +311,7 @@ class Family:
       weights: names of published tensors, LoRA projections, sharding rules.
       text_blocks: attributes that lead from the model to its stacked text blocks.
       vision_parts: the model's attributes whose adapters change visual tokens.
+      prefix_lm: the tokens of a context see each other, whatever their order.
       max_positions: config -> positions that the model was trained on, where a run may not go
         beyond them; None: not checked.
       processor_json: config -> preprocessor_config.json of an exported model; None: that of the
@@ -325,6 +330,7 @@ class Family:
     text_blocks: tuple[str, ...] = ("text", "blocks")
     vision_parts: tuple[str, ...] = ("visual",)
     capabilities: Capabilities = Capabilities()
+    prefix_lm: bool = False
     max_positions: Callable[[Any], int] | None = None
     processor_json: Callable[[Any], dict[str, Any]] | None = None
 

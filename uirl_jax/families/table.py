@@ -7,7 +7,7 @@ A family of one's own is one more entry, made before a model is loaded: a config
 from pathlib import Path
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import idefics2, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import idefics2, llava, paligemma, qwen2_5_vl, qwen2_vl, qwen3_vl
 from uirl_jax.families.border import Family
 from uirl_jax.models.directory import read_json
 
@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY),
-        *(llava.FAMILY, idefics2.FAMILY),
+        *(llava.FAMILY, idefics2.FAMILY, paligemma.FAMILY),
     )
 }
 # What users may ask for and no family computes, and why.
@@ -25,7 +25,6 @@ _REFUSED = {
     "llava_next": "its tiles of a screen are not computed; LLaVA-1.5 is",
     "llava_llama": "the layout of the original repository; take a conversion such as "
     "llava-hf/llava-1.5-7b-hf",
-    "paligemma": "its prompt is read in both directions: engine and learner are causal",
     "qwen3_vl_moe": "its mixture of experts is not computed; Qwen3-VL 2B, 4B and 8B are dense",
 }
 

@@ -361,25 +361,35 @@ def _causal_blocks(
 
 
 def masked_attention(
-    q_btnh: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, mask_bts: jax.Array
+    q_btnh: jax.Array,
+    k_bksh: jax.Array,
+    v_bksh: jax.Array,
+    mask_bts: jax.Array,
+    *,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention under any mask, in plain XLA; query head n reads kv head n // (N / K).
 
     Args:
       k_bksh, v_bksh: [B,K,S,H].
       mask_bts: bool[B,T,S], True where a query attends to a key; every query needs at least one.
+      softcap: scores become softcap * tanh(scores / softcap); None: they stay.
     Returns: [B,T,N,H] in q's dtype; scores and softmax in float32.
     """
     batch, tokens, heads, _ = q_btnh.shape
     keys = k_bksh.shape[2]
     chunks = -(-4 * batch * heads * tokens * keys // _MAX_SCORES_BYTES)
     if chunks > 1 and tokens > 1:
-        return _attend_in_chunks(q_btnh, k_bksh, v_bksh, mask_bts, min(chunks, tokens))
-    return _attend(q_btnh, k_bksh, v_bksh, mask_bts)
+        return _attend_in_chunks(q_btnh, k_bksh, v_bksh, mask_bts, softcap, min(chunks, tokens))
+    return _attend(q_btnh, k_bksh, v_bksh, mask_bts, softcap)
 
 
 def _attend(
-    q_btnh: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, mask_bts: jax.Array
+    q_btnh: jax.Array,
+    k_bksh: jax.Array,
+    v_bksh: jax.Array,
+    mask_bts: jax.Array,
+    softcap: float | None,
 ) -> jax.Array:
     """masked_attention() with all scores at once."""
     batch, tokens, heads, head_dim = q_btnh.shape
@@ -391,6 +401,8 @@ def _attend(
     q_bkmh = (q_bkgth * head_dim**-0.5).reshape(batch, kv_heads, group * tokens, head_dim)
     scores_bkms = jnp.einsum("bkmh,bksh->bkms", q_bkmh, k_bksh, preferred_element_type=jnp.float32)
     scores_bkgts = scores_bkms.reshape(batch, kv_heads, group, tokens, keys)
+    if softcap is not None:
+        scores_bkgts = softcap * jnp.tanh(scores_bkgts / softcap)
     scores_bkgts = jnp.where(mask_bts[:, None, None], scores_bkgts, jnp.finfo(jnp.float32).min)
     weights_bkgts = jax.nn.softmax(scores_bkgts, axis=-1).astype(v_bksh.dtype)
     weights_bkms = weights_bkgts.reshape(batch, kv_heads, group * tokens, keys)
@@ -400,7 +412,12 @@ def _attend(
 
 
 def _attend_in_chunks(
-    q_btnh: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, mask_bts: jax.Array, chunks: int
+    q_btnh: jax.Array,
+    k_bksh: jax.Array,
+    v_bksh: jax.Array,
+    mask_bts: jax.Array,
+    softcap: float | None,
+    chunks: int,
 ) -> jax.Array:
     """masked_attention() in chunks of queries, each recomputed in the backward pass."""
     tokens = q_btnh.shape[1]
@@ -415,7 +432,7 @@ def _attend_in_chunks(
 
     @jax.checkpoint
     def attend(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend(chunk[0], k_bksh, v_bksh, chunk[1])
+        return _attend(chunk[0], k_bksh, v_bksh, chunk[1], softcap)
 
     out_cbtnh = jax.lax.map(attend, (split(q_btnh), split(mask_bts)))
     out_btnh = jnp.moveaxis(out_cbtnh, 0, 1).reshape(q_btnh.shape)

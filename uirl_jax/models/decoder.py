@@ -1,15 +1,16 @@
 """The decoder that most families share: pre-norm grouped-query attention, a gated MLP, RMSNorm.
 
-Llama, Mistral and Qwen's text towers differ from it only in sizes, biases, norms of queries and
-keys, and rotary angles. A family passes the angles of its positions; visual tokens replace
-embeddings, and may have vectors for the residual stream after the first blocks besides (DeepStack,
-arXiv:2406.04334). Blocks are stacked and run by one `lax.scan`.
+Llama, Mistral, Qwen's and Gemma's text towers differ from it only in sizes, biases, norms, the
+gate's activation and rotary angles. A family passes the angles of its positions; visual tokens
+replace embeddings, and may have vectors for the residual stream after the first blocks besides
+(DeepStack, arXiv:2406.04334). Attention is causal unless the family brings its own (`Attend`).
+Blocks are stacked and run by one `lax.scan`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,10 @@ from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain, platform, visual_parts
 from uirl_jax.models.weight_table import WeightTable
+
+# (q_btnh, k_bksh, v_bksh, layer) -> attended [B,T,N,H]; a family's own mask and scores.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": layers.gelu_tanh}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,10 @@ class DecoderConfig:
     tie_word_embeddings: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every head's queries and keys, before they are rotated
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    norms_from_one: bool = False  # norms multiply by 1 + scale (Gemma)
+    output_norms: bool = False  # what attention and MLP add is normed, too (Gemma 2)
+    embedding_scale: float = 1.0  # of token embeddings; visual tokens are not scaled
 
 
 class Rotary(NamedTuple):
@@ -103,7 +112,13 @@ class DecoderBlock(nnx.Module):
     ) -> None:
         dim, q_dim = cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim
         kv_dim, bias = cfg.num_key_value_heads * cfg.head_dim, cfg.qkv_bias
-        norm = functools.partial(layers.RMSNorm, dim, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
+        norm = functools.partial(
+            layers.RMSNorm,
+            dim,
+            eps=cfg.rms_norm_eps,
+            param_dtype=param_dtype,
+            from_one=cfg.norms_from_one,
+        )
         linear = functools.partial(
             adapted_linear, lora=lora, table=table, rngs=rngs, param_dtype=param_dtype
         )
@@ -112,11 +127,14 @@ class DecoderBlock(nnx.Module):
         self.k_proj = linear("k_proj", dim, kv_dim, use_bias=bias)
         self.v_proj = linear("v_proj", dim, kv_dim, use_bias=bias)
         self.o_proj = linear("o_proj", q_dim, dim, axes=("wide", None))
+        # Before the MLP; with output norms of what attention adds, as Gemma 2 names its norms.
         self.post_attention_norm = norm()
+        self.mlp_norm = norm() if cfg.output_norms else None
+        self.post_mlp_norm = norm() if cfg.output_norms else None
         self.gate_proj = linear("gate_proj", dim, cfg.intermediate_size)
         self.up_proj = linear("up_proj", dim, cfg.intermediate_size)
         self.down_proj = linear("down_proj", cfg.intermediate_size, dim, axes=("wide", None))
-        self.head_dim = cfg.head_dim
+        self.head_dim, self.activation = cfg.head_dim, cfg.activation
         head_norm = functools.partial(
             layers.RMSNorm, cfg.head_dim, eps=cfg.rms_norm_eps, param_dtype=param_dtype
         )
@@ -156,11 +174,20 @@ class DecoderBlock(nnx.Module):
         """Output projection and MLP, each added to the residual stream."""
         o_key, gate_key, up_key, down_key = split_key(dropout_key, 4)
         attended_bte = attended_btnh.reshape(*x_btd.shape[:2], -1)
-        x_btd = x_btd + self.o_proj(attended_bte, adapters=adapters, dropout_key=o_key)
-        h_btd = self.post_attention_norm(x_btd)
-        gate_btf = jax.nn.silu(self.gate_proj(h_btd, adapters=adapters, dropout_key=gate_key))
+        added_btd = self.o_proj(attended_bte, adapters=adapters, dropout_key=o_key)
+        if self.mlp_norm is None:
+            x_btd = x_btd + added_btd
+            h_btd = self.post_attention_norm(x_btd)
+        else:
+            x_btd = x_btd + self.post_attention_norm(added_btd)
+            h_btd = self.mlp_norm(x_btd)
+        gate_btf = self.gate_proj(h_btd, adapters=adapters, dropout_key=gate_key)
+        gate_btf = _ACTIVATIONS[self.activation](gate_btf)
         up_btf = self.up_proj(h_btd, adapters=adapters, dropout_key=up_key)
-        x_btd = x_btd + self.down_proj(gate_btf * up_btf, adapters=adapters, dropout_key=down_key)
+        added_btd = self.down_proj(gate_btf * up_btf, adapters=adapters, dropout_key=down_key)
+        if self.post_mlp_norm is not None:
+            added_btd = self.post_mlp_norm(added_btd)
+        x_btd = x_btd + added_btd
         return constrain(x_btd, "batch", None, None)
 
 
@@ -186,6 +213,7 @@ class Decoder(nnx.Module):
     ) -> None:
         self.compute_dtype, self.depth = compute_dtype, cfg.num_hidden_layers
         self.remat: Remat = remat
+        self.embedding_scale = cfg.embedding_scale
         embedding_vd = cfg.initializer_range * jax.random.normal(
             rngs.params(), (cfg.vocab_size, cfg.hidden_size), jnp.float32
         )
@@ -198,7 +226,10 @@ class Decoder(nnx.Module):
             rngs,
         )
         self.final_norm = layers.RMSNorm(
-            cfg.hidden_size, eps=cfg.rms_norm_eps, param_dtype=param_dtype
+            cfg.hidden_size,
+            eps=cfg.rms_norm_eps,
+            param_dtype=param_dtype,
+            from_one=cfg.norms_from_one,
         )
         self.lm_head = (
             None
@@ -228,6 +259,8 @@ class Decoder(nnx.Module):
         """
         embedding_vd = constrain(self.embedding[...], "vocab", None)
         x_btd = layers.lookup(embedding_vd, token_ids_bt).astype(self.compute_dtype)
+        if self.embedding_scale != 1:
+            x_btd = x_btd * jnp.asarray(self.embedding_scale, x_btd.dtype)
         if visual_md is not None and vision_index_bt is not None:
             parts = visual_parts(len(vision_index_bt), len(visual_md)) if in_parts else 1
             visual_btd = layers.lookup_columns(
@@ -245,6 +278,7 @@ class Decoder(nnx.Module):
         prefix_segments_bt: jax.Array | None = None,
         visual: VisualLevels | None = None,
         *,
+        attend: Attend | None = None,
         adapters: bool = True,
         dropout_key: jax.Array | None = None,
         collect: bool = False,
@@ -253,6 +287,7 @@ class Decoder(nnx.Module):
 
         Args:
           visual: what visual tokens add after the first blocks; None: nothing.
+          attend: attention, in place of that; the segments are then not read.
         Returns: x_btd before the final norm and, with `collect`, [L,B,T,D] after every block.
         """
 
@@ -264,14 +299,18 @@ class Decoder(nnx.Module):
             q_btnh, k_btkh, v_btkh = block.qkv(
                 x_btd, rotary, adapters=adapters, dropout_key=qkv_key
             )
-            attended_btnh = attention(
-                q_btnh,
-                k_btkh,
-                v_btkh,
-                segment_ids_bt,
-                causal=True,
-                prefix_segments_bt=prefix_segments_bt,
-            )
+            if attend is not None:
+                k_bkth, v_bkth = k_btkh.swapaxes(1, 2), v_btkh.swapaxes(1, 2)
+                attended_btnh = attend(q_btnh, k_bkth, v_bkth, layer)
+            else:
+                attended_btnh = attention(
+                    q_btnh,
+                    k_btkh,
+                    v_btkh,
+                    segment_ids_bt,
+                    causal=True,
+                    prefix_segments_bt=prefix_segments_bt,
+                )
             x_btd = block.finish(x_btd, attended_btnh, adapters=adapters, dropout_key=finish_key)
             x_btd = x_btd if visual is None else visual.added(x_btd, layer, in_parts=True)
             return x_btd, x_btd if collect else None
@@ -290,6 +329,7 @@ class Decoder(nnx.Module):
         span: int | None,
         blocks: Sequence[DecoderBlock] | None,
         visual: VisualLevels | None = None,
+        attend: Attend | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Writes the rows' next tokens into the cache and runs the blocks on them.
 
@@ -298,7 +338,8 @@ class Decoder(nnx.Module):
         padding writes lies after the row's last token and is masked until overwritten. Decode:
         T = 1.
 
-        Args: as in families.border.Model.extend, and `visual` as in `rows`.
+        Args: as in families.border.Model.extend, and `visual` and `attend` as in `rows`; S are
+          the span's positions.
         Returns: x_btd after the final norm, and the cache (donate the old one).
         """
         span = span or cache.positions
@@ -312,7 +353,10 @@ class Decoder(nnx.Module):
             q_btnh, k_btkh, v_btkh = block.qkv(x_btd, rotary)
             cache = kv_cache.write(cache, layer, slot_b, start_b, k_btkh, v_btkh)
             k_bksh, v_bksh = kv_cache.read(cache, layer, slot_b, span, q_btnh.dtype)
-            attended_btnh = cached_attention(q_btnh, k_btkh, v_btkh, k_bksh, v_bksh, start_b)
+            if attend is not None:
+                attended_btnh = attend(q_btnh, k_bksh, v_bksh, layer)
+            else:
+                attended_btnh = cached_attention(q_btnh, k_btkh, v_btkh, k_bksh, v_bksh, start_b)
             x_btd = block.finish(x_btd, attended_btnh)
             x_btd = x_btd if visual is None else visual.added(x_btd, layer)
             return (x_btd, cache, layer + 1), None

@@ -13,15 +13,23 @@ from flax import nnx
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale."""
+    """x / rms(x) * scale.
 
-    def __init__(self, features: int, *, eps: float, param_dtype: jnp.dtype) -> None:
-        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
-        self.eps = eps
+    Args: from_one: * (1 + scale) instead, in float32 to the end (Gemma).
+    """
+
+    def __init__(
+        self, features: int, *, eps: float, param_dtype: jnp.dtype, from_one: bool = False
+    ) -> None:
+        start = jnp.zeros if from_one else jnp.ones
+        self.scale = nnx.Param(start((features,), param_dtype))
+        self.eps, self.from_one = eps, from_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        if self.from_one:
+            return (x32 * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
         return x32.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 

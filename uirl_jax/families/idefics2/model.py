@@ -15,80 +15,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.idefics2.config import Idefics2Config, PerceiverConfig, VisionConfig
+from uirl_jax.families.idefics2.config import Idefics2Config, PerceiverConfig
 from uirl_jax.families.idefics2.images import ImageConfig
 from uirl_jax.families.idefics2.names import WEIGHTS
 from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.models import decoder, layers
-from uirl_jax.models.attention import attention
 from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
 from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
-
-
-class VisionBlock(nnx.Module):
-    """Pre-norm attention over the patches of an image, then an MLP."""
-
-    def __init__(
-        self,
-        cfg: VisionConfig,
-        *,
-        lora: LoraConfig | None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype,
-    ) -> None:
-        dim = cfg.hidden_size
-        linear = functools.partial(
-            adapted_linear,
-            lora=lora,
-            table=WEIGHTS,
-            use_bias=True,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        norm = functools.partial(
-            layers.LayerNorm, dim, eps=cfg.layer_norm_eps, param_dtype=param_dtype
-        )
-        self.norm1 = norm()
-        self.vision_q = linear("vision_q", dim, dim)
-        self.vision_k = linear("vision_k", dim, dim)
-        self.vision_v = linear("vision_v", dim, dim)
-        self.vision_out = linear("vision_out", dim, dim, axes=("wide", None))
-        self.norm2 = norm()
-        self.fc1 = linear("fc1", dim, cfg.intermediate_size)
-        self.fc2 = linear("fc2", cfg.intermediate_size, dim, axes=("wide", None))
-        self.num_heads = cfg.num_attention_heads
-
-    def __call__(
-        self,
-        x_ipd: jax.Array,
-        segment_ids_ip: jax.Array,
-        *,
-        adapters: bool,
-        dropout_key: jax.Array | None,
-    ) -> jax.Array:
-        q_key, k_key, v_key, out_key, fc1_key, fc2_key = split_key(dropout_key, 6)
-        h_ipd = self.norm1(x_ipd)
-
-        def heads(projection: Linear, key: jax.Array | None) -> jax.Array:
-            y = projection(h_ipd, adapters=adapters, dropout_key=key)
-            return y.reshape(*y.shape[:2], self.num_heads, -1)
-
-        out_ipnh = attention(
-            heads(self.vision_q, q_key),
-            heads(self.vision_k, k_key),
-            heads(self.vision_v, v_key),
-            segment_ids_ip,
-            causal=False,
-        )
-        out_ipd = out_ipnh.reshape(x_ipd.shape)
-        x_ipd = x_ipd + self.vision_out(out_ipd, adapters=adapters, dropout_key=out_key)
-        wide_ipf = self.fc1(self.norm2(x_ipd), adapters=adapters, dropout_key=fc1_key)
-        wide_ipf = layers.gelu_tanh(wide_ipf)
-        x_ipd = x_ipd + self.fc2(wide_ipf, adapters=adapters, dropout_key=fc2_key)
-        return constrain(x_ipd, "images", None, None)
+from uirl_jax.models.siglip import SiglipBlock
 
 
 class LatentBlock(nnx.Module):
@@ -195,7 +132,9 @@ class VisionTower(nnx.Module):
         table = jax.random.normal(rngs.params(), (vision.table_side**2, dim), jnp.float32)
         self.position_table = nnx.Param((table * 0.02).astype(param_dtype))
         self.blocks = stack(
-            lambda key: VisionBlock(vision, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype),
+            lambda key: SiglipBlock(
+                vision, lora=lora, table=WEIGHTS, rngs=nnx.Rngs(key), param_dtype=param_dtype
+            ),
             vision.num_hidden_layers,
             rngs,
         )
@@ -384,7 +323,7 @@ def _vision_blocks(
     )
 
     def body(
-        x_ipd: jax.Array, layer: tuple[VisionBlock, jax.Array | None]
+        x_ipd: jax.Array, layer: tuple[SiglipBlock, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array | None]:
         block, key = layer
         x_ipd = block(x_ipd, vision["segment_ids_ip"], adapters=adapters, dropout_key=key)

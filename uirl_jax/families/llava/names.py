@@ -1,10 +1,17 @@
 """Tables of LLaVA-1.5: names of published tensors, LoRA projections, sharding rules."""
 
-import re
 import types
 from collections.abc import Mapping
 
 from uirl_jax.families.llava.config import LlavaConfig
+from uirl_jax.families.tower_names import (
+    HEAD,
+    PROJECTOR,
+    TEXT,
+    TOWER,
+    current_name,
+    published_name,
+)
 from uirl_jax.models.sharding_rules import param_rules
 from uirl_jax.models.weight_table import Stack, WeightTable
 
@@ -40,33 +47,6 @@ _VISION_MODULES: Mapping[str, str] = types.MappingProxyType(
         "fc2": "mlp.fc2",
     }
 )
-_TOWER = "vision_tower.vision_model"
-_PROJECTOR = "multi_modal_projector"
-
-
-def published_name(name: str) -> str | None:
-    """Three layouts come to the first, that of the published files:
-
-    language_model.model.layers.0...   vision_tower.vision_model.encoder...   published
-    model.language_model.layers.0...   model.vision_tower.vision_model...     transformers 4.52
-    model.language_model.layers.0...   model.vision_tower.encoder...          transformers 5
-
-    transformers 5 saves without `model.`, and a model that it made without `vision_model.`, too.
-    """
-    if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
-        return None
-    name = re.sub(r"^lm_head\b", "language_model.lm_head", name)
-    name = re.sub(r"^model\.language_model\.", "language_model.model.", name)
-    name = re.sub(rf"^model\.(vision_tower|{_PROJECTOR})\.", r"\1.", name)
-    return re.sub(r"^vision_tower\.(?!vision_model\.)", f"{_TOWER}.", name)
-
-
-def current_name(published: str) -> str:
-    """The reverse of published_name, for transformers 5."""
-    name = re.sub(r"^language_model\.lm_head\b", "lm_head", published)
-    name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
-    name = re.sub(rf"^{re.escape(_TOWER)}\.", "model.vision_tower.", name)
-    return re.sub(rf"^{_PROJECTOR}\.", f"model.{_PROJECTOR}.", name)
 
 
 def _patch_embed_shape(cfg: LlavaConfig) -> tuple[int, ...]:
@@ -76,32 +56,32 @@ def _patch_embed_shape(cfg: LlavaConfig) -> tuple[int, ...]:
 
 WEIGHTS = WeightTable(
     stacks={
-        "text/blocks": Stack("language_model.model.layers", _TEXT_MODULES),
-        "visual/blocks": Stack(f"{_TOWER}.encoder.layers", _VISION_MODULES),
+        "text/blocks": Stack(f"{TEXT}.layers", _TEXT_MODULES),
+        "visual/blocks": Stack(f"{TOWER}.encoder.layers", _VISION_MODULES),
         "visual/unused_blocks": Stack(
-            f"{_TOWER}.encoder.layers", _VISION_MODULES, lambda cfg: cfg.vision_blocks
+            f"{TOWER}.encoder.layers", _VISION_MODULES, lambda cfg: cfg.vision_blocks
         ),
     },
     single={
-        "visual/class_embedding": f"{_TOWER}.embeddings.class_embedding",
-        "visual/patch_embed/kernel": f"{_TOWER}.embeddings.patch_embedding.weight",
-        "visual/position_table": f"{_TOWER}.embeddings.position_embedding.weight",
-        "visual/pre_norm/scale": f"{_TOWER}.pre_layrnorm.weight",
-        "visual/pre_norm/bias": f"{_TOWER}.pre_layrnorm.bias",
-        "visual/unused_norm/scale": f"{_TOWER}.post_layernorm.weight",
-        "visual/unused_norm/bias": f"{_TOWER}.post_layernorm.bias",
-        "visual/merger_fc1/kernel": f"{_PROJECTOR}.linear_1.weight",
-        "visual/merger_fc1/bias": f"{_PROJECTOR}.linear_1.bias",
-        "visual/merger_fc2/kernel": f"{_PROJECTOR}.linear_2.weight",
-        "visual/merger_fc2/bias": f"{_PROJECTOR}.linear_2.bias",
-        "text/embedding": "language_model.model.embed_tokens.weight",
-        "text/final_norm/scale": "language_model.model.norm.weight",
-        "text/lm_head/kernel": "language_model.lm_head.weight",
+        "visual/class_embedding": f"{TOWER}.embeddings.class_embedding",
+        "visual/patch_embed/kernel": f"{TOWER}.embeddings.patch_embedding.weight",
+        "visual/position_table": f"{TOWER}.embeddings.position_embedding.weight",
+        "visual/pre_norm/scale": f"{TOWER}.pre_layrnorm.weight",
+        "visual/pre_norm/bias": f"{TOWER}.pre_layrnorm.bias",
+        "visual/unused_norm/scale": f"{TOWER}.post_layernorm.weight",
+        "visual/unused_norm/bias": f"{TOWER}.post_layernorm.bias",
+        "visual/merger_fc1/kernel": f"{PROJECTOR}.linear_1.weight",
+        "visual/merger_fc1/bias": f"{PROJECTOR}.linear_1.bias",
+        "visual/merger_fc2/kernel": f"{PROJECTOR}.linear_2.weight",
+        "visual/merger_fc2/bias": f"{PROJECTOR}.linear_2.bias",
+        "text/embedding": f"{TEXT}.embed_tokens.weight",
+        "text/final_norm/scale": f"{TEXT}.norm.weight",
+        "text/lm_head/kernel": f"{HEAD}.weight",
     },
     shapes={"visual/patch_embed/kernel": _patch_embed_shape},
     published_name=published_name,
     current_name=current_name,
-    redundant=lambda cfg: ("language_model.lm_head.weight",) if cfg.tie_word_embeddings else (),
+    redundant=lambda cfg: (f"{HEAD}.weight",) if cfg.tie_word_embeddings else (),
     lora_groups=LORA_GROUPS,
     peft_targets={
         "vision_q": "q_proj",

@@ -1,0 +1,308 @@
+"""config.json of PaliGemma and PaliGemma 2 (3B): reads, checks and writes it.
+
+Source: arXiv:2407.07726, arXiv:2412.03555 and transformers,
+models/paligemma/configuration_paligemma.py, with those of models/siglip/, gemma/ and gemma2/.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from uirl_jax.errors import ModelError
+from uirl_jax.families import config_file
+from uirl_jax.families.paligemma.images import ImageConfig
+from uirl_jax.models.directory import read_json
+
+# What the reference takes where config.json has no vision_config or text_config.
+_VISION: Mapping[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+_TEXT: Mapping[str, Any] = {
+    "model_type": "gemma",
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "vocab_size": 257152,
+}
+# The sizes that the reference's Gemma2Config has otherwise than its GemmaConfig.
+_GEMMA2: Mapping[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA2_ONLY = tuple(_GEMMA2)[5:]
+_NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_GELU_TANH = ("gelu_pytorch_tanh", "gelu")  # the second in old files: the reference reads the first
+_IMAGES = ImageConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower, a SigLIP without its head. Defaults are the reference's."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    image_size: int = 224
+    patch_size: int = 16
+    layer_norm_eps: float = 1e-6
+
+    @property
+    def grid_side(self) -> int:
+        """Patches along a side of the square image."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        return self.grid_side**2
+
+    @property
+    def patch_features(self) -> int:
+        """F, the floats of one patch: channels x height x width."""
+        return 3 * self.patch_size**2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaliGemmaConfig:
+    """Both towers and the special tokens. Names are those of Hugging Face's config.json.
+
+    Defaults are those of the reference's GemmaConfig.
+    """
+
+    vision: VisionConfig
+    text_model_type: str = "gemma"  # or gemma2
+    vocab_size: int = 256000
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    head_dim: int = 256
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 8192
+    initializer_range: float = 0.02  # of the embeddings; projections scale with their width
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 2
+    eos_token_id: int | None = 1
+    pad_token_id: int | None = 0
+    # Of Gemma 2. The window is of every other layer, the first included; None: none.
+    query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
+    sliding_window: int | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    image_token_id: int = 256000
+    images: ImageConfig = _IMAGES  # of preprocessor_config.json
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={value!r}, expected a positive number"
+            for name in (*_GEMMA2_ONLY, "rope_theta", "rms_norm_eps")
+            if (value := getattr(self, name)) is not None
+            and (type(value) not in (int, float) or not 0 < value < float("inf"))
+        ]
+        if self.sliding_window is not None and type(self.sliding_window) is not int:
+            problems.append(f"sliding_window={self.sliding_window!r}, expected an integer")
+        config_file.check(self, self.vision, problems=problems)
+        vision = self.vision
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim}, expected a multiple of 2")
+        if vision.hidden_size % vision.num_attention_heads:
+            problems.append(
+                f"vision_config: hidden_size={vision.hidden_size} is not a multiple of "
+                f"num_attention_heads={vision.num_attention_heads}"
+            )
+        if vision.image_size % vision.patch_size:
+            problems.append(
+                f"vision_config: image_size={vision.image_size} is not a multiple of "
+                f"patch_size={vision.patch_size}"
+            )
+        config_file.check(problems=problems)
+
+    @property
+    def is_gemma2(self) -> bool:
+        return self.text_model_type == "gemma2"
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "PaliGemmaConfig":
+        """Reads a config.json.
+
+        Raises: ModelError: another architecture, or a variant that is not computed (another text or
+          vision tower, a pooling head, scaled RoPE, biases, other activations or windows).
+        """
+        if config.get("model_type") != "paligemma":
+            raise ModelError(
+                f"config.json: model_type={config.get('model_type')!r}, expected 'paligemma'"
+            )
+        given = config.get("text_config")
+        text = dict(_TEXT if given is None else given)
+        given = config.get("vision_config")
+        vision = dict(_VISION if given is None else given)
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        if problems := _not_computed(config, text, vision, rope):
+            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
+
+        text_model_type = text.get("model_type", "gemma")
+        defaults = _GEMMA2 if text_model_type == "gemma2" else {}
+        names = {f.name for f in dataclasses.fields(cls)} - {"images", "vision", "text_model_type"}
+        if text_model_type == "gemma":
+            names -= set(_GEMMA2_ONLY)
+        given = {name: text[name] for name in names if text.get(name) is not None}
+        found: dict[str, Any] = {**defaults, **given}
+        found |= {name: None for name in _NULLABLE if name in text and text[name] is None}
+        found["image_token_id"] = config.get("image_token_index", config.get("image_token_id"))
+        found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
+        # As in the reference: what text_config says of it is not read.
+        found["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
+        if isinstance(found.get("eos_token_id"), list):
+            found["eos_token_id"] = found["eos_token_id"][0]
+        found = {n: value for n, value in found.items() if value is not None or n in _NULLABLE}
+        known = {field.name for field in dataclasses.fields(VisionConfig)}
+        cfg = cls(
+            vision=VisionConfig(**{n: vision[n] for n in known if vision.get(n) is not None}),
+            text_model_type=text_model_type,
+            **found,
+        )
+        # The reference gives the projector this width, whatever vision_config says.
+        if (width := config.get("projection_dim", 2048)) != cfg.hidden_size:
+            raise ModelError(
+                f"config.json: projection_dim={width}, expected the text tower's hidden_size="
+                f"{cfg.hidden_size}"
+            )
+        return cfg
+
+    def to_dict(self) -> dict[str, Any]:
+        """A config.json in the layout of the published models, for transformers 4 and 5."""
+        values = dataclasses.asdict(self)
+        del values["images"]
+        vision, model_type = values.pop("vision"), values.pop("text_model_type")
+        tokens = self.vision.patches
+        if not self.is_gemma2:
+            for name in _GEMMA2_ONLY:
+                del values[name]
+        return {
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "model_type": "paligemma",
+            "image_token_index": values.pop("image_token_id"),
+            "hidden_size": self.hidden_size,
+            "projection_dim": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": values.pop("tie_word_embeddings"),
+            **{name: values[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            "text_config": {
+                "model_type": model_type,
+                **values,
+                "num_image_tokens": tokens,
+                "attention_bias": False,
+                "hidden_act": _GELU_TANH[0],
+                "hidden_activation": _GELU_TANH[0],
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                **vision,
+                "projection_dim": self.hidden_size,
+                "num_image_tokens": tokens,
+                "hidden_act": _GELU_TANH[0],
+                "num_channels": 3,
+                "vision_use_head": False,
+            },
+        }
+
+
+def _not_computed(
+    config: Mapping[str, Any],
+    text: Mapping[str, Any],
+    vision: Mapping[str, Any],
+    rope: Mapping[str, Any],
+) -> list[str]:
+    """Values that ask for another computation than this family's, in words."""
+    gemma = ("gemma", "gemma2")
+    # (what, the value, the values that are computed)
+    values: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("text_config.model_type", text.get("model_type", "gemma"), gemma),
+        (
+            "text_config: RoPE of type",
+            rope.get("rope_type", rope.get("type", "default")),
+            ("default",),
+        ),
+        ("text_config.attention_bias", text.get("attention_bias", False), (False,)),
+        ("text_config.hidden_act", text.get("hidden_act"), (None, *_GELU_TANH)),
+        ("text_config.hidden_activation", text.get("hidden_activation"), (None, *_GELU_TANH)),
+        # Of contexts; what is sampled is causal in any case.
+        (
+            "text_config.use_bidirectional_attention",
+            text.get("use_bidirectional_attention"),
+            (None, True),
+        ),
+        (
+            "vision_config.model_type",
+            vision.get("model_type", "siglip_vision_model"),
+            ("siglip_vision_model",),
+        ),
+        ("vision_config.hidden_act", vision.get("hidden_act", _GELU_TANH[0]), _GELU_TANH[:1]),
+        ("vision_config.num_channels", vision.get("num_channels", 3), (3,)),
+        # A pooling head, whose weights nothing would read. The reference's default has one.
+        ("vision_config.vision_use_head", vision.get("vision_use_head", True), (False,)),
+        ("tie_word_embeddings", config.get("tie_word_embeddings", True), (True, False)),
+    ]
+    if text.get("model_type") == "gemma2":
+        layers = text.get("num_hidden_layers", _GEMMA2["num_hidden_layers"])
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+        values.append(("text_config.layer_types", text.get("layer_types"), (None, kinds)))
+    return [
+        f"{what} {got!r} (computed is {' or '.join(map(repr, known))})"
+        for what, got, known in values
+        if got not in known
+    ]
+
+
+def read_model_config(model_dir: Path) -> PaliGemmaConfig:
+    """Reads <model_dir>/config.json alone, with published image settings of its size.
+
+    Raises: ModelError.
+    """
+    cfg = config_file.read_file(model_dir / "config.json", PaliGemmaConfig.from_dict)
+    images = dataclasses.replace(cfg.images, side_px=cfg.vision.image_size)
+    return dataclasses.replace(cfg, images=images)
+
+
+def read_config(model_dir: Path) -> PaliGemmaConfig:
+    """Reads config.json and preprocessor_config.json.
+
+    Raises: ModelError: they cannot be read or contradict each other.
+    """
+    cfg = read_model_config(model_dir)
+    path = model_dir / "preprocessor_config.json"
+    images = ImageConfig.from_dict(read_json(path))
+    if images.side_px != cfg.vision.image_size:
+        raise ModelError(
+            f"{path}: squares of {images.side_px} pixels, config.json has image_size="
+            f"{cfg.vision.image_size}: it belongs to another model; take the file of this model's "
+            "directory"
+        )
+    return dataclasses.replace(cfg, images=images)
+
+
+def max_positions(cfg: PaliGemmaConfig) -> int:
+    return cfg.max_position_embeddings
