@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from tests import family_world as world
 from tests.oracles import reference_torch
+from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.models import peft_adapters, scoring
@@ -28,9 +29,6 @@ GROUPS = ("attention", "mlp", "vision", "merger")  # every projection of a model
 @functools.cache
 def _all_outputs(model_type: str):
     own = importlib.import_module(f"uirl_jax.families.{model_type}.model")
-    text = own
-    if model_type.startswith("qwen"):
-        text = importlib.import_module("uirl_jax.families.qwen.model")
 
     @jax.jit
     def run(model, rows, vision):
@@ -38,7 +36,7 @@ def _all_outputs(model_type: str):
         return (
             own.vision_block_outputs(model, vision),
             visual_me,
-            text.block_outputs(model, rows, visual_me),
+            two_towers.block_outputs(model, rows, visual_me),
             model.logits(model.hidden(rows, visual_me)),
         )
 

@@ -11,9 +11,9 @@ from PIL import Image
 from tests import small_model
 from tests.model_files import load_pretrained
 from uirl_jax.errors import ModelError
+from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.qwen import images, inputs
-from uirl_jax.families.qwen import model as qwen
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_vl import model as qwen2_vl
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
@@ -145,7 +145,7 @@ def all_outputs(model, rows, vision):
     visual_md = model.encode_images(vision)
     return (
         qwen2_vl.vision_block_outputs(model, **vision),
-        qwen.block_outputs(model, rows, visual_md),
+        two_towers.block_outputs(model, rows, visual_md),
         model.logits(model.hidden(rows, visual_md)),
     )
 
@@ -325,7 +325,7 @@ def test_extend_prefill_and_decode_equal_hidden():
     whole_btd = hidden(model, whole, visual_md)
     lengths_b = np.array([7, 4])
     prompt_bt = np.where(np.arange(8) < lengths_b[:, None], ids_bt[:, :8], 49)  # 49: padding
-    cache = qwen.init_cache(model.cfg, 2, 12, jnp.float32)
+    cache = Qwen2VL.init_cache(model.cfg, 2, 12, jnp.float32)
     x_btd, cache = extend(
         model,
         prompt_bt,
@@ -354,7 +354,7 @@ def test_extend_prefill_and_decode_equal_hidden():
 
 def test_extend_slots_past_the_end_leave_the_cache_as_it_is():
     model = noisy_model()
-    cache = jax.tree.map(jnp.ones_like, qwen.init_cache(model.cfg, 1, 4, jnp.float32))
+    cache = jax.tree.map(jnp.ones_like, Qwen2VL.init_cache(model.cfg, 1, 4, jnp.float32))
     ids_bt, positions_3bt = text_inputs(1, 1)
     x_btd, after = extend(model, ids_bt, None, None, positions_3bt, cache, np.array([4], np.int32))
     assert np.isfinite(x_btd).all()

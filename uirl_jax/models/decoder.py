@@ -50,6 +50,16 @@ class DecoderConfig:
     output_norms: bool = False  # what attention and MLP add is normed, too (Gemma 2)
     embedding_scale: float = 1.0  # of token embeddings; visual tokens are not scaled
 
+    @classmethod
+    def of(cls, cfg: Any, **features: Any) -> "DecoderConfig":
+        """The sizes of a family's config, which names them alike, with these features."""
+        sizes = (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+            *("rms_norm_eps", "initializer_range", "tie_word_embeddings"),
+        )
+        return cls(**{name: getattr(cfg, name) for name in sizes}, **features)
+
 
 class Rotary(NamedTuple):
     """cos and sin of every token, float32[B,T,H/2]: computed once, used by every block."""

@@ -14,9 +14,9 @@ def make_model(*args: Any, **options: Any) -> Any:
 
 
 def init_cache(*args: Any) -> Any:
-    from uirl_jax.families.idefics2 import model
+    from uirl_jax.families.idefics2.model import Idefics2
 
-    return model.init_cache(*args)
+    return Idefics2.init_cache(*args)
 
 
 # Turns are opened by plain text, "User:", and ended by a token: an instruction can spell an opening

@@ -1,31 +1,28 @@
 """Idefics2 in Flax NNX: SigLIP for images of any shape, a resampler, Mistral (`models.decoder`).
 
-The resampler reads a screen of any size into the same number of visual tokens. Methods are pure;
-callers jit them. Screens and positions come from `inputs`, names of tensors from `names`.
+The resampler reads a screen of any size into the same number of visual tokens. Screens and
+positions come from `inputs`, names of tensors from `names`, the text tower from `two_towers`.
 
 Source: arXiv:2405.02246 and transformers, models/idefics2/modeling_idefics2.py.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from uirl_jax.families.border import TokenRows
 from uirl_jax.families.idefics2.config import Idefics2Config, PerceiverConfig
-from uirl_jax.families.idefics2.images import ImageConfig
 from uirl_jax.families.idefics2.names import WEIGHTS
-from uirl_jax.families.pixel_levels import level_values
-from uirl_jax.models import decoder, layers
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
-from uirl_jax.models.decoder import Decoder, DecoderBlock, DecoderConfig, Rotary
-from uirl_jax.models.kv_cache import KVCache
+from uirl_jax.families.two_towers import TwoTowers, image_pixels
+from uirl_jax.models import layers
+from uirl_jax.models.blocks import checkpointed, layer_keys, stack
+from uirl_jax.models.decoder import DecoderConfig
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
-from uirl_jax.models.siglip import SiglipBlock
+from uirl_jax.models.vision_block import make_blocks, run_blocks
 
 
 class LatentBlock(nnx.Module):
@@ -131,12 +128,14 @@ class VisionTower(nnx.Module):
         )
         table = jax.random.normal(rngs.params(), (vision.table_side**2, dim), jnp.float32)
         self.position_table = nnx.Param((table * 0.02).astype(param_dtype))
-        self.blocks = stack(
-            lambda key: SiglipBlock(
-                vision, lora=lora, table=WEIGHTS, rngs=nnx.Rngs(key), param_dtype=param_dtype
-            ),
+        self.blocks = make_blocks(
+            vision,
             vision.num_hidden_layers,
-            rngs,
+            layers.gelu_tanh,
+            lora=lora,
+            table=WEIGHTS,
+            rngs=rngs,
+            param_dtype=param_dtype,
         )
         self.post_norm = layers.LayerNorm(dim, eps=vision.layer_norm_eps, param_dtype=param_dtype)
         linear = functools.partial(
@@ -164,41 +163,17 @@ class VisionTower(nnx.Module):
         )
 
 
-class Idefics2(nnx.Module):
+class Idefics2(TwoTowers):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args:
-      lora: targets of the adapters; None: no adapters.
-      rngs: of the random initial weights.
-      param_dtype: of the base weights; adapters are float32.
-      compute_dtype: of activations; None: param_dtype. Softmax, norms, angles and logprobs are
-        always float32.
-      remat: what the backward pass recomputes of a block.
+    Args: see TwoTowers.
     """
 
-    def __init__(
-        self,
-        cfg: Idefics2Config,
-        *,
-        lora: LoraConfig | None = None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype = jnp.float32,
-        compute_dtype: jnp.dtype | None = None,
-        remat: Remat = "full",
-    ) -> None:
-        self.cfg, self.lora = cfg, lora
-        self.compute_dtype = jnp.dtype(param_dtype if compute_dtype is None else compute_dtype)
-        self.remat: Remat = remat
-        self.visual = VisionTower(cfg, lora=lora, rngs=rngs, param_dtype=param_dtype)
-        self.text = Decoder(
-            decoder_config(cfg),
-            lora=lora,
-            table=WEIGHTS,
-            rngs=rngs,
-            param_dtype=param_dtype,
-            compute_dtype=self.compute_dtype,
-            remat=remat,
-        )
+    cfg: Idefics2Config
+    visual: VisionTower
+    table = WEIGHTS
+    make_visual = VisionTower
+    decoder_config = staticmethod(DecoderConfig.of)
 
     def encode_images(
         self,
@@ -218,9 +193,7 @@ class Idefics2(nnx.Module):
         Returns: visual_md, [I * E, D], E latents of every row; without an image undefined.
         """
         blocks_key, *connector_keys, latents_key = split_key(dropout_key, 5)
-        x_ipd, _ = _vision_blocks(
-            self, vision, adapters=adapters, dropout_key=blocks_key, collect=False
-        )
+        x_ipd, _ = _vision_blocks(self, vision, adapters=adapters, dropout_key=blocks_key)
         tower = self.visual
 
         def connect(x_ipd: jax.Array, keys: list[Any]) -> jax.Array:
@@ -244,93 +217,27 @@ class Idefics2(nnx.Module):
         )
         return constrain(x_ied.reshape(-1, self.cfg.hidden_size), "visual", None)
 
-    def hidden(
-        self,
-        rows: TokenRows,
-        visual_md: jax.Array | None,
-        *,
-        adapters: bool = True,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """See border.Model.hidden."""
-        x_btd, _ = _text_rows(self, rows, visual_md, adapters=adapters, dropout_key=dropout_key)
-        return self.text.final_norm(x_btd)
-
-    def extend(
-        self,
-        token_ids_bt: jax.Array,
-        visual_md: jax.Array | None,
-        vision_index_bt: jax.Array | None,
-        positions_abt: jax.Array,
-        cache: KVCache,
-        start_b: jax.Array,
-        *,
-        slot_b: jax.Array | None = None,
-        span: int | None = None,
-        blocks: Sequence[DecoderBlock] | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """See border.Model.extend."""
-        return self.text.extend(
-            self.text.embed(token_ids_bt, visual_md, vision_index_bt),
-            _rotary(self.cfg, positions_abt),
-            cache,
-            start_b,
-            slot_b=slot_b,
-            span=span,
-            blocks=blocks,
-        )
-
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]."""
-        return self.text.logits(x_btd)
-
-
-def _rotary(cfg: Idefics2Config, positions_1bt: jax.Array) -> Rotary:
-    sections = (cfg.head_dim // 2,)  # one axis of positions
-    return Rotary(*layers.mrope_angles(positions_1bt, cfg.head_dim, cfg.rope_theta, sections))
-
-
-def _text_rows(
-    model: Idefics2, rows: TokenRows, visual_md: jax.Array | None, **options: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    return model.text.rows(
-        model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True),
-        _rotary(model.cfg, rows.positions_abt),
-        rows.segment_ids_bt,
-        rows.prefix_segments_bt,
-        **options,
-    )
-
 
 def _vision_blocks(
-    model: Idefics2,
-    vision: Mapping[str, jax.Array],
-    *,
-    adapters: bool,
-    dropout_key: jax.Array | None,
-    collect: bool,
+    model: Idefics2, vision: Mapping[str, jax.Array], **options: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """x_ipd behind the last block, [I,P,D]; with `collect`, [L,I,P,D] behind every block."""
     tower, dtype = model.visual, model.compute_dtype
-    pixels_ipf = vision.get("pixels_ipf")
-    if pixels_ipf is None:
-        pixels_ipf = pixel_values(vision["patches_ipc"], model.cfg.images)
-    pixels_ipf = constrain(pixels_ipf.astype(dtype), "images", None, None)
+    pixels_ipf = image_pixels(vision, model.cfg.images).astype(dtype)
+    pixels_ipf = constrain(pixels_ipf, "images", None, None)
     table_nd = constrain(tower.position_table[...], None, None)
     positions_ipd = layers.lookup(table_nd, vision["position_ids_ip"])
     x_ipd = constrain(
         tower.patch_embed(pixels_ipf) + positions_ipd.astype(dtype), "images", None, None
     )
-
-    def body(
-        x_ipd: jax.Array, layer: tuple[SiglipBlock, jax.Array | None]
-    ) -> tuple[jax.Array, jax.Array | None]:
-        block, key = layer
-        x_ipd = block(x_ipd, vision["segment_ids_ip"], adapters=adapters, dropout_key=key)
-        return x_ipd, x_ipd if collect else None
-
-    stacked = (tower.blocks, layer_keys(dropout_key, model.cfg.vision.num_hidden_layers))
-    return jax.lax.scan(checkpointed(body, model.remat), x_ipd, stacked)
+    return run_blocks(
+        tower.blocks,
+        x_ipd,
+        vision["segment_ids_ip"],
+        depth=model.cfg.vision.num_hidden_layers,
+        remat=model.remat,
+        **options,
+    )
 
 
 def _latents(
@@ -359,40 +266,8 @@ def _latents(
     return tower.latents_final_norm(x_ied)
 
 
-def pixel_values(patches_ipc: jax.Array, images: ImageConfig) -> jax.Array:
-    """float32[I,P,F] of uint8[I,P,C]: the processor's values bit for bit."""
-    return layers.level_lookup(patches_ipc, level_values(images))
-
-
 def vision_block_outputs(model: Idefics2, vision: Mapping[str, jax.Array]) -> jax.Array:
     """The residual stream after every vision block, [L,I,P,D]; for tests."""
-    x_lipd = _vision_blocks(model, vision, adapters=True, dropout_key=None, collect=True)[1]
+    x_lipd = _vision_blocks(model, vision, collect=True)[1]
     assert x_lipd is not None  # collect=True
     return x_lipd
-
-
-def block_outputs(model: Idefics2, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block, [L,B,T,D]; for tests."""
-    x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
-    assert x_lbtd is not None  # collect=True
-    return x_lbtd
-
-
-def decoder_config(cfg: Idefics2Config) -> DecoderConfig:
-    """The sizes of the text tower."""
-    return DecoderConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.hidden_size,
-        intermediate_size=cfg.intermediate_size,
-        num_hidden_layers=cfg.num_hidden_layers,
-        num_attention_heads=cfg.num_attention_heads,
-        num_key_value_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        rms_norm_eps=cfg.rms_norm_eps,
-        initializer_range=cfg.initializer_range,
-        tie_word_embeddings=cfg.tie_word_embeddings,
-    )
-
-
-def init_cache(cfg: Idefics2Config, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
-    return decoder.init_cache(decoder_config(cfg), slots, positions, dtype)

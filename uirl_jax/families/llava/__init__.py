@@ -14,9 +14,9 @@ def make_model(*args: Any, **options: Any) -> Any:
 
 
 def init_cache(*args: Any) -> Any:
-    from uirl_jax.families.llava import model
+    from uirl_jax.families.llava.model import Llava
 
-    return model.init_cache(*args)
+    return Llava.init_cache(*args)
 
 
 # A context may hold several screenshots, although the published models were trained on one: they

@@ -14,9 +14,9 @@ def make_model(*args: Any, **options: Any) -> Any:
 
 
 def init_cache(*args: Any) -> Any:
-    from uirl_jax.families.paligemma import model
+    from uirl_jax.families.paligemma.model import PaliGemma
 
-    return model.init_cache(*args)
+    return PaliGemma.init_cache(*args)
 
 
 # Tokens of a context see each other whatever their order, so a context is computed as a whole, and

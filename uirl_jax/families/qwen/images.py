@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from uirl_jax.errors import ImageError, ModelError
+from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.models.directory import read_json
 
 Grid = tuple[int, int, int]  # patches in time, height and width
@@ -106,15 +107,6 @@ class ImageConfig:
             "do_convert_rgb": True,
             "resample": int(_BICUBIC),
         }
-
-
-def level_values(cfg: ImageConfig) -> np.ndarray:
-    """float32[3,256], the normalised value of every level of a channel: a table for pixels."""
-    # Rescaled in float64 and normalised in float32, as in the reference.
-    level_l = (np.arange(256, dtype=np.float64) * cfg.rescale_factor).astype(np.float32)
-    mean_c = np.array(cfg.image_mean, np.float32)
-    std_c = np.array(cfg.image_std, np.float32)
-    return (level_l[None] - mean_c[:, None]) / std_c[:, None]
 
 
 def smart_resize(

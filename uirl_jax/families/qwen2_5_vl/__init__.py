@@ -15,9 +15,9 @@ def make_model(*args: Any, **options: Any) -> Any:
 
 
 def init_cache(*args: Any) -> Any:
-    from uirl_jax.families.qwen import model
+    from uirl_jax.families.qwen2_5_vl.model import Qwen25VL
 
-    return model.init_cache(*args)
+    return Qwen25VL.init_cache(*args)
 
 
 FAMILY = Family(

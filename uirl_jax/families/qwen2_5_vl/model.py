@@ -9,6 +9,7 @@ Source: arXiv:2502.13923 and transformers, models/qwen2_5_vl/modeling_qwen2_5_vl
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
-from uirl_jax.families.qwen.model import QwenVL, decoder_config, pixel_values
+from uirl_jax.families.qwen.model import QwenVL, image_pixels
 from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig, VisionConfig
 from uirl_jax.families.qwen2_5_vl.names import WEIGHTS
 from uirl_jax.models import layers
 from uirl_jax.models.attention import attention, window_attention
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
-from uirl_jax.models.decoder import Rotary
+from uirl_jax.models.blocks import checkpointed, layer_keys, stack
+from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
@@ -130,33 +131,17 @@ class VisionTower(nnx.Module):
 class Qwen25VL(QwenVL):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args: see QwenVL.
+    Args: see TwoTowers.
     """
 
     cfg: Qwen25VLConfig
     visual: VisionTower
+    table = WEIGHTS
+    decoder_config = staticmethod(lambda cfg: DecoderConfig.of(cfg, qkv_bias=True))
 
-    def __init__(
-        self,
-        cfg: Qwen25VLConfig,
-        *,
-        lora: LoraConfig | None = None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype = jnp.float32,
-        compute_dtype: jnp.dtype | None = None,
-        remat: Remat = "full",
-    ) -> None:
-        super().__init__(
-            cfg,
-            decoder_config(cfg),
-            VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
-            WEIGHTS,
-            lora=lora,
-            rngs=rngs,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
-            remat=remat,
-        )
+    @staticmethod
+    def make_visual(cfg: Any, **options: Any) -> VisionTower:
+        return VisionTower(cfg.vision, **options)
 
     def encode_images(
         self,
@@ -202,9 +187,7 @@ def _vision_blocks(
     collect: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     cfg = model.cfg.vision
-    pixels_ipf = vision.get("pixels_ipf")
-    if pixels_ipf is None:
-        pixels_ipf = pixel_values(vision["patches_ipc"], model.cfg.images)
+    pixels_ipf = image_pixels(vision, model.cfg.images)
     pixels_ipf = constrain(pixels_ipf.astype(model.compute_dtype), "images", None, None)
     x_ipd = model.visual.patch_embed(pixels_ipf)
     positions_ip2 = vision["patch_positions_ip2"]

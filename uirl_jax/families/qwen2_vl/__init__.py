@@ -20,9 +20,9 @@ def make_model(*args: Any, **options: Any) -> Any:
 
 
 def init_cache(*args: Any) -> Any:
-    from uirl_jax.families.qwen import model
+    from uirl_jax.families.qwen2_vl.model import Qwen2VL
 
-    return model.init_cache(*args)
+    return Qwen2VL.init_cache(*args)
 
 
 FAMILY = Family(

@@ -8,19 +8,20 @@ Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
-from uirl_jax.families.qwen.model import QwenVL, decoder_config, pixel_values
+from uirl_jax.families.qwen.model import QwenVL, image_pixels
 from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models import layers
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
-from uirl_jax.models.decoder import Rotary
+from uirl_jax.models.blocks import checkpointed, layer_keys, stack
+from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
@@ -75,33 +76,17 @@ class VisionTower(nnx.Module):
 class Qwen2VL(QwenVL):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args: see QwenVL.
+    Args: see TwoTowers.
     """
 
     cfg: Qwen2VLConfig
     visual: VisionTower
+    table = WEIGHTS
+    decoder_config = staticmethod(lambda cfg: DecoderConfig.of(cfg, qkv_bias=True))
 
-    def __init__(
-        self,
-        cfg: Qwen2VLConfig,
-        *,
-        lora: LoraConfig | None = None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype = jnp.float32,
-        compute_dtype: jnp.dtype | None = None,
-        remat: Remat = "full",
-    ) -> None:
-        super().__init__(
-            cfg,
-            decoder_config(cfg),
-            VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
-            WEIGHTS,
-            lora=lora,
-            rngs=rngs,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
-            remat=remat,
-        )
+    @staticmethod
+    def make_visual(cfg: Any, **options: Any) -> VisionTower:
+        return VisionTower(cfg.vision, **options)
 
     def encode_images(
         self,
@@ -122,9 +107,7 @@ class Qwen2VL(QwenVL):
         Returns: visual_md, [I * P / merge_size**2, D]; rows of padding are undefined.
         """
         blocks_key, fc1_key, fc2_key = split_key(dropout_key, 3)
-        pixels_ipf = vision.get("pixels_ipf")
-        if pixels_ipf is None:
-            pixels_ipf = pixel_values(vision["patches_ipc"], self.cfg.images)
+        pixels_ipf = image_pixels(vision, self.cfg.images)
         x_ipd, _ = _vision_blocks(
             self,
             pixels_ipf,

@@ -15,9 +15,9 @@ def make_model(*args: Any, **options: Any) -> Any:
 
 
 def init_cache(*args: Any) -> Any:
-    from uirl_jax.families.qwen3_vl import model
+    from uirl_jax.families.qwen3_vl.model import Qwen3VL
 
-    return model.init_cache(*args)
+    return Qwen3VL.init_cache(*args)
 
 
 FAMILY = Family(

@@ -18,14 +18,13 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
-from uirl_jax.families.qwen.model import QwenVL, pixel_values
+from uirl_jax.families.qwen.model import QwenVL, image_pixels
 from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from uirl_jax.families.qwen3_vl.names import WEIGHTS
-from uirl_jax.models import decoder, layers
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models import layers
+from uirl_jax.models.blocks import checkpointed, layer_keys, stack
 from uirl_jax.models.decoder import DecoderConfig, Rotary
-from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
@@ -158,40 +157,24 @@ class VisionTower(nnx.Module):
 class Qwen3VL(QwenVL):
     """Both towers. Split it once: `graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)`.
 
-    Args: see QwenVL.
+    Args: see TwoTowers.
     """
 
     cfg: Qwen3VLConfig
     visual: VisionTower
+    table = WEIGHTS
+    decoder_config = staticmethod(lambda cfg: DecoderConfig.of(cfg, qk_norm=True))
 
-    def __init__(
-        self,
-        cfg: Qwen3VLConfig,
-        *,
-        lora: LoraConfig | None = None,
-        rngs: nnx.Rngs,
-        param_dtype: jnp.dtype = jnp.float32,
-        compute_dtype: jnp.dtype | None = None,
-        remat: Remat = "full",
-    ) -> None:
-        super().__init__(
-            cfg,
-            decoder_config(cfg),
-            VisionTower(cfg.vision, lora=lora, rngs=rngs, param_dtype=param_dtype),
-            WEIGHTS,
-            lora=lora,
-            rngs=rngs,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
-            remat=remat,
-        )
+    @staticmethod
+    def make_visual(cfg: Any, **options: Any) -> VisionTower:
+        return VisionTower(cfg.vision, **options)
 
-    def rotary(self, positions_3bt: jax.Array) -> Rotary:
+    def rotary(self, positions_abt: jax.Array) -> Rotary:
         """The angles of positions, whose axes alternate from pair to pair of a head."""
         cfg = self.cfg
         return Rotary(
             *layers.interleaved_mrope_angles(
-                positions_3bt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section
+                positions_abt, cfg.head_dim, cfg.rope_theta, cfg.mrope_section
             )
         )
 
@@ -249,9 +232,7 @@ def _vision_blocks(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Outputs of the last block, of the DeepStack blocks [K,I,P,D], and of all if `collect`."""
     cfg, tower = model.cfg.vision, model.visual
-    pixels_ipf = vision.get("pixels_ipf")
-    if pixels_ipf is None:
-        pixels_ipf = pixel_values(vision["patches_ipc"], model.cfg.images)
+    pixels_ipf = image_pixels(vision, model.cfg.images)
     pixels_ipf = constrain(pixels_ipf.astype(model.compute_dtype), "images", None, None)
     x_ipd = tower.patch_embed(pixels_ipf)
     x_ipd = x_ipd + tower.learned_positions(vision["table_positions_ip2"]).astype(x_ipd.dtype)
@@ -291,24 +272,3 @@ def vision_block_outputs(model: Qwen3VL, vision: Mapping[str, jax.Array]) -> jax
     x_lipd = _vision_blocks(model, vision, adapters=True, dropout_key=None, collect=True)[2]
     assert x_lipd is not None  # collect=True
     return x_lipd
-
-
-def decoder_config(cfg: Qwen3VLConfig) -> DecoderConfig:
-    """The sizes of the text tower."""
-    return DecoderConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.hidden_size,
-        intermediate_size=cfg.intermediate_size,
-        num_hidden_layers=cfg.num_hidden_layers,
-        num_attention_heads=cfg.num_attention_heads,
-        num_key_value_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        rms_norm_eps=cfg.rms_norm_eps,
-        initializer_range=cfg.initializer_range,
-        tie_word_embeddings=cfg.tie_word_embeddings,
-        qk_norm=True,
-    )
-
-
-def init_cache(cfg: Qwen3VLConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:
-    return decoder.init_cache(decoder_config(cfg), slots, positions, dtype)
