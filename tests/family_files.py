@@ -4,21 +4,27 @@ Also int8 and a mesh of eight devices.
 """
 
 import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests import family_world as world
 from tests.family_checks import GROUPS
 from tests.oracles import reference_torch
+from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.loading import PolicyModel
-from uirl_jax.models import sharding
+from uirl_jax.models import sharding, weights
 from uirl_jax.models.lora import LoraConfig
 
 
@@ -69,6 +75,77 @@ def assert_saved_again_is_the_same(name: str, tmp_path: Path) -> None:
     for tensor, value in reference.state_dict().items():
         expected = world.reference_of(name).state_dict()[tensor]
         np.testing.assert_array_equal(value, expected, err_msg=tensor)
+
+
+def as_saved_by_transformers_5(published: str) -> str:
+    """A tensor's name in a file that transformers 5 writes of a model that it made."""
+    return published.replace("vision_tower.vision_model.", "vision_tower.")
+
+
+def as_of_transformers_4_52(published: str) -> str:
+    """A tensor's name in a file that transformers 4.52 writes."""
+    name = published.replace("language_model.lm_head", "lm_head")
+    name = name.replace("language_model.model.", "model.language_model.")
+    return re.sub(r"^(vision_tower|multi_modal_projector)\.", r"model.\1.", name)
+
+
+def assert_shards_give_the_same(
+    name: str, buffers: dict[str, np.ndarray], tmp_path: Path, renamed: Callable[[str], str] = str
+) -> None:
+    """The directory in two shards, in other names and with buffers that older versions saved."""
+    directory = world.directory_of(name)
+    published = world.policy_of(name).family.weights.published_name
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {renamed(published(stored)): tensor for stored, tensor in tensors.items()} | buffers
+    for file in ("config.json", "preprocessor_config.json"):
+        shutil.copy(directory / file, tmp_path)
+    listed = sorted(tensors)
+    files = {"a.safetensors": listed[::2], "b.safetensors": listed[1::2]}
+    for file, part in files.items():
+        save_file({stored: tensors[stored] for stored in part}, tmp_path / file)
+    index = {"weight_map": {stored: file for file, part in files.items() for stored in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    got = loading.load(tmp_path, lora=None, seed=0)
+    jax.tree.map(np.testing.assert_array_equal, got.trainable, world.policy_of(name).trainable)
+
+
+def assert_tied_head_may_be_repeated(name: str, embedding: str, head: str, tmp_path: Path) -> None:
+    shutil.copytree(world.directory_of(name), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    assert head not in tensors
+    save_file({**tensors, head: tensors[embedding]}, path)
+    got = loading.load(tmp_path / "model", lora=None, seed=0)
+    jax.tree.map(np.testing.assert_array_equal, got.trainable, world.policy_of(name).trainable)
+
+
+def assert_refused_in_one_line(
+    name: str,
+    *,
+    missing: Sequence[str],
+    others: dict[str, np.ndarray],
+    says: Sequence[str],
+    tmp_path: Path,
+) -> None:
+    """The directory without some tensors, with others in addition or in place of its own.
+
+    Args:
+      says: of the others; what is missing is said of each.
+    """
+    directory = world.directory_of(name)
+    published = world.policy_of(name).family.weights.published_name
+    stored = load_file(directory / "model.safetensors")
+    tensors = {published(key): tensor for key, tensor in stored.items()}
+    for key in missing:
+        del tensors[key]
+    shutil.copytree(directory, tmp_path / "model")
+    save_file({**tensors, **others}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ModelError) as error:
+        loading.load(tmp_path / "model", lora=None, seed=0)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in (*(f"missing {key}" for key in missing), *says):
+        assert part in message
 
 
 def assert_merged_adapters_give_the_same_logits(name: str, tmp_path: Path) -> None:
@@ -205,3 +282,44 @@ def assert_mesh_of_eight_equals_one_device(name: str) -> None:
         gradients,
         expected,
     )
+
+
+def assert_adapters_in_older_names_are_read(
+    name: str, renamed: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Args: renamed: a published module's name -> the older one."""
+    policy = with_random_adapters(name, GROUPS)
+    table = policy.family.weights
+    loading.save_adapter(policy, tmp_path)
+    path, start = tmp_path / "adapter_model.safetensors", "base_model.model."
+    older = {}
+    for key, tensor in load_file(path).items():
+        module, _, rest = key.removeprefix(start).partition(".lora_")
+        older[f"{start}{renamed(table.published_name(module))}.lora_{rest}"] = tensor
+    assert older.keys() != load_file(path).keys()
+    save_file(older, path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    last = {key.partition(".lora_")[0].rpartition(".")[2] for key in older}
+    config["target_modules"] = sorted(last)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    found = loading.load_adapter(tmp_path, policy.family, policy.cfg)
+    expected = weights.adapters_to_numpy(policy.trainable)
+    assert found.arrays.keys() == expected.keys()
+    for key, array in found.arrays.items():
+        np.testing.assert_array_equal(array, expected[key], err_msg=key)
+
+
+def assert_adapter_that_lacks_a_block_is_refused(
+    name: str, target: str, module: str, tmp_path: Path
+) -> None:
+    """Args: module: of the block that is left out, such as layers.1.mlp.fc1."""
+    policy = with_random_adapters(name, (target,))
+    loading.save_adapter(policy, tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = {key: x for key, x in load_file(path).items() if f".{module}." not in key}
+    assert len(tensors) < len(load_file(path))
+    save_file(tensors, path)
+    said = rf"missing .*{re.escape(module)}\.lora_A"
+    with pytest.raises(ModelError, match=said) as error:
+        loading.load_adapter(tmp_path, policy.family, policy.cfg)
+    assert "\n" not in str(error.value)

@@ -1,18 +1,14 @@
 """Idefics2's directories, read and written by both sides; int8; a mesh."""
 
 import json
-import shutil
 
-import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from tests import family_files
 from tests import family_world as world
 from tests.eight_devices import on_eight_devices
 from tests.oracles import idefics2_torch
-from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
 from uirl_jax.models.lora import LoraConfig
 
@@ -30,66 +26,44 @@ def test_save_of_a_loaded_directory_holds_the_same_tensors_and_transformers_read
 
 
 def test_load_in_shards_and_with_buffers_of_older_versions_gives_the_same(tmp_path):
-    directory = world.directory_of("idefics2_odd")
-    tensors = load_file(directory / "model.safetensors")
-    tensors[f"{TOWER}.embeddings.position_ids"] = np.arange(9)[None]
-    tensors["model.text_model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
-    for file in ("config.json", "preprocessor_config.json"):
-        shutil.copy(directory / file, tmp_path)
-    listed = sorted(tensors)
-    files = {"a.safetensors": listed[::2], "b.safetensors": listed[1::2]}
-    for file, part in files.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / file)
-    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    got = loading.load(tmp_path, lora=None, seed=0)
-    jax.tree.map(
-        np.testing.assert_array_equal, got.trainable, world.policy_of("idefics2_odd").trainable
-    )
+    buffers = {
+        f"{TOWER}.embeddings.position_ids": np.arange(9)[None],
+        "model.text_model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(5, np.float32),
+    }
+    family_files.assert_shards_give_the_same("idefics2_odd", buffers, tmp_path)
 
 
 def test_load_tied_head_may_be_repeated(tmp_path):
-    shutil.copytree(world.directory_of("idefics2_tied"), tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
-    assert "lm_head.weight" not in tensors
-    embedding = tensors["model.text_model.embed_tokens.weight"]
-    save_file({**tensors, "lm_head.weight": embedding}, path)
-    got = loading.load(tmp_path / "model", lora=None, seed=0)
-    jax.tree.map(
-        np.testing.assert_array_equal, got.trainable, world.policy_of("idefics2_tied").trainable
+    family_files.assert_tied_head_may_be_repeated(
+        "idefics2_tied", "model.text_model.embed_tokens.weight", "lm_head.weight", tmp_path
     )
 
 
 def test_load_everything_that_does_not_fit_is_in_one_line(tmp_path):
-    directory = world.directory_of("idefics2_odd")
-    tensors = load_file(directory / "model.safetensors")
     layers = f"{TOWER}.encoder.layers"
-    del tensors["model.text_model.layers.1.self_attn.q_proj.weight"]
-    del tensors[f"{layers}.2.self_attn.out_proj.bias"]
-    del tensors[f"{RESAMPLER}.layers.1.input_context_norm.weight"]
-    tensors[f"{layers}.3.layer_norm1.bias"] = np.ones(36, np.float32)
-    tensors[f"{RESAMPLER}.latents"] = np.ones((5, 60), np.float32)
-    tensors[f"{TOWER}.embeddings.patch_embedding.weight"] = np.ones((36, 3, 7, 7), np.float32)
-    tensors[f"{layers}.2.mlp.fc1.weight"] = np.ones((36, 50), np.float32)
-    tensors[f"{TOWER}.head.probe"] = np.ones((1, 1, 36), np.float32)  # of a whole SigLIP
-    shutil.copytree(directory, tmp_path / "model")
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(ModelError) as error:
-        loading.load(tmp_path / "model", lora=None, seed=0)
-    message = str(error.value)
-    assert "\n" not in message
-    for part in (
-        "missing model.text_model.layers.1.self_attn.q_proj.weight",
-        f"missing {layers}.2.self_attn.out_proj.bias",
-        f"missing {RESAMPLER}.layers.1.input_context_norm.weight",
-        f"unexpected {layers}.3.layer_norm1.bias",
-        f"unexpected {TOWER}.head.probe",
-        "perceiver_resampler.latents is [5, 60], expected [7, 60]",
-        "patch_embedding.weight is [36, 3, 7, 7], expected [36, 3, 6, 6]",
-        f"{layers}.2.mlp.fc1.weight is [36, 50], expected [50, 36]",
-    ):
-        assert part in message
+    family_files.assert_refused_in_one_line(
+        "idefics2_odd",
+        missing=(
+            "model.text_model.layers.1.self_attn.q_proj.weight",
+            f"{layers}.2.self_attn.out_proj.bias",
+            f"{RESAMPLER}.layers.1.input_context_norm.weight",
+        ),
+        others={
+            f"{layers}.3.layer_norm1.bias": np.ones(36, np.float32),
+            f"{RESAMPLER}.latents": np.ones((5, 60), np.float32),
+            f"{TOWER}.embeddings.patch_embedding.weight": np.ones((36, 3, 7, 7), np.float32),
+            f"{layers}.2.mlp.fc1.weight": np.ones((36, 50), np.float32),
+            f"{TOWER}.head.probe": np.ones((1, 1, 36), np.float32),  # of a whole SigLIP
+        },
+        says=(
+            f"unexpected {layers}.3.layer_norm1.bias",
+            f"unexpected {TOWER}.head.probe",
+            "perceiver_resampler.latents is [5, 60], expected [7, 60]",
+            "patch_embedding.weight is [36, 3, 7, 7], expected [36, 3, 6, 6]",
+            f"{layers}.2.mlp.fc1.weight is [36, 50], expected [50, 36]",
+        ),
+        tmp_path=tmp_path,
+    )
 
 
 def test_save_merged_adapters_of_all_groups_transformers_gives_the_same_logits(tmp_path):

@@ -4,22 +4,18 @@ Vision blocks behind the feature layer and the last norm are held, and neither c
 """
 
 import json
-import re
-import shutil
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tests import family_files
 from tests import family_world as world
 from tests.eight_devices import on_eight_devices
 from tests.oracles import llava_torch
-from uirl_jax.errors import ModelError
-from uirl_jax.families import loading
-from uirl_jax.families.llava import names
+from uirl_jax.families import loading, tower_names
 from uirl_jax.learner.state import OptimizerConfig, make_optimizer
 from uirl_jax.models.lora import LoraConfig
 
@@ -40,91 +36,67 @@ def test_save_of_a_loaded_directory_holds_the_same_tensors_and_transformers_read
     family_files.assert_saved_again_is_the_same(name, tmp_path)
 
 
-def as_saved_by_transformers_5(name: str) -> str:
-    return name.replace(f"{TOWER}.", "vision_tower.")
-
-
-def as_of_transformers_4_52(name: str) -> str:
-    name = name.replace("language_model.lm_head", "lm_head")
-    name = name.replace("language_model.model.", "model.language_model.")
-    return re.sub(r"^(vision_tower|multi_modal_projector)\.", r"model.\1.", name)
-
-
 @pytest.mark.parametrize(
-    "renamed", [as_saved_by_transformers_5, as_of_transformers_4_52, names.current_name]
+    "renamed",
+    [
+        family_files.as_saved_by_transformers_5,
+        family_files.as_of_transformers_4_52,
+        tower_names.current_name,
+    ],
 )
 def test_load_in_other_layouts_and_in_shards_gives_the_same(renamed, tmp_path):
-    directory = world.directory_of("llava_odd")
-    tensors = load_file(directory / "model.safetensors")
-    tensors = {renamed(name): tensor for name, tensor in tensors.items()}
-    # Buffers that older versions saved.
-    tensors[f"{TOWER}.embeddings.position_ids"] = np.arange(10)[None]
-    tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
-    for file in ("config.json", "preprocessor_config.json"):
-        shutil.copy(directory / file, tmp_path)
-    listed = sorted(tensors)
-    files = {"a.safetensors": listed[::2], "b.safetensors": listed[1::2]}
-    for file, part in files.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / file)
-    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    got = loading.load(tmp_path, lora=None, seed=0)
-    jax.tree.map(
-        np.testing.assert_array_equal, got.trainable, world.policy_of("llava_odd").trainable
-    )
+    buffers = {
+        f"{TOWER}.embeddings.position_ids": np.arange(10)[None],
+        "language_model.model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(5, np.float32),
+    }
+    family_files.assert_shards_give_the_same("llava_odd", buffers, tmp_path, renamed)
 
 
 def test_names_of_transformers_5_are_those_that_its_model_has():
     reference = world.reference_of("llava")
     stored = load_file(world.directory_of("llava") / "model.safetensors")
-    assert {names.current_name(name) for name in stored} == {
+    assert {tower_names.current_name(name) for name in stored} == {
         name for name, _ in reference.named_parameters()
     }
-    assert {names.published_name(name) for name, _ in reference.named_parameters()} == set(stored)
+    assert {tower_names.published_name(name) for name, _ in reference.named_parameters()} == set(
+        stored
+    )
 
 
 def test_load_tied_head_may_be_repeated(tmp_path):
-    shutil.copytree(world.directory_of("llava_last"), tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
-    assert "language_model.lm_head.weight" not in tensors
-    embedding = tensors["language_model.model.embed_tokens.weight"]
-    save_file({**tensors, "language_model.lm_head.weight": embedding}, path)
-    got = loading.load(tmp_path / "model", lora=None, seed=0)
-    jax.tree.map(
-        np.testing.assert_array_equal, got.trainable, world.policy_of("llava_last").trainable
+    family_files.assert_tied_head_may_be_repeated(
+        "llava_last",
+        "language_model.model.embed_tokens.weight",
+        "language_model.lm_head.weight",
+        tmp_path,
     )
 
 
 def test_load_everything_that_does_not_fit_is_in_one_line(tmp_path):
-    directory = world.directory_of("llava_odd")
-    tensors = load_file(directory / "model.safetensors")
     layers = f"{TOWER}.encoder.layers"
-    del tensors["language_model.model.layers.1.self_attn.q_proj.weight"]
-    del tensors[f"{layers}.3.self_attn.out_proj.bias"]  # of an unused block
-    del tensors[f"{TOWER}.post_layernorm.weight"]
-    tensors[f"{layers}.4.layer_norm1.bias"] = np.ones(36, np.float32)
-    tensors[f"{TOWER}.embeddings.position_embedding.weight"] = np.ones((17, 36), np.float32)
-    tensors[f"{TOWER}.embeddings.patch_embedding.weight"] = np.ones((36, 3, 7, 7), np.float32)
-    tensors[f"{layers}.2.mlp.fc1.weight"] = np.ones((36, 50), np.float32)
-    tensors["image_newline"] = np.ones(60, np.float32)  # of a LLaVA-NeXT
-    shutil.copytree(directory, tmp_path / "model")
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(ModelError) as error:
-        loading.load(tmp_path / "model", lora=None, seed=0)
-    message = str(error.value)
-    assert "\n" not in message
-    for part in (
-        "missing language_model.model.layers.1.self_attn.q_proj.weight",
-        f"missing {layers}.3.self_attn.out_proj.bias",
-        f"missing {TOWER}.post_layernorm.weight",
-        f"unexpected {layers}.4.layer_norm1.bias",
-        "unexpected image_newline",
-        "position_embedding.weight is [17, 36], expected [10, 36]",
-        "patch_embedding.weight is [36, 3, 7, 7], expected [36, 3, 6, 6]",
-        f"{layers}.2.mlp.fc1.weight is [36, 50], expected [50, 36]",
-    ):
-        assert part in message
+    family_files.assert_refused_in_one_line(
+        "llava_odd",
+        missing=(
+            "language_model.model.layers.1.self_attn.q_proj.weight",
+            f"{layers}.3.self_attn.out_proj.bias",  # of an unused block
+            f"{TOWER}.post_layernorm.weight",
+        ),
+        others={
+            f"{layers}.4.layer_norm1.bias": np.ones(36, np.float32),
+            f"{TOWER}.embeddings.position_embedding.weight": np.ones((17, 36), np.float32),
+            f"{TOWER}.embeddings.patch_embedding.weight": np.ones((36, 3, 7, 7), np.float32),
+            f"{layers}.2.mlp.fc1.weight": np.ones((36, 50), np.float32),
+            "image_newline": np.ones(60, np.float32),  # of a LLaVA-NeXT
+        },
+        says=(
+            f"unexpected {layers}.4.layer_norm1.bias",
+            "unexpected image_newline",
+            "position_embedding.weight is [17, 36], expected [10, 36]",
+            "patch_embedding.weight is [36, 3, 7, 7], expected [36, 3, 6, 6]",
+            f"{layers}.2.mlp.fc1.weight is [36, 50], expected [50, 36]",
+        ),
+        tmp_path=tmp_path,
+    )
 
 
 def test_save_merged_adapters_of_all_groups_transformers_gives_the_same_logits(tmp_path):

@@ -6,6 +6,7 @@ Between the verifier's bytes and `Inputs` of a family; numpy and Pillow, no JAX.
 import dataclasses
 import hashlib
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
@@ -116,3 +117,35 @@ def vision_index(token_ids_t: np.ndarray, image_token_id: int, rows_v: np.ndarra
     index_t = np.full(len(token_ids_t), -1, np.int32)
     index_t[token_ids_t == image_token_id] = rows_v
     return index_t
+
+
+def patches_of(image_chw: np.ndarray, patch_px: int) -> np.ndarray:
+    """[P,C], the patches row by row; C is (channel, height, width). What is no whole patch, at the
+    right and lower edge, is left out."""
+    rows, columns = (side // patch_px for side in image_chw.shape[1:])
+    whole = image_chw[:, : rows * patch_px, : columns * patch_px]
+    blocks = whole.reshape(3, rows, patch_px, columns, patch_px)
+    return blocks.transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+
+
+def count_positions(
+    token_ids_t: np.ndarray,
+    image_token_id: int,
+    screens: Sequence[Screen],
+    *,
+    tokens: int,
+    first: int = 0,
+) -> np.ndarray:
+    """int32[1,T], one after the other, whatever a token is.
+
+    Args:
+      tokens: of every screen.
+      first: position.
+    Raises: ImageError: the ids are not of these screens.
+    """
+    found = np.count_nonzero(np.asarray(token_ids_t) == image_token_id)
+    if found != tokens * len(screens):
+        raise ImageError(
+            f"{found} image tokens, expected {tokens} for each of {len(screens)} screens"
+        )
+    return np.arange(first, first + len(token_ids_t), dtype=np.int32)[None]

@@ -12,33 +12,11 @@ from typing import Any
 from uirl_jax.errors import ModelError
 from uirl_jax.families import config_file
 from uirl_jax.families.idefics2.images import ImageConfig
+from uirl_jax.families.vision_config import VisionConfig, tower_problems
 from uirl_jax.models.directory import read_json
 
 # What the reference takes where config.json has no text_config.
 _TEXT: Mapping[str, Any] = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """The vision tower, a SigLIP for images of any shape. Defaults are the reference's."""
-
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    image_size: int = 224
-    patch_size: int = 32
-    layer_norm_eps: float = 1e-6
-
-    @property
-    def table_side(self) -> int:
-        """Rows and columns of the table of positions."""
-        return self.image_size // self.patch_size
-
-    @property
-    def patch_features(self) -> int:
-        """F, the floats of one patch: channels x height x width."""
-        return 3 * self.patch_size**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,27 +61,11 @@ class Idefics2Config:
 
     def __post_init__(self) -> None:
         config_file.check(self, self.vision, self.perceiver)
-        problems = []
-        vision, perceiver = self.vision, self.perceiver
-        for what, heads, kv_heads in (
-            ("", self.num_attention_heads, self.num_key_value_heads),
-            ("perceiver_config: ", perceiver.resampler_n_heads, perceiver.num_key_value_heads),
-        ):
-            if heads % kv_heads:
-                problems.append(
-                    f"{what}{heads} heads are not a multiple of num_key_value_heads={kv_heads}"
-                )
-        if self.head_dim % 2:
-            problems.append(f"head_dim={self.head_dim}, expected a multiple of 2")
-        if vision.hidden_size % vision.num_attention_heads:
+        problems, perceiver = tower_problems(self, self.vision), self.perceiver
+        if perceiver.resampler_n_heads % perceiver.num_key_value_heads:
             problems.append(
-                f"vision_config: hidden_size={vision.hidden_size} is not a multiple of "
-                f"num_attention_heads={vision.num_attention_heads}"
-            )
-        if vision.image_size % vision.patch_size:
-            problems.append(
-                f"vision_config: image_size={vision.image_size} is not a multiple of "
-                f"patch_size={vision.patch_size}"
+                f"perceiver_config: {perceiver.resampler_n_heads} heads are not a multiple of "
+                f"num_key_value_heads={perceiver.num_key_value_heads}"
             )
         window = self.sliding_window
         if window is not None and (type(window) is not int or window < 1):
@@ -154,10 +116,13 @@ class Idefics2Config:
         # As in the reference: a resampler of another width has the text tower's width and epsilon.
         if perceiver.get("hidden_size", 4096) != width:
             perceiver["rms_norm_eps"] = eps
-        vision_config = VisionConfig(**_known(VisionConfig, vision))
+        vision_config = VisionConfig.from_dict(vision)
+        known = {field.name for field in dataclasses.fields(PerceiverConfig)}
         return cls(
             vision=vision_config,
-            perceiver=PerceiverConfig(**_known(PerceiverConfig, perceiver)),
+            perceiver=PerceiverConfig(
+                **{n: perceiver[n] for n in known if perceiver.get(n) is not None}
+            ),
             images=ImageConfig(patch_size=vision_config.patch_size),
             **found,
         )
@@ -186,11 +151,6 @@ class Idefics2Config:
                 "hidden_act": "silu",
             },
         }
-
-
-def _known(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in given.items() if name in names and value is not None}
 
 
 def _not_computed(

@@ -8,18 +8,18 @@ Source: transformers, models/idefics2/image_processing_pil_idefics2.py and model
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from uirl_jax.errors import ImageError, ModelError
+from uirl_jax.errors import ImageError
+from uirl_jax.families import processor_file
 from uirl_jax.families.border import Size
+from uirl_jax.families.screens import patches_of
 
 _BILINEAR = 2  # PIL.Image.Resampling.BILINEAR
-_PROCESSORS = ("Idefics2ImageProcessor", "Idefics2ImageProcessorFast", "Idefics2ImageProcessorPil")
 _MAX_SIDE_PX = 4096
 
 
@@ -38,11 +38,7 @@ class ImageConfig:
     split: bool = False
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={value!r}, expected three numbers"
-            for name, value in (("image_mean", self.image_mean), ("image_std", self.image_std))
-            if not (isinstance(value, tuple) and len(value) == 3 and all(map(_is_number, value)))
-        ]
+        problems = processor_file.number_problems(self)
         for name in ("patch_size", "shortest_px", "longest_px"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= _MAX_SIDE_PX:
@@ -52,12 +48,9 @@ class ImageConfig:
                 f"size={{'shortest_edge': {self.shortest_px}, 'longest_edge': {self.longest_px}}}, "
                 f"expected a patch of {self.patch_size} pixels or more, and no less for the longest"
             )
-        if not _is_number(self.rescale_factor):
-            problems.append(f"rescale_factor={self.rescale_factor!r}, expected a number")
         if self.split:
             problems.append("do_image_splitting=true is not supported")
-        if problems:
-            raise ModelError(f"preprocessor_config.json: {'; '.join(problems)}")
+        processor_file.check(problems)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], patch_size: int) -> "ImageConfig":
@@ -65,34 +58,18 @@ class ImageConfig:
 
         Raises: ModelError: it belongs to another family, or asks for what is not computed.
         """
-        problems = [
-            f"{switch}=false"
-            for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-            if not content.get(switch, True)
-        ]
-        if content.get("resample", _BILINEAR) != _BILINEAR:
-            problems.append(f"resample={content['resample']}, expected 2 (bilinear)")
-        if content.get("image_processor_type", _PROCESSORS[0]) not in _PROCESSORS:
-            problems.append(
-                f"image_processor_type={content['image_processor_type']!r}, expected "
-                f"{_PROCESSORS[0]}: it belongs to another model; take the file of this model's "
-                "directory"
-            )
+        problems = processor_file.problems_of(
+            content, processors=("Idefics2ImageProcessor",), resample=_BILINEAR
+        )
         size = content.get("size", {})
         if not isinstance(size, Mapping) or not size.keys() <= {"shortest_edge", "longest_edge"}:
             problems.append(f"size={size}, expected shortest_edge and longest_edge")
-        if problems:
-            raise ModelError(f"preprocessor_config.json: {'; '.join(problems)}")
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value := content[name], list) else value
-            for name in ("image_mean", "image_std", "rescale_factor")
-            if content.get(name) is not None
-        }
+        processor_file.check(problems)
         return cls(
             patch_size=patch_size,
             shortest_px=size.get("shortest_edge", cls.shortest_px),
             longest_px=size.get("longest_edge", cls.longest_px),
-            **values,
+            **processor_file.numbers(content),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,10 +89,6 @@ class ImageConfig:
             "do_pad": True,
             "do_convert_rgb": True,
         }
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def resized(size_px: Size, cfg: ImageConfig) -> Size:
@@ -157,14 +130,6 @@ def cut_image(image: Image.Image, cfg: ImageConfig) -> np.ndarray:
     if image.size != image_px:  # resizing to the same size is the identity
         image = image.resize(image_px, Image.Resampling.BILINEAR)
     return patches_of(np.asarray(image).transpose(2, 0, 1), cfg.patch_size)
-
-
-def patches_of(image_chw: np.ndarray, patch_size: int) -> np.ndarray:
-    """[P,C] of an image; what is no whole patch is left out."""
-    rows, columns = patch_grid(image_chw.shape[:0:-1], patch_size)
-    whole = image_chw[:, : rows * patch_size, : columns * patch_size]
-    blocks = whole.reshape(3, rows, patch_size, columns, patch_size)
-    return blocks.transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 
 
 def position_ids(grid: tuple[int, int], table_side: int) -> np.ndarray:

@@ -13,10 +13,10 @@ from uirl_jax.families.idefics2.images import (
     ImageConfig,
     cut_image,
     patch_grid,
-    patches_of,
     position_ids,
     resized,
 )
+from uirl_jax.families.screens import count_positions, patches_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +83,7 @@ class Idefics2Inputs:
         arrays["segment_ids_ip"][row, : rows * columns] = 1
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
-        found = np.count_nonzero(np.asarray(token_ids_t) == self.image_token_id)
-        if found != self.tokens * len(screens):
-            raise ImageError(
-                f"{found} image tokens, expected {self.tokens} for each of {len(screens)} screens"
-            )
-        return np.arange(len(token_ids_t), dtype=np.int32)[None]
+        return count_positions(token_ids_t, self.image_token_id, screens, tokens=self.tokens)
 
     def next_position(self, positions_at: np.ndarray) -> int:
         return int(positions_at.max(initial=-1)) + 1
@@ -161,5 +156,5 @@ class Idefics2Inputs:
 
 def make_inputs(cfg: Idefics2Config) -> Idefics2Inputs:
     return Idefics2Inputs(
-        cfg.images, cfg.image_token_id, cfg.perceiver.resampler_n_latents, cfg.vision.table_side
+        cfg.images, cfg.image_token_id, cfg.perceiver.resampler_n_latents, cfg.vision.grid_side
     )

@@ -126,7 +126,7 @@ class VisionTower(nnx.Module):
             rngs=rngs,
             param_dtype=param_dtype,
         )
-        table = jax.random.normal(rngs.params(), (vision.table_side**2, dim), jnp.float32)
+        table = jax.random.normal(rngs.params(), (vision.patches, dim), jnp.float32)
         self.position_table = nnx.Param((table * 0.02).astype(param_dtype))
         self.blocks = make_blocks(
             vision,

@@ -3,56 +3,34 @@
 import types
 from collections.abc import Mapping
 
-from uirl_jax.families.idefics2.config import Idefics2Config
+from uirl_jax.families import tower_names
 from uirl_jax.models.sharding_rules import param_rules
 from uirl_jax.models.weight_table import Stack, WeightTable
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _CONNECTOR = ("connector_gate", "connector_up", "connector_down")
 _LATENT_ATTENTION = ("latent_q", "latent_k", "latent_v", "latent_o")
 _LATENT_MLP = ("latent_gate", "latent_up", "latent_down")
 LORA_GROUPS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
-        "attention": _ATTENTION,
-        "mlp": _MLP,
-        "all": (*_ATTENTION, *_MLP),
-        "vision": ("vision_q", "vision_k", "vision_v", "vision_out", "fc1", "fc2"),
+        **tower_names.TEXT_GROUPS,
+        "vision": tower_names.VISION_GROUP,
         # Of the connector: its MLP, and the resampler.
         "merger": (*_CONNECTOR, *_LATENT_ATTENTION, *_LATENT_MLP),
     }
 )
 
-_TEXT_MODULES: Mapping[str, str] = types.MappingProxyType(
-    {
-        "input_norm": "input_layernorm",
-        **{name: f"self_attn.{name}" for name in _ATTENTION},
-        "post_attention_norm": "post_attention_layernorm",
-        **{name: f"mlp.{name}" for name in _MLP},
-    }
-)
-_VISION_MODULES: Mapping[str, str] = types.MappingProxyType(
-    {
-        "norm1": "layer_norm1",
-        "vision_q": "self_attn.q_proj",
-        "vision_k": "self_attn.k_proj",
-        "vision_v": "self_attn.v_proj",
-        "vision_out": "self_attn.out_proj",
-        "norm2": "layer_norm2",
-        "fc1": "mlp.fc1",
-        "fc2": "mlp.fc2",
-    }
-)
 _LATENT_MODULES: Mapping[str, str] = types.MappingProxyType(
     {
         "latents_norm": "input_latents_norm",
         "context_norm": "input_context_norm",
         **{
             latent: f"self_attn.{name}"
-            for latent, name in zip(_LATENT_ATTENTION, _ATTENTION, strict=True)
+            for latent, name in zip(_LATENT_ATTENTION, tower_names.ATTENTION, strict=True)
         },
         "post_attention_norm": "post_attention_layernorm",
-        **{latent: f"mlp.{name}" for latent, name in zip(_LATENT_MLP, _MLP, strict=True)},
+        **{
+            latent: f"mlp.{name}" for latent, name in zip(_LATENT_MLP, tower_names.MLP, strict=True)
+        },
     }
 )
 _TOWER = "model.vision_model"
@@ -65,15 +43,10 @@ def published_name(name: str) -> str | None:
     return None if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")) else name
 
 
-def _patch_embed_shape(cfg: Idefics2Config) -> tuple[int, ...]:
-    vision = cfg.vision
-    return (vision.hidden_size, 3, vision.patch_size, vision.patch_size)
-
-
 WEIGHTS = WeightTable(
     stacks={
-        "text/blocks": Stack("model.text_model.layers", _TEXT_MODULES),
-        "visual/blocks": Stack(f"{_TOWER}.encoder.layers", _VISION_MODULES),
+        "text/blocks": Stack("model.text_model.layers", tower_names.TEXT_MODULES),
+        "visual/blocks": Stack(f"{_TOWER}.encoder.layers", tower_names.VISION_MODULES),
         "visual/latent_blocks": Stack(f"{_RESAMPLER}.layers", _LATENT_MODULES),
     },
     single={
@@ -91,34 +64,32 @@ WEIGHTS = WeightTable(
         "text/final_norm/scale": "model.text_model.norm.weight",
         "text/lm_head/kernel": "lm_head.weight",
     },
-    shapes={"visual/patch_embed/kernel": _patch_embed_shape},
+    shapes={"visual/patch_embed/kernel": tower_names.patch_embed_shape},
     published_name=published_name,
     redundant=lambda cfg: ("lm_head.weight",) if cfg.tie_word_embeddings else (),
     lora_groups=LORA_GROUPS,
     peft_targets={
-        "vision_q": "q_proj",
-        "vision_k": "k_proj",
-        "vision_v": "v_proj",
-        "vision_out": "out_proj",
-        **dict(zip(_CONNECTOR, _MLP, strict=True)),
-        **dict(zip(_LATENT_ATTENTION, _ATTENTION, strict=True)),
-        **dict(zip(_LATENT_MLP, _MLP, strict=True)),
+        **tower_names.VISION_PEFT_TARGETS,
+        **dict(zip(_CONNECTOR, tower_names.MLP, strict=True)),
+        **dict(zip(_LATENT_ATTENTION, tower_names.ATTENTION, strict=True)),
+        **dict(zip(_LATENT_MLP, tower_names.MLP, strict=True)),
     },
     sharding_rules=param_rules(
         wide_out=(
-            *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-            *("vision_q", "vision_k", "vision_v", "fc1"),
+            *tower_names.TEXT_WIDE_OUT,
+            *tower_names.VISION_WIDE_OUT,
             *("connector_gate", "connector_up"),
             *("latent_q", "latent_k", "latent_v", "latent_gate", "latent_up"),
         ),
         wide_in=(
-            *("o_proj", "down_proj", "vision_out", "fc2"),
+            *tower_names.TEXT_WIDE_IN,
+            *tower_names.VISION_WIDE_IN,
             *("connector_down", "latent_o", "latent_down"),
         ),
         whole=(
-            *("input_norm", "post_attention_norm", "final_norm"),
-            *("norm1", "norm2", "post_norm"),
-            *("latents_norm", "context_norm", "latents_final_norm"),
+            *tower_names.TEXT_NORMS,
+            *tower_names.VISION_NORMS,
+            *("post_norm", "latents_norm", "context_norm", "latents_final_norm"),
         ),
         more={
             "patch_embed/kernel": (None, "embed"),

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import config_file
+from uirl_jax.families import config_file, vision_config
 from uirl_jax.families.llava.images import ImageConfig
+from uirl_jax.families.square_screens import check_side
 from uirl_jax.models.directory import read_json
 
 # What the reference takes where config.json has no vision_config.
@@ -28,31 +29,11 @@ _IMAGES = ImageConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """The vision tower, a CLIP. Defaults are those of the reference's CLIPVisionConfig."""
+class VisionConfig(vision_config.VisionConfig):
+    """The vision tower, a CLIP."""
 
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    image_size: int = 224
-    patch_size: int = 32
     projection_dim: int = 512  # nothing here reads it; kept for exports
     layer_norm_eps: float = 1e-5
-
-    @property
-    def grid_side(self) -> int:
-        """Patches along a side of the square image."""
-        return self.image_size // self.patch_size
-
-    @property
-    def patches(self) -> int:
-        return self.grid_side**2
-
-    @property
-    def patch_features(self) -> int:
-        """F, the floats of one patch: channels x height x width."""
-        return 3 * self.patch_size**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,25 +64,8 @@ class LlavaConfig:
 
     def __post_init__(self) -> None:
         config_file.check(self, self.vision, signed=("vision_feature_layer",))
-        problems = []
-        vision, layers = self.vision, self.vision.num_hidden_layers
-        if self.num_attention_heads % self.num_key_value_heads:
-            problems.append(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            problems.append(f"head_dim={self.head_dim}, expected a multiple of 2")
-        if vision.hidden_size % vision.num_attention_heads:
-            problems.append(
-                f"vision_config: hidden_size={vision.hidden_size} is not a multiple of "
-                f"num_attention_heads={vision.num_attention_heads}"
-            )
-        if vision.image_size % vision.patch_size:
-            problems.append(
-                f"vision_config: image_size={vision.image_size} is not a multiple of "
-                f"patch_size={vision.patch_size}"
-            )
+        problems = vision_config.tower_problems(self, self.vision)
+        layers = self.vision.num_hidden_layers
         if not 1 <= self.vision_blocks <= layers:
             problems.append(
                 f"vision_feature_layer={self.vision_feature_layer}, expected the output of one of "
@@ -161,9 +125,7 @@ class LlavaConfig:
                     f"num_attention_heads={heads}"
                 )
             found["head_dim"] = width // heads
-        known = {field.name for field in dataclasses.fields(VisionConfig)}
-        given = {name: value for name, value in vision.items() if name in known}
-        cfg = cls(vision=VisionConfig(**given), **found)
+        cfg = cls(vision=VisionConfig.from_dict(vision), **found)
         tokens = config.get("image_seq_length", cfg.vision.patches)
         if tokens != cfg.vision.patches:
             raise ModelError(
@@ -267,12 +229,7 @@ def read_config(model_dir: Path) -> LlavaConfig:
     cfg = read_model_config(model_dir)
     path = model_dir / "preprocessor_config.json"
     images = ImageConfig.from_dict(read_json(path))
-    if images.side_px != cfg.vision.image_size:
-        raise ModelError(
-            f"{path}: squares of {images.side_px} pixels, config.json has image_size="
-            f"{cfg.vision.image_size}: it belongs to another model; take the file of this model's "
-            "directory"
-        )
+    check_side(path, images, cfg.vision.image_size)
     return dataclasses.replace(cfg, images=images)
 
 

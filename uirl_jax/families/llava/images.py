@@ -1,27 +1,23 @@
-"""Screens as LLaVA-1.5 sees them: padded to a square, resized, cut into patches.
+"""Screens as LLaVA-1.5 sees them: padded to a square, and resized.
 
-The published preprocessor_config.json crops the middle square instead. Patches stay bytes until
-they are on the device (`model.pixel_values`).
+The published preprocessor_config.json crops the middle square instead.
 
 Source: transformers, models/llava/image_processing_pil_llava.py with do_pad; the original LLaVA,
 llava/mm_utils.py, expand2square.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from uirl_jax.actions.coordinates import Margins
-from uirl_jax.errors import ImageError, ModelError
+from uirl_jax.errors import ImageError
+from uirl_jax.families import processor_file
 from uirl_jax.families.border import Size
 
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
-_PROCESSORS = ("CLIPImageProcessor", "LlavaImageProcessor")
-_VARIANTS = ("", "Fast", "Pil")  # of the same processor, by its backend
 _MAX_SIDE_PX = 8192  # the padded square of this side takes 201 MB for a moment
 
 
@@ -39,19 +35,12 @@ class ImageConfig:
     pad_to_square: bool = True
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={value!r}, expected three numbers"
-            for name, value in (("image_mean", self.image_mean), ("image_std", self.image_std))
-            if not (isinstance(value, tuple) and len(value) == 3 and all(map(_is_number, value)))
-        ]
+        problems = processor_file.number_problems(self)
         if type(self.side_px) is not int or self.side_px < 1:
             problems.append(f"size={self.side_px!r}, expected a positive integer")
-        if not _is_number(self.rescale_factor):
-            problems.append(f"rescale_factor={self.rescale_factor!r}, expected a number")
         if not self.pad_to_square:
             problems.append("pad_to_square=false is not supported: a crop would hide the edges")
-        if problems:
-            raise ModelError(f"preprocessor_config.json: {'; '.join(problems)}")
+        processor_file.check(problems)
 
     @property
     def padding_color(self) -> tuple[int, int, int]:
@@ -65,33 +54,16 @@ class ImageConfig:
 
         Raises: ModelError: it belongs to another family, or asks for what is not computed.
         """
-        problems = [
-            f"{switch}=false"
-            for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-            if not content.get(switch, True)
-        ]
-        if content.get("resample", _BICUBIC) != _BICUBIC:
-            problems.append(f"resample={content['resample']}, expected 3 (bicubic)")
-        known = [name + variant for name in _PROCESSORS for variant in _VARIANTS]
-        if content.get("image_processor_type", known[0]) not in known:
-            problems.append(
-                f"image_processor_type={content['image_processor_type']!r}, expected one of "
-                f"{', '.join(_PROCESSORS)}: it belongs to another model; take the file of this "
-                "model's directory"
-            )
+        problems = processor_file.problems_of(
+            content, processors=("CLIPImageProcessor", "LlavaImageProcessor"), resample=_BICUBIC
+        )
         sides = {name: _sides(content[name]) for name in ("size", "crop_size") if content.get(name)}
         found = [side for named in sides.values() for side in named] or [cls.side_px]
         if any(side != found[0] for side in found):
             given = ", ".join(f"{name}={content[name]}" for name in sides)
             problems.append(f"{given}, expected one square")
-        if problems:
-            raise ModelError(f"preprocessor_config.json: {'; '.join(problems)}")
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value := content[name], list) else value
-            for name in ("image_mean", "image_std", "rescale_factor")
-            if content.get(name) is not None
-        }
-        return cls(side_px=found[0], **values)
+        processor_file.check(problems)
+        return cls(side_px=found[0], **processor_file.numbers(content))
 
     def to_dict(self) -> dict[str, Any]:
         """preprocessor_config.json with which transformers cuts screens as is done here."""
@@ -119,10 +91,6 @@ def _sides(size: Any) -> list[Any]:
     return list(size.values()) if isinstance(size, Mapping) else [size]
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
 def margins(size_px: Size, grid_side: int) -> Margins:
     """What makes a square of a screen, the screen in its middle.
 
@@ -146,26 +114,13 @@ def margins(size_px: Size, grid_side: int) -> Margins:
     return Margins(left, top, longer - width_px - left, longer - height_px - top)
 
 
-def cut_image(image: Image.Image, cfg: ImageConfig, grid_side: int) -> np.ndarray:
-    """uint8[P,C], the patches of an image, row by row; C is (channel, height, width).
-
-    Raises: ImageError: see margins.
-    """
-    if image.mode != "RGB":
-        image = image.convert("RGB")
-    around = margins(image.size, grid_side)
+def padded(image: Image.Image, cfg: ImageConfig, around: Margins) -> Image.Image:
+    """The square of an RGB image with these margins, resized."""
     if any(around):
         side_px = max(image.size)
         square = Image.new("RGB", (side_px, side_px), cfg.padding_color)
         square.paste(image, (around.left, around.top))
         image = square
-    if image.width != cfg.side_px:  # resizing to the same size is the identity
-        image = image.resize((cfg.side_px, cfg.side_px), Image.Resampling.BICUBIC)
-    return patches_of(np.asarray(image).transpose(2, 0, 1), grid_side)
-
-
-def patches_of(image_chw: np.ndarray, grid_side: int) -> np.ndarray:
-    """[P,C] of a square image."""
-    patch_px = image_chw.shape[-1] // grid_side
-    blocks = image_chw.reshape(3, grid_side, patch_px, grid_side, patch_px)
-    return blocks.transpose(1, 3, 0, 2, 4).reshape(grid_side**2, 3 * patch_px**2)
+    if image.width == cfg.side_px:  # resizing to the same size is the identity
+        return image
+    return image.resize((cfg.side_px, cfg.side_px), Image.Resampling.BICUBIC)

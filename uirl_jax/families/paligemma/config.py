@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import config_file
+from uirl_jax.families import config_file, vision_config
 from uirl_jax.families.paligemma.images import ImageConfig
+from uirl_jax.families.square_screens import check_side
 from uirl_jax.models.directory import read_json
 
 # What the reference takes where config.json has no vision_config or text_config.
@@ -52,30 +53,10 @@ _IMAGES = ImageConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """The vision tower, a SigLIP without its head. Defaults are the reference's."""
+class VisionConfig(vision_config.VisionConfig):
+    """The vision tower, a SigLIP without its head."""
 
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    image_size: int = 224
     patch_size: int = 16
-    layer_norm_eps: float = 1e-6
-
-    @property
-    def grid_side(self) -> int:
-        """Patches along a side of the square image."""
-        return self.image_size // self.patch_size
-
-    @property
-    def patches(self) -> int:
-        return self.grid_side**2
-
-    @property
-    def patch_features(self) -> int:
-        """F, the floats of one patch: channels x height x width."""
-        return 3 * self.patch_size**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,24 +101,7 @@ class PaliGemmaConfig:
         if self.sliding_window is not None and type(self.sliding_window) is not int:
             problems.append(f"sliding_window={self.sliding_window!r}, expected an integer")
         config_file.check(self, self.vision, problems=problems)
-        vision = self.vision
-        if self.num_attention_heads % self.num_key_value_heads:
-            problems.append(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            problems.append(f"head_dim={self.head_dim}, expected a multiple of 2")
-        if vision.hidden_size % vision.num_attention_heads:
-            problems.append(
-                f"vision_config: hidden_size={vision.hidden_size} is not a multiple of "
-                f"num_attention_heads={vision.num_attention_heads}"
-            )
-        if vision.image_size % vision.patch_size:
-            problems.append(
-                f"vision_config: image_size={vision.image_size} is not a multiple of "
-                f"patch_size={vision.patch_size}"
-            )
+        problems += vision_config.tower_problems(self, self.vision)
         config_file.check(problems=problems)
 
     @property
@@ -178,9 +142,8 @@ class PaliGemmaConfig:
         if isinstance(found.get("eos_token_id"), list):
             found["eos_token_id"] = found["eos_token_id"][0]
         found = {n: value for n, value in found.items() if value is not None or n in _NULLABLE}
-        known = {field.name for field in dataclasses.fields(VisionConfig)}
         cfg = cls(
-            vision=VisionConfig(**{n: vision[n] for n in known if vision.get(n) is not None}),
+            vision=VisionConfig.from_dict(vision),
             text_model_type=text_model_type,
             **found,
         )
@@ -295,12 +258,7 @@ def read_config(model_dir: Path) -> PaliGemmaConfig:
     cfg = read_model_config(model_dir)
     path = model_dir / "preprocessor_config.json"
     images = ImageConfig.from_dict(read_json(path))
-    if images.side_px != cfg.vision.image_size:
-        raise ModelError(
-            f"{path}: squares of {images.side_px} pixels, config.json has image_size="
-            f"{cfg.vision.image_size}: it belongs to another model; take the file of this model's "
-            "directory"
-        )
+    check_side(path, images, cfg.vision.image_size)
     return dataclasses.replace(cfg, images=images)
 
 

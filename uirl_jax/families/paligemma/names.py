@@ -3,63 +3,32 @@
 import types
 from collections.abc import Mapping
 
-from uirl_jax.families.paligemma.config import PaliGemmaConfig
-from uirl_jax.families.tower_names import (
-    HEAD,
-    PROJECTOR,
-    TEXT,
-    TOWER,
-    current_name,
-    published_name,
-)
+from uirl_jax.families import tower_names
+from uirl_jax.families.tower_names import HEAD, PROJECTOR, TEXT, TOWER
 from uirl_jax.models.sharding_rules import param_rules
 from uirl_jax.models.weight_table import Stack, WeightTable
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 LORA_GROUPS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
-        "attention": _ATTENTION,
-        "mlp": _MLP,
-        "all": (*_ATTENTION, *_MLP),
-        "vision": ("vision_q", "vision_k", "vision_v", "vision_out", "fc1", "fc2"),
+        **tower_names.TEXT_GROUPS,
+        "vision": tower_names.VISION_GROUP,
         "merger": ("projector",),
     }
 )
 
 _TEXT_MODULES: Mapping[str, str] = types.MappingProxyType(
     {
-        "input_norm": "input_layernorm",
-        **{name: f"self_attn.{name}" for name in _ATTENTION},
-        "post_attention_norm": "post_attention_layernorm",
+        **tower_names.TEXT_MODULES,
         "mlp_norm": "pre_feedforward_layernorm",  # of Gemma 2, as the next
         "post_mlp_norm": "post_feedforward_layernorm",
-        **{name: f"mlp.{name}" for name in _MLP},
     }
 )
-_VISION_MODULES: Mapping[str, str] = types.MappingProxyType(
-    {
-        "norm1": "layer_norm1",
-        "vision_q": "self_attn.q_proj",
-        "vision_k": "self_attn.k_proj",
-        "vision_v": "self_attn.v_proj",
-        "vision_out": "self_attn.out_proj",
-        "norm2": "layer_norm2",
-        "fc1": "mlp.fc1",
-        "fc2": "mlp.fc2",
-    }
-)
-
-
-def _patch_embed_shape(cfg: PaliGemmaConfig) -> tuple[int, ...]:
-    vision = cfg.vision
-    return (vision.hidden_size, 3, vision.patch_size, vision.patch_size)
 
 
 WEIGHTS = WeightTable(
     stacks={
         "text/blocks": Stack(f"{TEXT}.layers", _TEXT_MODULES),
-        "visual/blocks": Stack(f"{TOWER}.encoder.layers", _VISION_MODULES),
+        "visual/blocks": Stack(f"{TOWER}.encoder.layers", tower_names.VISION_MODULES),
     },
     single={
         "visual/patch_embed/kernel": f"{TOWER}.embeddings.patch_embedding.weight",
@@ -73,27 +42,25 @@ WEIGHTS = WeightTable(
         "text/final_norm/scale": f"{TEXT}.norm.weight",
         "text/lm_head/kernel": f"{HEAD}.weight",
     },
-    shapes={"visual/patch_embed/kernel": _patch_embed_shape},
-    published_name=published_name,
-    current_name=current_name,
+    shapes={"visual/patch_embed/kernel": tower_names.patch_embed_shape},
+    published_name=tower_names.published_name,
+    current_name=tower_names.current_name,
     redundant=lambda cfg: (f"{HEAD}.weight",) if cfg.tie_word_embeddings else (),
     lora_groups=LORA_GROUPS,
     peft_targets={
-        "vision_q": "q_proj",
-        "vision_k": "k_proj",
-        "vision_v": "v_proj",
-        "vision_out": "out_proj",
+        **tower_names.VISION_PEFT_TARGETS,
         "projector": "linear",
     },
     sharding_rules=param_rules(
         wide_out=(
-            *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-            *("vision_q", "vision_k", "vision_v", "fc1"),
+            *tower_names.TEXT_WIDE_OUT,
+            *tower_names.VISION_WIDE_OUT,
         ),
-        wide_in=("o_proj", "down_proj", "vision_out", "fc2", "projector"),
+        wide_in=(*tower_names.TEXT_WIDE_IN, *tower_names.VISION_WIDE_IN, "projector"),
         whole=(
-            *("input_norm", "post_attention_norm", "final_norm"),
-            *("mlp_norm", "post_mlp_norm", "norm1", "norm2", "post_norm"),
+            *tower_names.TEXT_NORMS,
+            *tower_names.VISION_NORMS,
+            *("mlp_norm", "post_mlp_norm", "post_norm"),
         ),
         more={
             "patch_embed/kernel": (None, "embed"),

@@ -3,6 +3,7 @@
 import types
 from collections.abc import Mapping
 
+from uirl_jax.families import tower_names
 from uirl_jax.families.qwen import names
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.models.sharding_rules import param_rules
@@ -11,7 +12,7 @@ from uirl_jax.models.weight_table import Stack, WeightTable
 # merger has the mergers of DeepStack, too.
 LORA_GROUPS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
-        **names.TEXT_GROUPS,
+        **tower_names.TEXT_GROUPS,
         "vision": ("qkv", "proj", "fc1", "fc2"),
         "merger": ("merger_fc1", "merger_fc2", "deepstack_fc1", "deepstack_fc2"),
     }
@@ -86,9 +87,17 @@ WEIGHTS = WeightTable(
         "deepstack_fc2": "deepstack_merger_list.{layer}.linear_fc2",
     },
     sharding_rules=param_rules(
-        wide_out=(*names.TEXT_WIDE_OUT, "qkv", "fc1", "merger_fc1", "deepstack_fc1"),
-        wide_in=(*names.TEXT_WIDE_IN, "proj", "fc2", "merger_fc2", "deepstack_fc2"),
-        whole=("norm1", "norm2", "norm", "merger_norm", "q_norm", "k_norm", *names.TEXT_NORMS),
+        wide_out=(*tower_names.TEXT_WIDE_OUT, "qkv", "fc1", "merger_fc1", "deepstack_fc1"),
+        wide_in=(*tower_names.TEXT_WIDE_IN, "proj", "fc2", "merger_fc2", "deepstack_fc2"),
+        whole=(
+            "norm1",
+            "norm2",
+            "norm",
+            "merger_norm",
+            "q_norm",
+            "k_norm",
+            *tower_names.TEXT_NORMS,
+        ),
         more={
             "patch_embed/kernel": (None, "embed"),
             "patch_embed/bias": (None,),
