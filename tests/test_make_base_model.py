@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tools import make_base_model
-from tools.base_models import BASES
+from tools.tiny_architectures import BASES
 from uirl_jax import actions
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat

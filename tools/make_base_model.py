@@ -3,8 +3,8 @@
     python -m tools.make_base_model --out=uirl_jax/assets/tiny-ui-base
     python -m tools.make_base_model --family=qwen3_vl --out=models/tiny-qwen3-vl
 
-`base_models` has the architectures; files, chat and coordinates are each family's own. A row is one
-screen and a conversation of several clicks on it, so that every screen that is drawn and
+`tiny_architectures` has the architectures; files, chat and coordinates are each family's own. A row
+is one screen and a conversation of several clicks on it, so that every screen that is drawn and
 encoded teaches as often as it can; where contexts do not grow, one sequence for each click. It
 learns in three stages. `finding`: two buttons, two colours; it learns where buttons are, and then
 which one is meant. `telling`: more colours, then more buttons. That it begins with two colours is
@@ -33,7 +33,7 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools.base_models import BASES, BaseModel
+from tools.tiny_architectures import BASES, BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions import coordinates
 from uirl_jax.families import chat_config, loading

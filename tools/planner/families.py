@@ -19,6 +19,7 @@ from uirl_jax.families.paligemma import config as paligemma_config
 from uirl_jax.families.qwen2_5_vl import config as qwen2_5_vl_config
 from uirl_jax.families.qwen2_vl import config as qwen2_vl_config
 from uirl_jax.families.qwen3_vl import config as qwen3_vl_config
+from uirl_jax.families.vision_config import VisionConfig
 from uirl_jax.models.directory import read_json
 
 
@@ -117,30 +118,32 @@ def _qwen3_vl(cfg: qwen3_vl_config.Qwen3VLConfig) -> VisionSizes:
     )
 
 
-def _llava(cfg: llava_config.LlavaConfig) -> VisionSizes:
-    vision = cfg.vision
+def _of_patches(
+    vision: VisionConfig, out_width: int, depth: int | None = None, **others: Any
+) -> VisionSizes:
+    """A CLIP or SigLIP, each of whose patches is merged alone."""
     return VisionSizes(
-        depth=cfg.vision_blocks,
+        depth=vision.num_hidden_layers if depth is None else depth,
         width=vision.hidden_size,
         mlp_width=vision.intermediate_size,
         mlp_matrices=2,
         patch_features=vision.patch_features,
         merge_area=1,
-        out_width=cfg.hidden_size,
-        merger_width=cfg.hidden_size,
+        out_width=out_width,
+        **others,
     )
 
 
+def _llava(cfg: llava_config.LlavaConfig) -> VisionSizes:
+    width = cfg.hidden_size
+    return _of_patches(cfg.vision, width, cfg.vision_blocks, merger_width=width)
+
+
 def _idefics2(cfg: idefics2_config.Idefics2Config) -> VisionSizes:
-    vision, perceiver = cfg.vision, cfg.perceiver
-    return VisionSizes(
-        depth=vision.num_hidden_layers,
-        width=vision.hidden_size,
-        mlp_width=vision.intermediate_size,
-        mlp_matrices=2,
-        patch_features=vision.patch_features,
-        merge_area=1,
-        out_width=cfg.hidden_size,
+    perceiver = cfg.perceiver
+    return _of_patches(
+        cfg.vision,
+        cfg.hidden_size,
         merger_width=cfg.intermediate_size,
         merger_matrices=3,
         resampler=ResamplerSizes(
@@ -154,17 +157,7 @@ def _idefics2(cfg: idefics2_config.Idefics2Config) -> VisionSizes:
 
 
 def _paligemma(cfg: paligemma_config.PaliGemmaConfig) -> VisionSizes:
-    vision = cfg.vision
-    return VisionSizes(
-        depth=vision.num_hidden_layers,
-        width=vision.hidden_size,
-        mlp_width=vision.intermediate_size,
-        mlp_matrices=2,
-        patch_features=vision.patch_features,
-        merge_area=1,
-        out_width=cfg.hidden_size,
-        merger_matrices=1,
-    )
+    return _of_patches(cfg.vision, cfg.hidden_size, merger_matrices=1)
 
 
 class _Planned(NamedTuple):

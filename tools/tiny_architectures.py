@@ -1,7 +1,7 @@
-"""The small models that `make_base_model` trains from nothing, one for each family it knows.
+"""The sizes of the small models that `make_base_model` trains from nothing, one of each family.
 
 Architecture, files, chat format, image processor and coordinate space are the family's own; only
-the sizes are small.
+the sizes are small. Nothing is trained or written here.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
 
 
 class TokenizerMaker(Protocol):
-    """`qwen_tokenizer`, or one of `llama_tokenizer`."""
+    """`qwen_tokenizer`, `gemma_tokenizer`, or one of `llama_tokenizer`."""
 
     def train_tokenizer(self, texts: Iterable[str], vocab_size: int) -> Tokenizer: ...
 
@@ -84,9 +84,37 @@ class BaseModel:
         )
 
 
+# Text towers have few, wide heads: on a CPU the softmax costs as much as the products.
+_TEXT: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.07,
+    }
+)
+# The towers of CLIP and SigLIP.
+_VISION: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 224,
+    }
+)
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    """A multiple of 64, as accelerators like it; the ids on top stand for nothing."""
+    return -(-tokenizer.get_vocab_size() // 64) * 64
+
+
 def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The config's ids. The vocabulary is a multiple of 64, as accelerators like it; the ids on top
-    stand for nothing."""
+    """Of Qwen's configs."""
     ids = {
         "bos_token_id": tokenizer.token_to_id("<|endoftext|>"),
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
@@ -95,29 +123,23 @@ def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
         "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
         "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
     }
-    return {**ids, "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64}
+    return {**ids, "vocab_size": _vocab_size(tokenizer)}
 
 
 _QWEN2_IMAGES = ImageConfig(min_pixels=28 * 28, max_pixels=512 * 512)
 
 
 def _qwen2_vl(tokenizer: Tokenizer) -> Qwen2VLConfig:
-    """2.7 M parameters. Few, wide heads: on a CPU the softmax costs as much as the products."""
+    """2.7 M parameters."""
     cfg = Qwen2VLConfig.from_dict(
         {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
-            "hidden_size": 192,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "intermediate_size": 512,
+            **_TEXT,
             **_token_ids(tokenizer),
             "rms_norm_eps": 1e-6,
             "rope_theta": 10_000.0,
             "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
-            "max_position_embeddings": 4096,
-            "initializer_range": 0.07,
             "tie_word_embeddings": True,
             "vision_config": {
                 "depth": 2,
@@ -139,16 +161,10 @@ def _qwen2_5_vl(tokenizer: Tokenizer) -> Qwen25VLConfig:
     """2.7 M parameters. A screen of 224x168 is 6 x 8 visual tokens, four attention windows, the
     lower two cut off."""
     return Qwen25VLConfig(
+        **_TEXT,
         **_token_ids(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=3,
         mrope_section=(8, 12, 12),
         rope_theta=10_000.0,
-        max_position_embeddings=4096,
-        initializer_range=0.07,
         tie_word_embeddings=True,
         vision=Qwen25VisionConfig(
             depth=2,
@@ -177,17 +193,11 @@ def _qwen3_vl(tokenizer: Tokenizer) -> Qwen3VLConfig:
     """3.7 M parameters, with two levels of DeepStack. Its heads are wider than the width's share,
     as in the published 4B."""
     return Qwen3VLConfig(
+        **{**_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
         **_token_ids(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         mrope_section=(12, 10, 10),
         rope_theta=10_000.0,
-        max_position_embeddings=4096,
-        initializer_range=0.07,
         tie_word_embeddings=True,
         vision=Qwen3VisionConfig(
             depth=3,
@@ -208,29 +218,17 @@ _LLAVA_IMAGES = LlavaImageConfig(side_px=224)
 
 
 def _llava(tokenizer: Tokenizer) -> LlavaConfig:
-    """2.9 M parameters, with a vision block behind the feature layer, as the published models."""
+    """2.8 M parameters, with a vision block behind the feature layer, as the published models."""
     return LlavaConfig(
-        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
+        vocab_size=_vocab_size(tokenizer),
         bos_token_id=tokenizer.token_to_id("<s>"),
         eos_token_id=tokenizer.token_to_id("</s>"),
         image_token_id=tokenizer.token_to_id("<image>"),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=3,
+        **_TEXT,
         head_dim=64,
         rms_norm_eps=1e-5,
-        max_position_embeddings=4096,
-        initializer_range=0.07,
         vision=LlavaVisionConfig(
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            image_size=_LLAVA_IMAGES.side_px,
-            patch_size=28,
-            projection_dim=128,
+            **{**_VISION, "num_hidden_layers": 3}, patch_size=28, projection_dim=128
         ),
         images=_LLAVA_IMAGES,
     )
@@ -241,30 +239,17 @@ _IDEFICS2_IMAGES = Idefics2ImageConfig(shortest_px=168, longest_px=224)
 
 
 def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:
-    """3.7 M parameters. A screen is 48 visual tokens, as many as Qwen2-VL's here: with few latents
+    """3.8 M parameters. A screen is 48 visual tokens, as many as Qwen2-VL's here: with few latents
     the resampler would have to say places in words before the text tower has learnt any."""
     return Idefics2Config(
-        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
+        vocab_size=_vocab_size(tokenizer),
         bos_token_id=tokenizer.token_to_id("<s>"),
         eos_token_id=tokenizer.token_to_id("<end_of_utterance>"),
         image_token_id=tokenizer.token_to_id("<image>"),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=3,
+        **_TEXT,
         head_dim=64,
         rms_norm_eps=1e-5,
-        max_position_embeddings=4096,
-        initializer_range=0.07,
-        vision=Idefics2VisionConfig(
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=224,
-            patch_size=_IDEFICS2_IMAGES.patch_size,
-        ),
+        vision=Idefics2VisionConfig(**_VISION, patch_size=_IDEFICS2_IMAGES.patch_size),
         perceiver=PerceiverConfig(
             resampler_n_latents=48,
             resampler_depth=2,
@@ -279,34 +264,20 @@ def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:
 
 # Squares of 8 x 8 visual tokens of 28 pixels, as LLaVA's; a screen of 224x168 is stretched to one.
 _PALIGEMMA_IMAGES = PaliGemmaImageConfig(side_px=224)
-_PALIGEMMA_PATCH_PX = 28
 
 
 def _paligemma(tokenizer: Tokenizer) -> PaliGemmaConfig:
     """A Gemma as text tower, with one kv head as in the published models."""
     return PaliGemmaConfig(
-        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
+        vocab_size=_vocab_size(tokenizer),
         bos_token_id=tokenizer.token_to_id("<bos>"),
         eos_token_id=tokenizer.token_to_id("<eos>"),
         pad_token_id=tokenizer.token_to_id("<pad>"),
         image_token_id=tokenizer.token_to_id("<image>"),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=1,
+        # Times the root of the width embeddings are 0.97, as large as the visual tokens.
+        **{**_TEXT, "num_key_value_heads": 1},
         head_dim=64,
-        max_position_embeddings=4096,
-        # Times the root of the width these are 0.97, as large as the visual tokens.
-        initializer_range=0.07,
-        vision=PaliGemmaVisionConfig(
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=_PALIGEMMA_IMAGES.side_px,
-            patch_size=_PALIGEMMA_PATCH_PX,
-        ),
+        vision=PaliGemmaVisionConfig(**_VISION, patch_size=28),
         images=_PALIGEMMA_IMAGES,
     )
 
