@@ -51,7 +51,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0  # of token embeddings; visual tokens are not scaled
 
     @classmethod
-    def of(cls, cfg: Any, **features: Any) -> "DecoderConfig":
+    def from_config(cls, cfg: Any, **features: Any) -> "DecoderConfig":
         """The sizes of a family's config, which names them alike, with these features."""
         sizes = (
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

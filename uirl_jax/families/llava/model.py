@@ -117,7 +117,7 @@ class Llava(TwoTowers):
     visual: VisionTower
     table = WEIGHTS
     make_visual = VisionTower
-    decoder_config = staticmethod(DecoderConfig.of)
+    decoder_config = staticmethod(DecoderConfig.from_config)
 
     def encode_images(
         self,

@@ -89,7 +89,7 @@ class PaliGemma(TwoTowers):
 
     @staticmethod
     def decoder_config(cfg: PaliGemmaConfig) -> DecoderConfig:
-        return DecoderConfig.of(
+        return DecoderConfig.from_config(
             cfg,
             activation="gelu_tanh",
             norms_from_one=True,

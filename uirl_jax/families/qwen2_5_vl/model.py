@@ -137,7 +137,7 @@ class Qwen25VL(QwenVL):
     cfg: Qwen25VLConfig
     visual: VisionTower
     table = WEIGHTS
-    decoder_config = staticmethod(lambda cfg: DecoderConfig.of(cfg, qkv_bias=True))
+    decoder_config = staticmethod(lambda cfg: DecoderConfig.from_config(cfg, qkv_bias=True))
 
     @staticmethod
     def make_visual(cfg: Any, **options: Any) -> VisionTower:

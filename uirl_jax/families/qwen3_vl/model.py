@@ -163,7 +163,7 @@ class Qwen3VL(QwenVL):
     cfg: Qwen3VLConfig
     visual: VisionTower
     table = WEIGHTS
-    decoder_config = staticmethod(lambda cfg: DecoderConfig.of(cfg, qk_norm=True))
+    decoder_config = staticmethod(lambda cfg: DecoderConfig.from_config(cfg, qk_norm=True))
 
     @staticmethod
     def make_visual(cfg: Any, **options: Any) -> VisionTower:
