@@ -497,3 +497,9 @@ def test_messages_of_every_format_are_rendered_to_the_context(published_dir, nam
     context = chat.context(INSTRUCTION, SCREENS, sampled)
     num_visual = [NUM_VISUAL[index] for index in context.kept]
     assert _rendered_ids(published_dir, context.messages, num_visual) == (context.ids.tolist())
+
+
+def test_question_ids_are_what_transformers_writes_between_two_replies(chat, model_dir):
+    messages = [_user("Go"), _assistant("click(1, 2)"), _user("Now there")]
+    first, whole = (_oracle_ids(model_dir, messages[:count], []) for count in (1, 3))
+    assert [*first, *chat.completion_ids("click(1, 2)"), *chat.question_ids("Now there")] == whole

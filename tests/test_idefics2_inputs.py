@@ -184,6 +184,16 @@ def test_screen_of_another_host_stays_padding_but_keeps_its_shape():
         (
             {
                 "pixel_values": np.zeros((1, 1, 3, 28, 28)),
+                # As many pixels as first row times first column.
+                "pixel_attention_mask": np.pad([[1, 1, 0], [1, 0, 0], [0, 0, 1]], (0, 25))[
+                    None, None
+                ],
+            },
+            "is no rectangle",
+        ),
+        (
+            {
+                "pixel_values": np.zeros((1, 1, 3, 28, 28)),
                 "pixel_attention_mask": np.pad(np.ones((28, 13), int), ((0, 0), (0, 15)))[
                     None, None
                 ],
