@@ -19,6 +19,7 @@ from tokenizers import (
     trainers,
 )
 
+from tools import byte_fallback_bpe
 from uirl_jax.families.qwen.chat import LAYOUT
 
 # Qwen2's split before BPE; \p{N} alone keeps every digit a token of its own.
@@ -96,8 +97,6 @@ def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = ""
         same as ChatConfig.system_prompt of the runs that train the model.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    template = LAYOUT.template(system_prompt)
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     config = {
         "add_prefix_space": False,
@@ -114,7 +113,6 @@ def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = ""
         },
         "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
         "bos_token": None,
-        "chat_template": template,
         "clean_up_tokenization_spaces": False,
         "eos_token": "<|im_end|>",
         "errors": "replace",
@@ -125,14 +123,12 @@ def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = ""
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }
+    byte_fallback_bpe.write(tokenizer, directory, config, LAYOUT.template(system_prompt))
+    # Older readers of Qwen's tokenizers want vocabulary and merges in files of their own.
     model = json.loads(tokenizer.to_str())["model"]
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    _write(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     _write(directory / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False) + "\n")
     _write(directory / "merges.txt", f"#version: 0.2\n{merges}\n")
-    # Processors of transformers read this file, older tokenizers the key of the config above.
-    _write(directory / "chat_template.jinja", template)
 
 
 def _write(path: Path, text: str) -> None:
