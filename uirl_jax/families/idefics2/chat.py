@@ -8,10 +8,10 @@ Source: chat_template of HuggingFaceM4/idefics2-8b; transformers,
 models/idefics2/processing_idefics2.py.
 """
 
-import json
 from collections.abc import Sequence
 
 from uirl_jax.families.border import ChatLayout, Marker, Piece, ScreenSlot
+from uirl_jax.families.chat_template import with_system_prompt
 
 _AROUND, _END = Marker("<fake_token_around_image>"), Marker("<end_of_utterance>")
 _TEMPLATE = (
@@ -43,9 +43,7 @@ def _user(parts: Sequence[str | ScreenSlot]) -> list[Piece]:
 
 
 def _template(system_prompt: str) -> str:
-    literal = json.dumps(system_prompt, ensure_ascii=False)  # Jinja's string literals read the same
-    block = _SYSTEM_BLOCK.replace("@SYSTEM_PROMPT@", literal) if system_prompt else ""
-    return _TEMPLATE.replace("@SYSTEM_BLOCK@", block)
+    return with_system_prompt(_TEMPLATE, _SYSTEM_BLOCK, system_prompt)
 
 
 LAYOUT = ChatLayout(

@@ -5,10 +5,10 @@ template leaves out, the conversation "v1" that the models were trained with (LL
 llava/conversation.py). Nothing here can keep an instruction from spelling "USER:".
 """
 
-import json
 from collections.abc import Sequence
 
 from uirl_jax.families.border import ChatLayout, Marker, Piece, ScreenSlot
+from uirl_jax.families.chat_template import with_system_prompt
 
 _TEMPLATE = (
     "{% for message in messages %}@SYSTEM_BLOCK@"
@@ -34,9 +34,7 @@ def _user(parts: Sequence[str | ScreenSlot]) -> list[Piece]:
 
 
 def _template(system_prompt: str) -> str:
-    literal = json.dumps(system_prompt, ensure_ascii=False)  # Jinja's string literals read the same
-    block = _SYSTEM_BLOCK.replace("@SYSTEM_PROMPT@", literal) if system_prompt else ""
-    return _TEMPLATE.replace("@SYSTEM_BLOCK@", block)
+    return with_system_prompt(_TEMPLATE, _SYSTEM_BLOCK, system_prompt)
 
 
 LAYOUT = ChatLayout(

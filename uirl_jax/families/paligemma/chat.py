@@ -8,10 +8,10 @@ was trained with, stands before the image; without one the context is the proces
 Source: transformers, models/paligemma/processing_paligemma.py.
 """
 
-import json
 from collections.abc import Sequence
 
 from uirl_jax.families.border import ChatLayout, Marker, Piece, ScreenSlot
+from uirl_jax.families.chat_template import with_system_prompt
 
 # The processor puts <bos> behind the image, and the newline at the end.
 _TEMPLATE = (
@@ -36,9 +36,7 @@ def _user(parts: Sequence[str | ScreenSlot]) -> list[Piece]:
 
 
 def _template(system_prompt: str) -> str:
-    literal = json.dumps(system_prompt, ensure_ascii=False)  # Jinja's string literals read the same
-    block = _SYSTEM_BLOCK.replace("@SYSTEM_PROMPT@", literal) if system_prompt else ""
-    return _TEMPLATE.replace("@SYSTEM_BLOCK@", block)
+    return with_system_prompt(_TEMPLATE, _SYSTEM_BLOCK, system_prompt)
 
 
 LAYOUT = ChatLayout(

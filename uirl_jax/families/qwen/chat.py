@@ -4,10 +4,10 @@ Source: chat_template of the published models. Tokens equal those of transformer
 apply_chat_template.
 """
 
-import json
 from collections.abc import Sequence
 
 from uirl_jax.families.border import ChatLayout, Marker, Piece, ScreenSlot
+from uirl_jax.families.chat_template import with_system_prompt
 
 _START, _END = Marker("<|im_start|>"), Marker("<|im_end|>")
 _VISION_START, _VISION_END = Marker("<|vision_start|>"), Marker("<|vision_end|>")
@@ -42,9 +42,7 @@ def _user(parts: Sequence[str | ScreenSlot]) -> list[Piece]:
 
 
 def _template(system_prompt: str) -> str:
-    literal = json.dumps(system_prompt, ensure_ascii=False)  # Jinja's string literals read the same
-    block = _SYSTEM_BLOCK.replace("@SYSTEM_PROMPT@", literal) if system_prompt else ""
-    return _TEMPLATE.replace("@SYSTEM_BLOCK@", block)
+    return with_system_prompt(_TEMPLATE, _SYSTEM_BLOCK, system_prompt)
 
 
 LAYOUT = ChatLayout(
