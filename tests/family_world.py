@@ -3,6 +3,7 @@
 Configs are named in tests/oracles/; a name says the family, too.
 """
 
+import copy
 import dataclasses
 import functools
 import json
@@ -227,3 +228,30 @@ def make_case(inputs: Inputs, name: str) -> Case:
             rows.vision_index_bt[row, :length] = vision_index(ids_t, IMAGE_TOKEN, rows_v)
     every_row = np.concatenate(table_rows) if table_rows else np.zeros(0, np.int32)
     return Case(screens, lengths, rows, packed.arrays, spans, every_row)
+
+
+def config_with(changes: dict, config: dict) -> dict:
+    """A config.json's content with other values at dotted paths; None takes one away."""
+    config = copy.deepcopy(config)
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        holder = config
+        for parent in parents:
+            holder = holder[parent]
+        if value is None:
+            del holder[name]
+        else:
+            holder[name] = value
+    return config
+
+
+def change(path: Path, **fields: object) -> None:
+    """Other values in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def picture(width_px: int, height_px: int) -> Image.Image:
+    """Squares of 8 pixels, a colour for each."""
+    rng = np.random.default_rng(width_px)
+    small = rng.integers(0, 256, (max(height_px // 8, 1), max(width_px // 8, 1), 3), np.uint8)
+    return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)

@@ -40,21 +40,6 @@ PUBLISHED_8B = {
 }
 
 
-def config_with(changes: dict, config: dict = idefics2_torch.CONFIGS["idefics2"]) -> dict:
-    """A config with other values; None takes one away."""
-    config = copy.deepcopy(config)
-    for path, value in changes.items():
-        *parents, name = path.split(".")
-        holder = config
-        for parent in parents:
-            holder = holder[parent]
-        if value is None:
-            del holder[name]
-        else:
-            holder[name] = value
-    return config
-
-
 @pytest.mark.parametrize("name", idefics2_torch.CONFIGS)
 def test_config_and_what_transformers_makes_of_it_are_read_as_the_same(name):
     from transformers import Idefics2Config as Reference
@@ -89,7 +74,7 @@ def test_config_and_what_transformers_makes_of_it_are_read_as_the_same(name):
 def test_config_that_leaves_values_out_has_the_defaults_of_transformers(changes):
     from transformers import Idefics2Config as Reference
 
-    config = config_with(changes, PUBLISHED_8B)
+    config = world.config_with(changes, PUBLISHED_8B)
     expected = Reference(**copy.deepcopy(config))
     assert Idefics2Config.from_dict(config) == Idefics2Config.from_dict(expected.to_dict())
     cfg = Idefics2Config.from_dict(config)
@@ -146,7 +131,7 @@ def test_parameters_are_as_many_as_those_of_the_published_model():
 )
 def test_config_that_cannot_be_computed_is_one_line(changes, message):
     with pytest.raises(ModelError, match=message) as error:
-        Idefics2Config.from_dict(config_with(changes))
+        Idefics2Config.from_dict(world.config_with(changes, idefics2_torch.CONFIGS["idefics2"]))
     assert "\n" not in str(error.value)
 
 
@@ -157,19 +142,15 @@ def model_dir(tmp_path):
     return directory
 
 
-def change(path, **fields):
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def test_idefics3_is_refused_by_name(model_dir):
-    change(model_dir / "config.json", model_type="idefics3")
+    world.change(model_dir / "config.json", model_type="idefics3")
     with pytest.raises(ModelError, match=r"'idefics3' is not supported .*its tiles of a screen"):
         family_of(model_dir)
 
 
 def test_config_of_wrong_types_is_a_model_error(model_dir):
     for wrong in ([3], {"hidden_size": 32, "rope_parameters": 7}):
-        change(model_dir / "config.json", text_config=wrong)
+        world.change(model_dir / "config.json", text_config=wrong)
         with pytest.raises(ModelError, match=r"config\.json: a value of the wrong type") as error:
             read_config(model_dir)
         assert "\n" not in str(error.value)
@@ -193,7 +174,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):
-    change(model_dir / "preprocessor_config.json", **fields)
+    world.change(model_dir / "preprocessor_config.json", **fields)
     with pytest.raises(ModelError, match=message) as error:
         loading.load(model_dir, lora=None, seed=0)
     assert "\n" not in str(error.value)

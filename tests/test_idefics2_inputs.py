@@ -43,17 +43,11 @@ SIZES = [
 ]
 
 
-def picture(width_px: int, height_px: int) -> Image.Image:
-    rng = np.random.default_rng(width_px)
-    small = rng.integers(0, 256, (max(height_px // 8, 1), max(width_px // 8, 1), 3), np.uint8)
-    return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)
-
-
 def processed(*sizes: tuple[int, int]) -> dict[str, np.ndarray]:
     """What transformers' processor returns of a text with pictures of these sizes."""
     reference = pytest.importorskip("transformers.models.idefics2.image_processing_pil_idefics2")
     processor = reference.Idefics2ImageProcessorPil.from_dict(PUBLISHED.images.to_dict())
-    return dict(processor([[picture(*size) for size in sizes]], return_tensors="np"))
+    return dict(processor([[world.picture(*size) for size in sizes]], return_tensors="np"))
 
 
 # ---------------------------------------------------------------------------------- screens
@@ -62,7 +56,7 @@ def processed(*sizes: tuple[int, int]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("size", [*SIZES, (980, 980), (60, 1100), (333, 517), (2500, 100)])
 def test_screens_equal_those_of_transformers_processor_bit_for_bit(size):
     expected = processed(size)["pixel_values"][0, 0]
-    screen = PUBLISHED.cut_screen(picture(*size))
+    screen = PUBLISHED.cut_screen(world.picture(*size))
     assert screen.seen_px == (expected.shape[2], expected.shape[1])
     assert screen.tokens == 64
     rows, columns = screen.layout
@@ -117,7 +111,7 @@ def test_pictures_that_would_be_less_than_a_patch_are_refused_in_one_line(size):
 def test_pack_screens_and_from_processor_place_the_same_numbers():
     sizes = ((224, 168), (390, 844))
     returned, given = PUBLISHED.from_processor(**processed(*sizes))
-    screens = [PUBLISHED.cut_screen(picture(*size)) for size in sizes]
+    screens = [PUBLISHED.cut_screen(world.picture(*size)) for size in sizes]
     placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
     longest = max(screen.patches for screen in screens)
     packed = PUBLISHED.pack_screens(placed, 3, longest)

@@ -1,7 +1,6 @@
 """What LLaVA-1.5's config.json and its neighbours may say, and what is refused."""
 
 import copy
-import json
 import shutil
 
 import pytest
@@ -50,21 +49,6 @@ PUBLISHED_7B = {
 }
 
 
-def config_with(changes: dict, config: dict = llava_torch.CONFIGS["llava"]) -> dict:
-    """A config with other values; None takes one away."""
-    config = copy.deepcopy(config)
-    for path, value in changes.items():
-        *parents, name = path.split(".")
-        holder = config
-        for parent in parents:
-            holder = holder[parent]
-        if value is None:
-            del holder[name]
-        else:
-            holder[name] = value
-    return config
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_both_layouts_of_transformers_give_the_same(name):
     from transformers import LlavaConfig as Reference
@@ -98,7 +82,7 @@ def test_config_both_layouts_of_transformers_give_the_same(name):
 def test_config_that_leaves_values_out_has_the_defaults_of_transformers(changes):
     from transformers import LlavaConfig as Reference
 
-    config = config_with(changes, PUBLISHED_7B)
+    config = world.config_with(changes, PUBLISHED_7B)
     expected = Reference(**copy.deepcopy(config))
     if "image_seq_length" not in config:  # a default of transformers, whatever the image's size
         expected.image_seq_length = LlavaConfig.from_dict(config).vision.patches
@@ -160,7 +144,7 @@ def test_config_that_leaves_values_out_has_the_defaults_of_transformers(changes)
 )
 def test_config_that_cannot_be_computed_is_one_line(changes, message):
     with pytest.raises(ModelError, match=message) as error:
-        LlavaConfig.from_dict(config_with(changes))
+        LlavaConfig.from_dict(world.config_with(changes, llava_torch.CONFIGS["llava"]))
     assert "\n" not in str(error.value)
 
 
@@ -171,23 +155,19 @@ def model_dir(tmp_path):
     return directory
 
 
-def change(path, **fields):
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [("llava_next", "its tiles of a screen"), ("llava_llama", "the original repository")],
 )
 def test_relatives_are_refused_by_name(model_dir, model_type, why):
-    change(model_dir / "config.json", model_type=model_type)
+    world.change(model_dir / "config.json", model_type=model_type)
     with pytest.raises(ModelError, match=f"'{model_type}' is not supported .*{why}"):
         family_of(model_dir)
 
 
 def test_config_of_wrong_types_is_a_model_error(model_dir):
     for wrong in ([3], {"hidden_size": 32, "rope_parameters": 7}):
-        change(model_dir / "config.json", text_config=wrong)
+        world.change(model_dir / "config.json", text_config=wrong)
         with pytest.raises(ModelError, match=r"config\.json: a value of the wrong type") as error:
             read_config(model_dir)
         assert "\n" not in str(error.value)
@@ -213,7 +193,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):
-    change(model_dir / "preprocessor_config.json", **fields)
+    world.change(model_dir / "preprocessor_config.json", **fields)
     with pytest.raises(ModelError, match=message) as error:
         loading.load(model_dir, lora=None, seed=0)
     assert "\n" not in str(error.value)
@@ -222,7 +202,7 @@ def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, me
 
 @pytest.mark.parametrize("fields", [{"do_pad": False, "do_center_crop": True}, {"do_pad": True}])
 def test_screens_are_padded_whatever_the_file_says(model_dir, fields):
-    change(model_dir / "preprocessor_config.json", **fields)
+    world.change(model_dir / "preprocessor_config.json", **fields)
     cfg = read_config(model_dir)
     assert cfg.images.pad_to_square
     assert ImageConfig.from_dict(llava.FAMILY.processor_json(cfg)) == cfg.images

@@ -37,12 +37,6 @@ IMAGE_TOKEN = 290
 PUBLISHED = LlavaInputs(ImageConfig.from_dict(PUBLISHED_FILE), IMAGE_TOKEN, grid_side=24)
 
 
-def picture(width_px: int, height_px: int) -> Image.Image:
-    rng = np.random.default_rng(width_px)
-    small = rng.integers(0, 256, (max(height_px // 8, 1), max(width_px // 8, 1), 3), np.uint8)
-    return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)
-
-
 # ---------------------------------------------------------------------------------- screens
 
 
@@ -62,8 +56,8 @@ def picture(width_px: int, height_px: int) -> Image.Image:
 def test_screens_equal_those_of_transformers_padding_processor_bit_for_bit(size, margins):
     reference = pytest.importorskip("transformers.models.llava.image_processing_pil_llava")
     processor = reference.LlavaImageProcessorPil.from_dict(PUBLISHED.images.to_dict())
-    expected = processor(picture(*size), return_tensors="np")["pixel_values"]
-    screen = PUBLISHED.cut_screen(picture(*size))
+    expected = processor(world.picture(*size), return_tensors="np")["pixel_values"]
+    screen = PUBLISHED.cut_screen(world.picture(*size))
     assert screen.margins == margins
     assert (screen.patches, screen.tokens, screen.seen_px) == (576, 576, (336, 336))
     (pixels_chw,) = world.pixels_of(PUBLISHED, [screen])
@@ -78,13 +72,13 @@ def test_square_screens_equal_those_of_the_published_processor_bit_for_bit():
     reference = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
     processor = reference.CLIPImageProcessorPil.from_dict(PUBLISHED_FILE)
     for side in (200, 336, 900):
-        expected = processor(picture(side, side), return_tensors="np")["pixel_values"]
-        screen = PUBLISHED.cut_screen(picture(side, side))
+        expected = processor(world.picture(side, side), return_tensors="np")["pixel_values"]
+        screen = PUBLISHED.cut_screen(world.picture(side, side))
         np.testing.assert_array_equal(world.pixels_of(PUBLISHED, [screen])[0][None], expected)
 
 
 def test_margins_have_the_mean_color():
-    screen = PUBLISHED.cut_screen(picture(1280, 800))
+    screen = PUBLISHED.cut_screen(world.picture(1280, 800))
     pixels_chw = world.pixels_of(PUBLISHED, [screen])[0]
     assert PUBLISHED.images.padding_color == (122, 116, 104)
     assert np.abs(pixels_chw[:, :60]).max() < 0.02  # normalised: about 0
@@ -111,7 +105,7 @@ def test_pictures_that_would_be_less_than_a_patch_are_refused_in_one_line(size, 
 
 
 def test_pack_screens_and_from_processor_place_the_same_numbers():
-    screens = [PUBLISHED.cut_screen(picture(*size)) for size in ((60, 40), (30, 80))]
+    screens = [PUBLISHED.cut_screen(world.picture(*size)) for size in ((60, 40), (30, 80))]
     pixels = np.stack(world.pixels_of(PUBLISHED, screens))
     returned, given = PUBLISHED.from_processor(pixel_values=pixels)
     placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]

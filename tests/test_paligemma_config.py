@@ -1,7 +1,6 @@
 """PaliGemma's config.json and preprocessor_config.json: what is read, and what is refused."""
 
 import copy
-import json
 import shutil
 
 import pytest
@@ -75,21 +74,6 @@ FIELDS = (
 )
 
 
-def config_with(changes: dict, config: dict = paligemma_torch.CONFIGS["paligemma_2"]) -> dict:
-    """A config with other values; None takes one away."""
-    config = copy.deepcopy(config)
-    for path, value in changes.items():
-        *parents, name = path.split(".")
-        holder = config
-        for parent in parents:
-            holder = holder[parent]
-        if value is None:
-            del holder[name]
-        else:
-            holder[name] = value
-    return config
-
-
 @pytest.mark.parametrize("name", paligemma_torch.CONFIGS)
 def test_config_and_what_transformers_makes_of_it_are_read_as_the_same(name):
     from transformers import PaliGemmaConfig as Reference
@@ -121,7 +105,7 @@ def test_config_and_what_transformers_makes_of_it_are_read_as_the_same(name):
 def test_config_that_leaves_values_out_has_the_defaults_of_transformers(changes, published):
     from transformers import PaliGemmaConfig as Reference
 
-    config = config_with(changes, published)
+    config = world.config_with(changes, published)
     expected = Reference(**copy.deepcopy(config))
     assert PaliGemmaConfig.from_dict(config) == PaliGemmaConfig.from_dict(expected.to_dict())
     cfg = PaliGemmaConfig.from_dict(config)
@@ -177,7 +161,9 @@ def test_parameters_are_as_many_as_those_of_the_published_model(published, param
 )
 def test_config_that_cannot_be_computed_is_one_line(changes, message):
     with pytest.raises(ModelError, match=message) as error:
-        PaliGemmaConfig.from_dict(config_with(changes))
+        PaliGemmaConfig.from_dict(
+            world.config_with(changes, paligemma_torch.CONFIGS["paligemma_2"])
+        )
     assert "\n" not in str(error.value)
 
 
@@ -188,13 +174,9 @@ def model_dir(tmp_path):
     return directory
 
 
-def change(path, **fields):
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def test_config_of_wrong_types_is_a_model_error(model_dir):
     for wrong in ([3], {"hidden_size": 32, "rope_parameters": 7}):
-        change(model_dir / "config.json", text_config=wrong)
+        world.change(model_dir / "config.json", text_config=wrong)
         with pytest.raises(ModelError, match=r"config\.json: a value of the wrong type") as error:
             read_config(model_dir)
         assert "\n" not in str(error.value)
@@ -217,7 +199,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):
-    change(model_dir / "preprocessor_config.json", **fields)
+    world.change(model_dir / "preprocessor_config.json", **fields)
     with pytest.raises(ModelError, match=message) as error:
         loading.load(model_dir, lora=None, seed=0)
     assert "\n" not in str(error.value)

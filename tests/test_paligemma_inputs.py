@@ -39,12 +39,6 @@ SIZES = [
 ]
 
 
-def picture(width_px: int, height_px: int) -> Image.Image:
-    rng = np.random.default_rng(width_px)
-    small = rng.integers(0, 256, (max(height_px // 8, 1), max(width_px // 8, 1), 3), np.uint8)
-    return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)
-
-
 # ---------------------------------------------------------------------------------- screens
 
 
@@ -56,8 +50,8 @@ def test_screens_equal_those_of_transformers_processor_bit_for_bit(size, side):
     inputs = PaliGemmaInputs(ImageConfig.from_dict(file), IMAGE_TOKEN, grid_side=side // 14)
     for given in (file, inputs.images.to_dict(inputs.tokens)):
         processor = reference.SiglipImageProcessorPil.from_dict(given)
-        expected = processor(picture(*size), return_tensors="np")["pixel_values"]
-        screen = inputs.cut_screen(picture(*size))
+        expected = processor(world.picture(*size), return_tensors="np")["pixel_values"]
+        screen = inputs.cut_screen(world.picture(*size))
         (pixels_chw,) = world.pixels_of(inputs, [screen])
         np.testing.assert_array_equal(pixels_chw[None], expected, strict=True)
     assert screen.patches == screen.tokens == (side // 14) ** 2
@@ -80,7 +74,7 @@ def test_pictures_of_which_hardly_anything_would_be_seen_are_refused_in_one_line
 
 
 def test_pack_screens_and_from_processor_place_the_same_numbers():
-    screens = [PUBLISHED.cut_screen(picture(*size)) for size in ((60, 40), (30, 80))]
+    screens = [PUBLISHED.cut_screen(world.picture(*size)) for size in ((60, 40), (30, 80))]
     pixels = np.stack(world.pixels_of(PUBLISHED, screens))
     returned, given = PUBLISHED.from_processor(pixel_values=pixels)
     placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]

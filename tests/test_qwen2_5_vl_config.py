@@ -14,21 +14,6 @@ from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig, read_config
 from uirl_jax.families.table import family_of
 
 
-def config_with(changes: dict) -> dict:
-    """The published layout of `windows` with other values; None takes one away."""
-    config = copy.deepcopy(qwen_torch.CONFIGS["windows"])
-    for path, value in changes.items():
-        *parents, name = path.split(".")
-        holder = config
-        for parent in parents:
-            holder = holder[parent]
-        if value is None:
-            del holder[name]
-        else:
-            holder[name] = value
-    return config
-
-
 @pytest.mark.parametrize("name", qwen_torch.QWEN2_5_VL)
 def test_config_both_layouts_of_transformers_give_the_same(name):
     from transformers import Qwen2_5_VLConfig as Reference
@@ -105,7 +90,7 @@ def test_config_of_the_published_3b():
 def test_config_without_an_epsilon_has_that_of_the_reference():
     from transformers import Qwen2_5_VLConfig as Reference
 
-    config = config_with({"rms_norm_eps": None})
+    config = world.config_with({"rms_norm_eps": None}, qwen_torch.CONFIGS["windows"])
     expected = Reference(**copy.deepcopy(config)).text_config.rms_norm_eps
     assert Qwen25VLConfig.from_dict(config).rms_norm_eps == expected
 
@@ -138,7 +123,7 @@ def test_config_without_an_epsilon_has_that_of_the_reference():
 )
 def test_config_that_cannot_be_computed_is_one_line(changes, message):
     with pytest.raises(ModelError, match=message) as error:
-        Qwen25VLConfig.from_dict(config_with(changes))
+        Qwen25VLConfig.from_dict(world.config_with(changes, qwen_torch.CONFIGS["windows"]))
     assert "\n" not in str(error.value)
 
 
@@ -147,10 +132,6 @@ def model_dir(tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(world.directory_of("windows"), directory)
     return directory
-
-
-def change(path, **fields):
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def test_directory_is_of_this_family(model_dir):
@@ -165,7 +146,7 @@ def test_directory_is_of_this_family(model_dir):
     ],
 )
 def test_processor_of_another_family_is_refused_in_one_line(model_dir, fields, message):
-    change(model_dir / "preprocessor_config.json", **fields)
+    world.change(model_dir / "preprocessor_config.json", **fields)
     with pytest.raises(ModelError, match=message) as error:
         loading.load(model_dir, lora=None, seed=0)
     assert "\n" not in str(error.value)
@@ -175,6 +156,6 @@ def test_processor_of_another_family_is_refused_in_one_line(model_dir, fields, m
 def test_config_of_wrong_types_is_a_model_error(model_dir, value):
     config = json.loads((model_dir / "config.json").read_text())
     vision = {**config["vision_config"], **value} if isinstance(value, dict) else value
-    change(model_dir / "config.json", vision_config=vision)
+    world.change(model_dir / "config.json", vision_config=vision)
     with pytest.raises(ModelError, match=r"config\.json: a value of the wrong type"):
         read_config(model_dir)

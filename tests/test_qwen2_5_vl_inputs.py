@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from transformers import AutoTokenizer
 
+from tests import family_world as world
 from tests.published_chats import QWEN2_VL as PUBLISHED_TEMPLATE
 from tools import qwen_tokenizer
 from uirl_jax import actions
@@ -51,12 +51,6 @@ PUBLISHED, UI_TARS = inputs_of(PUBLISHED_FILE), inputs_of(UI_TARS_FILE)
 SMALL = inputs_of(PUBLISHED_FILE | {"patch_size": 4, "min_pixels": 64}, window_tokens=2)
 
 
-def picture(width_px: int, height_px: int) -> Image.Image:
-    rng = np.random.default_rng(width_px)
-    small = rng.integers(0, 256, (max(height_px // 8, 1), max(width_px // 8, 1), 3), np.uint8)
-    return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)
-
-
 # ------------------------------------------------------------------------------------ screens
 
 
@@ -75,9 +69,9 @@ def picture(width_px: int, height_px: int) -> Image.Image:
 )
 def test_screens_with_the_published_files_equal_transformers_bit_for_bit(inputs, file, size, grid):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    screen = inputs.cut_screen(picture(*size))
+    screen = inputs.cut_screen(world.picture(*size))
     processor = reference.Qwen2VLImageProcessorPil.from_dict(file)
-    expected = processor(picture(*size), return_tensors="np")
+    expected = processor(world.picture(*size), return_tensors="np")
     assert screen.layout == grid == tuple(expected["image_grid_thw"][0])
     assert (screen.patches, screen.tokens) == (grid[1] * grid[2], grid[1] * grid[2] // 4)
     pixels_pf = images.pixel_values(screen.arrays["patches_pc"], inputs.images)
@@ -138,7 +132,7 @@ def test_windows_of_published_screens(size, windows):
 
 
 def test_pack_screens_puts_patches_in_windows_and_says_where_the_tokens_are():
-    first, second = (SMALL.cut_screen(picture(*size)) for size in ((40, 24), (16, 8)))
+    first, second = (SMALL.cut_screen(world.picture(*size)) for size in ((40, 24), (16, 8)))
     assert (first.layout, second.layout) == ((1, 6, 10), (1, 2, 4))
     absent = dataclasses.replace(second, arrays=None)  # another host has its pixels
     placed = [
@@ -171,7 +165,7 @@ def test_pack_screens_puts_patches_in_windows_and_says_where_the_tokens_are():
 
 
 def test_from_processor_equals_pack_screens_of_the_same_images():
-    screens = [SMALL.cut_screen(picture(*size)) for size in ((40, 24), (16, 8))]
+    screens = [SMALL.cut_screen(world.picture(*size)) for size in ((40, 24), (16, 8))]
     pixels = [images.pixel_values(one.arrays["patches_pc"], SMALL.images) for one in screens]
     returned, packed = SMALL.from_processor(
         pixel_values=np.concatenate(pixels),

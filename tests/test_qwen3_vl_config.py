@@ -17,21 +17,6 @@ from uirl_jax.families.table import family_of
 CONFIGS = [*qwen_torch.QWEN3_VL]
 
 
-def config_with(changes: dict) -> dict:
-    """The published layout of `plain` with other values; None takes one away."""
-    config = copy.deepcopy(qwen_torch.CONFIGS["plain"])
-    for path, value in changes.items():
-        *parents, name = path.split(".")
-        holder = config
-        for parent in parents:
-            holder = holder[parent]
-        if value is None:
-            del holder[name]
-        else:
-            holder[name] = value
-    return config
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_both_layouts_of_transformers_give_the_same(name):
     from transformers import Qwen3VLConfig as Reference
@@ -53,13 +38,14 @@ def test_config_both_layouts_of_transformers_give_the_same(name):
 def test_config_of_transformers_without_values_has_the_defaults_of_the_reference():
     from transformers import Qwen3VLConfig as Reference
 
-    config = config_with(
+    config = world.config_with(
         {
             "text_config.rope_theta": None,
             "text_config.rope_scaling": None,
             "text_config.head_dim": None,
             "text_config.tie_word_embeddings": None,
-        }
+        },
+        qwen_torch.CONFIGS["plain"],
     )
     expected = Reference(**copy.deepcopy(config)).text_config
     cfg = Qwen3VLConfig.from_dict(config)
@@ -69,7 +55,9 @@ def test_config_of_transformers_without_values_has_the_defaults_of_the_reference
 
 @pytest.mark.parametrize(("top", "text"), [(True, False), (False, True)])
 def test_config_tied_at_the_top_holds_as_in_transformers(top, text):
-    config = config_with({"tie_word_embeddings": top, "text_config.tie_word_embeddings": text})
+    config = world.config_with(
+        {"tie_word_embeddings": top, "text_config.tie_word_embeddings": text}
+    )
     assert Qwen3VLConfig.from_dict(config).tie_word_embeddings == top
 
 
@@ -103,7 +91,7 @@ def test_config_tied_at_the_top_holds_as_in_transformers(top, text):
 )
 def test_config_that_cannot_be_computed_is_one_line(changes, message):
     with pytest.raises(ModelError, match=message) as error:
-        Qwen3VLConfig.from_dict(config_with(changes))
+        Qwen3VLConfig.from_dict(world.config_with(changes, qwen_torch.CONFIGS["plain"]))
     assert "\n" not in str(error.value)
 
 
@@ -114,24 +102,20 @@ def model_dir(tmp_path):
     return directory
 
 
-def change(path, **fields):
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def test_mixture_of_experts_is_refused_by_name(model_dir):
-    change(model_dir / "config.json", model_type="qwen3_vl_moe")
+    world.change(model_dir / "config.json", model_type="qwen3_vl_moe")
     with pytest.raises(ModelError, match=r"'qwen3_vl_moe' is not supported \(its mixture of exp"):
         family_of(model_dir)
 
 
 def test_processor_of_another_patch_size_is_refused(model_dir):
-    change(model_dir / "preprocessor_config.json", patch_size=14)
+    world.change(model_dir / "preprocessor_config.json", patch_size=14)
     with pytest.raises(ModelError, match=r"preprocessor_config.json: patch_size=14, config.json"):
         loading.load(model_dir, lora=None, seed=0)
 
 
 def test_config_of_wrong_types_is_a_model_error(model_dir):
-    change(model_dir / "config.json", vision_config=[3])
+    world.change(model_dir / "config.json", vision_config=[3])
     with pytest.raises(ModelError, match=r"config\.json: a value of the wrong type"):
         read_config(model_dir)
 

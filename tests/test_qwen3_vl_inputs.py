@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from transformers import AutoTokenizer
 
 from tests import family_world as world
@@ -39,12 +38,6 @@ IMAGE_TOKEN = 290
 PUBLISHED = Qwen3VLInputs(ImageConfig.from_dict(PUBLISHED_FILE), IMAGE_TOKEN, table_side=48)
 
 
-def picture(width_px: int, height_px: int) -> Image.Image:
-    rng = np.random.default_rng(width_px)
-    small = rng.integers(0, 256, (max(height_px // 8, 1), max(width_px // 8, 1), 3), np.uint8)
-    return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)
-
-
 @pytest.mark.parametrize(
     ("size", "grid"),
     [
@@ -60,9 +53,9 @@ def picture(width_px: int, height_px: int) -> Image.Image:
 )
 def test_screens_with_the_published_file_equal_transformers_bit_for_bit(size, grid):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    screen = PUBLISHED.cut_screen(picture(*size))
+    screen = PUBLISHED.cut_screen(world.picture(*size))
     processor = reference.Qwen2VLImageProcessorPil.from_dict(PUBLISHED_FILE)
-    expected = processor(picture(*size), return_tensors="np")
+    expected = processor(world.picture(*size), return_tensors="np")
     assert screen.layout == grid == tuple(expected["image_grid_thw"][0])
     assert (screen.patches, screen.tokens) == (grid[1] * grid[2], grid[1] * grid[2] // 4)
     pixels_pf = images.pixel_values(screen.arrays["patches_pc"], PUBLISHED.images)
