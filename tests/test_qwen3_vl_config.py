@@ -55,9 +55,8 @@ def test_config_of_transformers_without_values_has_the_defaults_of_the_reference
 
 @pytest.mark.parametrize(("top", "text"), [(True, False), (False, True)])
 def test_config_tied_at_the_top_holds_as_in_transformers(top, text):
-    config = world.config_with(
-        {"tie_word_embeddings": top, "text_config.tie_word_embeddings": text}
-    )
+    changes = {"tie_word_embeddings": top, "text_config.tie_word_embeddings": text}
+    config = world.config_with(changes, qwen_torch.CONFIGS["plain"])
     assert Qwen3VLConfig.from_dict(config).tie_word_embeddings == top
 
 
