@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from tests.test_paligemma_inputs import picture
+from tests.family_world import picture
 from tools import gemma_tokenizer
 from uirl_jax.actions import loc
 from uirl_jax.families import paligemma

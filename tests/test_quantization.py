@@ -15,7 +15,6 @@ from tests.model_files import load_pretrained, save_adapter, save_pretrained
 from uirl_jax.config.schema import LearnerConfig, ModelConfig, RunConfig, TaskConfig
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families.border import TokenRows
-from uirl_jax.families.qwen.model import init_cache
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.model import Qwen2VL
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
@@ -291,7 +290,7 @@ def test_decode_with_int8_equals_the_whole_rows():
     """What the engine runs on its cache, one token after the other, is what the learner scores."""
     model = pair()[1]
     expected_btd = jax.jit(Qwen2VL.hidden)(model, TEXT, None)
-    cache = init_cache(CONFIG, 4, TOKENS, jnp.float32)
+    cache = Qwen2VL.init_cache(CONFIG, 4, TOKENS, jnp.float32)
     extend = jax.jit(Qwen2VL.extend)
     for start, stop in ((0, 20), (20, 21), (21, 22)):
         got_btd, cache = extend(
