@@ -68,10 +68,10 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("mine", "expected 'module:function'"),
-        ("mine:f()", "expected 'module:function'"),
-        ("../mine:f", "expected 'module:function'"),
-        ("mine:__import__('os')", "expected 'module:function'"),
+        ("mine", "expected 'module:name'"),
+        ("mine:f()", "expected 'module:name'"),
+        ("../mine:f", "expected 'module:name'"),
+        ("mine:__import__('os')", "expected 'module:name'"),
         ("nowhere:f", "no module 'nowhere' in {folder} or on PYTHONPATH"),
         ("mine:f", "mine.py has no such name"),
         ("mine:CONSTANT", "mine.py is not a function"),

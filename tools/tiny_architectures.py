@@ -50,7 +50,7 @@ class BaseModel:
     Attributes:
       title: of the family, for the model card.
       config: tokenizer -> the model's config, with `images`.
-      processor_json: preprocessor_config.json.
+      processor_json: preprocessor_config.json; None: the family needs none.
       coordinates: space in which it learns to click (actions.coordinates).
       step: clicks are rounded to multiples of it. The last digits of a coordinate are nats of
         chance to a model that sees patches of 14 or 16 pixels, and where to look was hardly learnt
@@ -64,7 +64,7 @@ class BaseModel:
     title: str
     family: Family
     config: Callable[[Tokenizer], Any]
-    processor_json: Mapping[str, Any]
+    processor_json: Mapping[str, Any] | None
     coordinates: str
     step: int
     largest: tuple[int, int]

@@ -27,7 +27,7 @@ from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat import Chat
-from uirl_jax.families.table import family_of
+from uirl_jax.families.table import add_own, family_of
 from uirl_jax.learner.algorithm import find_estimator
 from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
@@ -174,10 +174,11 @@ def check_model(cfg: RunConfig) -> None:
 
 
 def check_user_code(cfg: RunConfig, *, learns: bool) -> None:
-    """Imports the functions that the config names; an actor needs the rules of tasks alone.
+    """Imports what of the user's own the config names; of functions, an actor needs rules alone.
 
     Raises: ConfigError: one is missing, or its module cannot be imported.
     """
+    add_own(cfg.model.family)
     own_rules(cfg.rules)
     if learns:
         OwnRewards(cfg.algorithm.reward)

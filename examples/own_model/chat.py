@@ -1,4 +1,4 @@
-"""The toy's chat: a user's text, then the screen; the reply begins with a marker of its own."""
+"""The chat: a user's text, then the screen; the reply begins with a marker of its own."""
 
 import json
 from collections.abc import Sequence

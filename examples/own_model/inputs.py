@@ -1,4 +1,4 @@
-"""Every screen becomes 32 x 32 pixels in 16 patches: 16 visual tokens. Positions are 0, 1, 2."""
+"""Every screen becomes 256 x 192 pixels and 8 x 6 visual tokens. Positions are 0, 1, 2."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,30 +6,32 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from tests.toy_family.config import ToyConfig
+from examples.own_model.config import OwnConfig
 from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen, Size
 
-TOKENS, SIDE_PX, PATCH_PX = 16, 32, 8
+WIDTH_PX, HEIGHT_PX = 256, 192
+BLOCK_PX = 8  # the first convolution's kernel and stride
+COLUMNS, ROWS = WIDTH_PX // BLOCK_PX, HEIGHT_PX // BLOCK_PX
+TOKENS = COLUMNS * ROWS // 16  # two more halve either side
 
 
-class ToyInputs:
+class OwnInputs:
     """See border.Inputs."""
 
     position_axes = 1
     shares_rows = False
 
-    def __init__(self, cfg: ToyConfig) -> None:
+    def __init__(self, cfg: OwnConfig) -> None:
         self.image_token_id = cfg.image_token_id
 
     def plan_screen(self, size_px: Size) -> Screen:
-        return Screen("", size_px, (SIDE_PX, SIDE_PX), tokens=TOKENS, patches=TOKENS)
+        return Screen("", size_px, (WIDTH_PX, HEIGHT_PX), tokens=TOKENS, patches=TOKENS)
 
     def cut_screen(self, image: Image.Image) -> Screen:
-        pixels = np.asarray(image.resize((SIDE_PX, SIDE_PX), Image.Resampling.BILINEAR))
-        side = SIDE_PX // PATCH_PX
-        blocks = pixels.reshape(side, PATCH_PX, side, PATCH_PX, 3).swapaxes(1, 2)
-        arrays = {"patches_pc": blocks.reshape(TOKENS, -1)}
+        pixels_hwc = np.asarray(image.resize((WIDTH_PX, HEIGHT_PX), Image.Resampling.BILINEAR))
+        cut = pixels_hwc.reshape(ROWS, BLOCK_PX, COLUMNS, BLOCK_PX, 3).swapaxes(1, 2)
+        arrays = {"blocks_hwc": cut.reshape(ROWS, COLUMNS, -1)}
         return dataclasses.replace(self.plan_screen(image.size), arrays=arrays)
 
     def row_tokens(self, row_patches: int) -> int:
@@ -40,11 +42,11 @@ class ToyInputs:
     def pack_screens(
         self, placed: Sequence[PlacedScreen], rows: int, row_patches: int
     ) -> PackedScreens:
-        patches_ipc = np.zeros((rows, TOKENS, 3 * PATCH_PX**2), np.uint8)
+        blocks_ihwc = np.zeros((rows, ROWS, COLUMNS, 3 * BLOCK_PX**2), np.uint8)
         for screen, row, _, _ in placed:
             if screen.arrays is not None:
-                patches_ipc[row] = screen.arrays["patches_pc"]
-        return PackedScreens({"patches_ipc": patches_ipc}, [place.row * TOKENS for place in placed])
+                blocks_ihwc[row] = screen.arrays["blocks_hwc"]
+        return PackedScreens({"blocks_ihwc": blocks_ihwc}, [place.row * TOKENS for place in placed])
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
         found = np.count_nonzero(token_ids_t == self.image_token_id)
@@ -56,4 +58,4 @@ class ToyInputs:
         return positions_at.shape[1]
 
     def from_processor(self, **arrays: np.ndarray) -> tuple[list[Screen], PackedScreens]:
-        raise ImageError(f"the toy has no processor in transformers, got {sorted(arrays)}")
+        raise ImageError(f"own_model has no processor in transformers, got {sorted(arrays)}")
