@@ -1,11 +1,14 @@
-"""A family that the package does not know lives its whole life: nothing outside its folder changes.
+"""The model of docs/add_a_model.md, which the package does not know, lives its whole life.
 
-It is loaded, sampled with prefix reuse, trained by GRPO on the bundled verifier with packing and
-shared prompts, evaluated, exported and loaded again.
+It is made, loaded, sampled with prefix reuse, trained by GRPO on the bundled verifier with packing
+and shared prompts, evaluated, exported and loaded again.
 """
 
 import asyncio
 import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,11 +17,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests import family_life, tiny_config, toy_family
-from tests.toy_family.config import ToyConfig
-from tests.toy_family.inputs import TOKENS
+from examples import own_model
+from examples.own_model import tokenizer
+from examples.own_model.config import OwnConfig
+from examples.own_model.inputs import COLUMNS, ROWS, TOKENS
+from tests import family_life, tiny_config
 from uirl_jax.config import reading, schema
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.errors import ConfigError, ModelError
@@ -31,10 +35,11 @@ from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.run import check_family
 
-SPECIAL = ("<eos>", "<user>", "<agent>", "<image>")
+ROOT = Path(__file__).parents[1]
+TAKEN = dataclasses.replace(own_model.FAMILY, model_type="qwen2_vl")
 LORA = LoraConfig(rank=4, alpha=8.0)
 ENGINE = EngineConfig(
-    context_lengths=(96,),
+    context_lengths=(128,),
     max_new_tokens=8,
     batch_sizes=(2,),
     prefill_rows=(2,),
@@ -47,22 +52,29 @@ ENGINE = EngineConfig(
 
 @pytest.fixture(autouse=True)
 def in_the_table(monkeypatch) -> None:
-    monkeypatch.setitem(table.FAMILIES, "toy", toy_family.FAMILY)
+    monkeypatch.setattr(table, "FAMILIES", dict(table.FAMILIES))
+    table.add_own("examples.own_model:FAMILY")
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    """A model directory with random weights and a tokenizer of single bytes."""
-    directory = tmp_path_factory.mktemp("toy")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    cfg = ToyConfig(tokenizer.get_vocab_size() + 4, tokenizer.token_to_id("<image>"))
-    model = toy_family.FAMILY.make_model(cfg, lora=None, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
-    loading.save_model(toy_family.FAMILY, model, directory)
+    """A model directory with random weights, smaller than the example's."""
+    directory = tmp_path_factory.mktemp("own")
+    trained = tokenizer.train_tokenizer(["click(1, 2)"], 300)
+    tokenizer.save(trained, directory)
+    cfg = OwnConfig(
+        trained.get_vocab_size() + 4,
+        trained.token_to_id("<image>"),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        channels=(8, 12),
+    )
+    model = own_model.FAMILY.make_model(cfg, lora=None, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
+    loading.save_model(own_model.FAMILY, model, directory)
     return directory
 
 
@@ -107,7 +119,7 @@ def chat(policy: loading.PolicyModel) -> Chat:
     return Chat(policy.path, cfg, policy.family.chat)
 
 
-def test_toy_context_has_its_own_layout(model_dir):
+def test_own_model_context_has_its_own_layout(model_dir):
     policy = load(model_dir)
     words = chat(policy)
     context = words.context("Go <user>", [screen(policy, 0)], [])
@@ -116,7 +128,7 @@ def test_toy_context_has_its_own_layout(model_dir):
     assert np.count_nonzero(context.ids == words.forbidden_ids[0]) == 1, "a text opens no turn"
 
 
-def test_toy_engine_reuses_a_prefix_and_gives_the_learners_logprobs(model_dir):
+def test_own_model_engine_reuses_a_prefix_and_gives_the_learners_logprobs(model_dir):
     policy = load(model_dir)
     words = chat(policy)
     screens = [screen(policy, 0), screen(policy, 1)]
@@ -150,21 +162,23 @@ def test_toy_engine_reuses_a_prefix_and_gives_the_learners_logprobs(model_dir):
     )
 
 
-def test_toy_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
+def test_own_model_trains_evaluates_exports_and_loads_again(model_dir, tmp_path):
     family_life.assert_trains_exports_and_loads_again(model_dir, tmp_path, row_patches=TOKENS)
 
 
 def test_family_that_cannot_prefill_in_chunks_refuses_such_an_engine(model_dir):
-    whole = dataclasses.replace(toy_family.FAMILY, capabilities=Capabilities(chunked_prefill=False))
+    whole = dataclasses.replace(own_model.FAMILY, capabilities=Capabilities(chunked_prefill=False))
     policy = dataclasses.replace(load(model_dir), family=whole)
     vocabulary = chat(policy).vocabulary(policy.cfg.vocab_size)
-    with pytest.raises(ConfigError, match=r"family toy cannot .*prefill_lengths=.*chunked_prefill"):
+    with pytest.raises(
+        ConfigError, match=r"family own_model cannot .*prefill_lengths=.*chunked_prefill"
+    ):
         Engine(policy, vocabulary, ENGINE)
 
 
 def test_run_refuses_by_name_what_the_family_cannot_do():
     nothing = Capabilities(**dict.fromkeys(vars(Capabilities()), False))
-    family = dataclasses.replace(toy_family.FAMILY, capabilities=nothing)
+    family = dataclasses.replace(own_model.FAMILY, capabilities=nothing)
     cfg = tiny_config.get_config()
     cfg.model.path = "nowhere"
     cfg.tasks[0].max_turns = 3
@@ -177,7 +191,7 @@ def test_run_refuses_by_name_what_the_family_cannot_do():
         *("max_turns=3", "chat.max_screenshots=6 needs multi_image", "(32,) below"),
     ):
         assert value in str(caught.value)
-    check_family(resolved, toy_family.FAMILY)
+    check_family(resolved, own_model.FAMILY)
 
 
 def test_directory_of_another_family_is_refused_with_the_known_ones(tmp_path):
@@ -195,3 +209,91 @@ def test_families_that_are_not_computed_are_refused_with_the_reason(model_type, 
     with pytest.raises(ModelError, match=f"'{model_type}' is not supported .{why}") as error:
         loading.load(tmp_path, lora=None, seed=0)
     assert "\n" not in str(error.value)
+
+
+def test_convolution_is_that_of_jax(model_dir):
+    policy = load(model_dir)
+    stage = nnx.merge(policy.graphdef, policy.trainable, policy.frozen).screen.stage1
+    x_ihwc = np.random.default_rng(2).normal(size=(2, ROWS, COLUMNS, 8)).astype(np.float32)
+    expected = jax.lax.conv_general_dilated(
+        stage.norm(x_ihwc),
+        stage.conv.kernel[...].reshape(3, 3, 8, 8),
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    expected = x_ihwc + stage.mix(jax.nn.gelu(expected + stage.conv.bias[...]))
+    got = stage(x_ihwc, adapters=True, dropout_key=None)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_visual_tokens_stand_in_rows_from_the_top(model_dir):
+    """A mark in the screen changes the token of its place and the ones around it."""
+    policy = load(model_dir)
+    model = nnx.merge(policy.graphdef, policy.trainable, policy.frozen)
+
+    def tokens(image: Image.Image) -> np.ndarray:
+        cut = policy.inputs.cut_screen(image)
+        packed = policy.inputs.pack_screens([PlacedScreen(cut, 0, 0, 1)], 1, TOKENS)
+        return np.asarray(model.encode_images(packed.arrays)).reshape(6, 8, -1)
+
+    blank = Image.new("RGB", (512, 384))
+    marked = blank.copy()
+    marked.paste((255, 255, 255), (330, 200, 370, 240))  # of 64 x 64 pixels a token
+    moved = np.abs(tokens(marked) - tokens(blank)).max(-1)
+    assert np.unravel_index(moved.argmax(), moved.shape) == (200 // 64, 330 // 64)
+    assert not moved[0].any() and not moved[:, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"channels": [8]}, "channels=(8,), expected two positive integers"),
+        ({"hidden_size": "wide"}, "hidden_size='wide', expected a positive integer"),
+        ({"rope_scaling": {}}, "nothing here computes rope_scaling"),
+        ({"vocab_size": None}, "vocab_size=None, expected a positive integer"),
+    ],
+)
+def test_config_that_is_not_computed_is_refused(model_dir, tmp_path, change, said):
+    values = json.loads((model_dir / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError) as caught:
+        own_model.FAMILY.read_config(tmp_path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("examples.own_model:LAYOUT", "has no such name"),
+        ("examples.own_model:model", "is not a families.border.Family"),
+        ("examples.nowhere:FAMILY", "no module 'examples.nowhere'"),
+        ("tests.test_own_model:TAKEN", "model_type 'qwen2_vl' is another family's"),
+    ],
+)
+def test_family_that_cannot_be_added_is_one_error(reference, said):
+    with pytest.raises(ConfigError) as caught:
+        table.add_own(reference)
+    assert said in str(caught.value) and str(caught.value).startswith("model.family=")
+
+
+def test_commands_of_the_docs_make_it_train_it_and_export_it(tmp_path):
+    """In a process each, as a user runs them; cut down to a few steps."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    for command in (
+        (
+            *("examples.own_model.make_base", f"--out={base}", f"--workdir={tmp_path / 'work'}"),
+            *("--batch_rows=4", "--finding_steps=2", "--telling_steps=1", "--acting_steps=1"),
+        ),
+        (
+            *("uirl_jax.main", "--config=examples/own_model/quickstart.py", f"--workdir={run}"),
+            *(f"--config.model.path={base}", "--config.learner.steps=1"),
+            *("--config.evaluation.episodes=8", "--config.learner.groups_per_step=2"),
+        ),
+        ("tools.export", "merged", f"--workdir={run}", f"--out={tmp_path / 'merged'}"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
+    assert loading.load(tmp_path / "merged", lora=None, seed=0).family is own_model.FAMILY

@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from uirl_jax.errors import ConfigError, UserCodeError
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def load(reference: str, key: str, kind: type = Callable, kind_name: str = "a function") -> Any:
+def load(reference: str, key: str, kind: type | None = None, kind_name: str = "a function") -> Any:
     """The function, or what else of the user's own, that a config names.
 
     Args:
       reference: "package.module:name".
       key: of the config, for messages.
-      kind: the type that it must have; and what messages call it.
+      kind: the type that it must have, None: a function; and what messages call it.
 
     Raises: ConfigError: no such module or name, or the module cannot be imported.
     """
@@ -46,7 +46,7 @@ def load(reference: str, key: str, kind: type = Callable, kind_name: str = "a fu
         shown = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{key}={reference!r}: {_where(error)}: {shown}") from error
     found = getattr(module, name, None)
-    if not isinstance(found, kind):
+    if not (callable(found) if kind is None else isinstance(found, kind)):
         why = f"is not {kind_name}" if found is not None else "has no such name"
         raise ConfigError(f"{key}={reference!r}: {module.__file__} {why}")
     return found

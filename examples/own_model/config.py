@@ -43,7 +43,7 @@ def read_config(model_dir: Path) -> OwnConfig:
 
 def _from_dict(values: Mapping[str, Any]) -> OwnConfig:
     fields = {field.name for field in dataclasses.fields(OwnConfig)}
-    if unknown := set(values) - fields - {"model_type"}:
+    if unknown := set(values) - fields - {"model_type", "torch_dtype"}:
         raise ModelError(f"config.json: nothing here computes {', '.join(sorted(unknown))}")
     config_file.check_complete(values, dataclasses.fields(OwnConfig))
     own = {name: value for name, value in values.items() if name in fields}
