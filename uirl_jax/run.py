@@ -76,7 +76,7 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
         raise ConfigError(
             f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
         ) from None
-    known |= {section: resolved[section] for section in PLACEMENT}
+    known = _with_defaults(known) | {section: resolved[section] for section in PLACEMENT}
     differences = sorted(_differences(known, resolved, "config"))
     extends = _extends(known, resolved, differences)
     if extends and learns:
@@ -91,6 +91,14 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
             f"{workdir} holds a run with another config: {'; '.join(differences)}. {way_out}"
         )
     return run_id
+
+
+def _with_defaults(known: dict[str, Any]) -> dict[str, Any]:
+    """A run's config with the keys that are newer than the version that wrote it."""
+    try:
+        return json.loads(reading.resolved_config_json(reading.from_config(RunConfig, known)))
+    except ConfigError:  # keys that are gone; they are listed as differences
+        return known
 
 
 def _to_json(content: dict[str, Any]) -> bytes:
