@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from uirl_jax.types import TaskSpec
+
 RESAMPLES = 10_000
 
 
@@ -42,7 +44,7 @@ class Comparison:
 def compare(
     first: str,
     second: str,
-    successes: Mapping[str, Mapping[object, Sequence[bool | None]]],
+    successes: Mapping[str, Mapping[TaskSpec, Sequence[bool | None]]],
     *,
     confidence: float = 0.95,
 ) -> Comparison:

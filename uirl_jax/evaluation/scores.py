@@ -98,9 +98,7 @@ def successes(played: Played) -> dict[TaskSpec, list[bool | None]]:
     }
 
 
-def _over_instances(
-    played: Played, chance: Callable[[int, int, int], float]
-) -> dict[int, float]:
+def _over_instances(played: Played, chance: Callable[[int, int, int], float]) -> dict[int, float]:
     """By k = 1, 2, 4, ..., and the attempts that every instance has."""
     counted = [
         (len(ended), sum(one.success for one in ended))

@@ -71,13 +71,13 @@ async def play_suite(
     suite: Suite,
     directory: Path,
     contender: Contender,
-    on_ended: Callable[[int, int, int], None] = lambda ended, right, asked: None,
+    on_ended: Callable[[int, int], None] = lambda ended, right: None,
 ) -> Played:
     """Plays what is missing of one contender, and writes its scores.
 
     Args:
       directory: of `open_suite`.
-      on_ended: called with the episodes that ended, those that succeeded, and all.
+      on_ended: called with the number of episodes that ended so far, and that succeeded.
     Raises:
       ConfigError: the directory is of another policy of this name.
       UirlError: a file cannot be read or written.
@@ -90,7 +90,7 @@ async def play_suite(
     ended = _read(directory, specs, suite.attempts)
 
     def tell() -> None:
-        on_ended(len(ended), sum(one.success for one in ended.values()), asked)
+        on_ended(len(ended), sum(one.success for one in ended.values()))
 
     tell()
     with _recording(directory, contender) as record:
