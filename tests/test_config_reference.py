@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 def test_pages_are_what_the_code_says_and_every_key_has_a_meaning():
     written = {path.name: path.read_text() for path in config_reference.DIRECTORY.glob("*.md")}
     assert written == config_reference.pages(), "run: python -m tools.config_reference"
-    keys = {key.path: key for key in config_reference.keys()}
+    keys = {key.path: key for key in config_reference.all_keys()}
     assert not [path for path, key in keys.items() if not key.meaning]
     rate = keys["learner.optimizer.lr"]
     assert (rate.type, rate.default, rate.range) == ("float or None", "None", "0 to 1")

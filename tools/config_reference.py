@@ -43,18 +43,18 @@ class _Section(NamedTuple):
     cls: type
 
 
-def keys(cls: type = RunConfig, path: str = "") -> Iterator[Key]:
+def all_keys(cls: type = RunConfig, path: str = "") -> Iterator[Key]:
     """All keys below a dataclass of the schema, in the order of the code."""
     hints, meanings = typing.get_type_hints(cls), comments(cls)
     for field in dataclasses.fields(cls):
         hint, name = hints[field.name], f"{path}{field.name}"
         if dataclasses.is_dataclass(hint):
-            yield from keys(typing.cast(type, hint), f"{name}.")
+            yield from all_keys(typing.cast(type, hint), f"{name}.")
             continue
         yield Key(name, _type(hint), _default(field), _range(field), meanings[field.name])
         for inner in typing.get_args(hint):
             if dataclasses.is_dataclass(inner):
-                yield from keys(typing.cast(type, inner), f"{name}[].")
+                yield from all_keys(typing.cast(type, inner), f"{name}[].")
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def _number(value: int | float) -> str:
 def pages() -> dict[str, str]:
     """File name -> text."""
     sections: dict[str, list[Key]] = {}
-    for key in keys():
+    for key in all_keys():
         head, dot, _ = key.path.partition(".")
         sections.setdefault(head.removesuffix("[]") if dot else _TOP, []).append(key)
     # A tuple of sections has a key of its own among the top ones.
