@@ -24,7 +24,7 @@ def outcome(success: bool, **counts) -> Outcome:
         "turns": 2,
         "wrong_submissions": 0,
         "duplicate_submissions": 0,
-        "false_claim": False,
+        "claims_success": False,
         "tokens": 10,
         "seconds": 3.0,
     }

@@ -15,7 +15,7 @@ class Outcome:
     """Of one episode; a count is 0 where the verifier counts no such thing.
 
     Attributes:
-      false_claim: the policy ended it as a success, and it was none.
+      claims_success: the policy ended it as a success.
       tokens: sampled.
     """
 
@@ -25,9 +25,13 @@ class Outcome:
     turns: int
     wrong_submissions: int
     duplicate_submissions: int
-    false_claim: bool
+    claims_success: bool
     tokens: int
     seconds: float
+
+    @property
+    def false_claim(self) -> bool:
+        return self.claims_success and not self.success
 
     @property
     def irreversible(self) -> int:
@@ -50,7 +54,7 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
         turns=len(turns),
         wrong_submissions=wrong if type(wrong) is int and wrong > 0 else 0,
         duplicate_submissions=_repeated(rows) if isinstance(rows, list) else 0,
-        false_claim=claims and not trajectory.success,
+        claims_success=claims,
         tokens=sum(len(turn.token_ids) for turn in turns),
         seconds=trajectory.duration_s,
     )
