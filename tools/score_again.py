@@ -1,7 +1,7 @@
 """Scores recorded episodes by another rule: what would have been a success, and what no longer is.
 
     python -m tools.score_again runs/entry --variant=wrong=0,duplicate=0
-    python -m tools.score_again runs/entry --rule=examples.own_code.rules:first_rows --json=new.jsonl
+    python -m tools.score_again runs/entry --rule=examples.own_code.rules:first_rows --json=new
 
 The progress after every turn is in the record, so nothing is played again. A rule may end an
 episode earlier than it ended; it cannot make it longer. `--variant` changes values of the built-in
