@@ -7,12 +7,14 @@ and shared prompts, evaluated, exported and loaded again.
 import asyncio
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jinja2
 import numpy as np
 import pytest
 from flax import nnx
@@ -211,6 +213,60 @@ def test_families_that_are_not_computed_are_refused_with_the_reason(model_type, 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("system", ["", "You click."])
+@pytest.mark.parametrize("said", [None, "Be quick."])
+def test_template_writes_the_chat_that_the_model_is_trained_on(model_dir, system, said):
+    """As transformers renders it, with 48 placeholders a screen."""
+    policy = load(model_dir)
+    asked = system if said is None else said
+    cfg = ChatConfig(system_prompt=asked, prompt_template="{instruction}")
+    words = Chat(policy.path, cfg, policy.family.chat)
+    screens = [screen(policy, 0), screen(policy, 1)]
+    reply = words.completion_ids("click(1, 2)")
+    expected = words.decode(words.context("Go", screens, [reply]).ids)
+    messages: list[dict] = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Go"}]},
+        {"role": "assistant", "content": "click(1, 2)"},
+        {"role": "user", "content": [{"type": "image"}]},
+    ]
+    if said is not None:
+        messages.insert(0, {"role": "system", "content": said})
+    template = jinja2.Environment().from_string(policy.family.chat.template(system))
+    rendered = template.render(messages=messages, add_generation_prompt=True)
+    assert rendered.replace("<image>", "<image>" * TOKENS) == expected
+    assert not template.render(messages=messages).endswith("<agent>")
+
+
+def test_image_token_of_another_tokenizer_is_refused(model_dir, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(model_dir, copy)
+    values = json.loads((copy / "config.json").read_text())
+    values["image_token_id"] += 1
+    (copy / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=r"config.json says image_token_id=\d+, in tokenizer.json"):
+        load(copy)
+
+
+def test_vision_part_that_the_model_lacks_is_refused(model_dir, monkeypatch):
+    wrong = dataclasses.replace(own_model.FAMILY, vision_parts=("visual",))
+    monkeypatch.setitem(table.FAMILIES, "own_model", wrong)
+    with pytest.raises(ModelError, match="the model has no attribute 'visual'"):
+        load(model_dir)
+
+
+def test_markers_of_turns_are_needed_and_the_placeholder_is_never_sampled(model_dir):
+    layout = dataclasses.replace(own_model.FAMILY.chat, forbidden=())
+    assert set(layout.needed) == {"<eos>", "<user>", "<agent>", "<image>"}
+    words = Chat(model_dir, ChatConfig(system_prompt="", prompt_template="{instruction}"), layout)
+    assert words.forbidden_ids == (words.image_token_id,)
+
+
+def test_screens_of_all_modes_are_read(model_dir):
+    inputs = load(model_dir).inputs
+    for mode in ("L", "RGBA", "P"):
+        assert inputs.cut_screen(Image.new(mode, (30, 20))).arrays is not None
+
+
 def test_convolution_is_that_of_jax(model_dir):
     policy = load(model_dir)
     stage = nnx.merge(policy.graphdef, policy.trainable, policy.frozen).screen.stage1
@@ -251,6 +307,9 @@ def test_visual_tokens_stand_in_rows_from_the_top(model_dir):
         ({"channels": [8]}, "channels=(8,), expected two positive integers"),
         ({"hidden_size": "wide"}, "hidden_size='wide', expected a positive integer"),
         ({"rope_scaling": {}}, "nothing here computes rope_scaling"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0, expected a positive integer"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x', expected a float"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no', expected a bool"),
         ({"vocab_size": None}, "vocab_size=None, expected a positive integer"),
     ],
 )
@@ -266,7 +325,7 @@ def test_config_that_is_not_computed_is_refused(model_dir, tmp_path, change, sai
     ("reference", "said"),
     [
         ("examples.own_model:LAYOUT", "has no such name"),
-        ("examples.own_model:model", "is not a families.border.Family"),
+        ("examples.own_model:model", "model is module, expected a families.border.Family"),
         ("examples.nowhere:FAMILY", "no module 'examples.nowhere'"),
         ("tests.test_own_model:TAKEN", "model_type 'qwen2_vl' is another family's"),
     ],

@@ -72,6 +72,10 @@ class BaseModel:
     action_format: str = ""
     prompt_template: str = "{instruction}"
 
+    def __post_init__(self) -> None:
+        if self.coordinates == "0-1":
+            raise ValueError("coordinates='0-1': clicks are whole numbers here; take '0-1000'")
+
     @property
     def chat(self) -> ChatConfig:
         return ChatConfig(

@@ -47,8 +47,9 @@ def load(reference: str, key: str, kind: type | None = None, kind_name: str = "a
         raise ConfigError(f"{key}={reference!r}: {_where(error)}: {shown}") from error
     found = getattr(module, name, None)
     if not (callable(found) if kind is None else isinstance(found, kind)):
-        why = f"is not {kind_name}" if found is not None else "has no such name"
-        raise ConfigError(f"{key}={reference!r}: {module.__file__} {why}")
+        why = f"{name} is {type(found).__name__}, expected {kind_name}"
+        why = "has no such name" if found is None else why
+        raise ConfigError(f"{key}={reference!r}: {module.__file__}: {why}")
     return found
 
 

@@ -1,9 +1,23 @@
-"""The chat: a user's text, then the screen; the reply begins with a marker of its own."""
+"""The chat: a user's screens and text behind a marker; the reply behind another."""
 
-import json
 from collections.abc import Sequence
 
 from uirl_jax.families.border import ChatLayout, Marker, Piece, ScreenSlot
+from uirl_jax.families.chat_template import with_system_prompt
+
+# The same chat for transformers; tests/test_own_model.py compares both.
+_TEMPLATE = (
+    "{% for message in messages %}@SYSTEM_BLOCK@"
+    "{{ {'system': '', 'user': '<user>', 'assistant': '<agent>'}[message['role']] }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{{ {'system': '\n', 'user': '', 'assistant': '<eos>'}[message['role']] }}"
+    "{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}"
+)
+_SYSTEM_BLOCK = (
+    "{% if loop.first and message['role'] != 'system' %}{{ @SYSTEM_PROMPT@ + '\n' }}{% endif %}"
+)
 
 
 def _user(parts: Sequence[str | ScreenSlot]) -> list[Piece]:
@@ -11,12 +25,7 @@ def _user(parts: Sequence[str | ScreenSlot]) -> list[Piece]:
 
 
 def _template(system_prompt: str) -> str:
-    return (
-        f"{{{{ {json.dumps(system_prompt + chr(10))} }}}}{{% for message in messages %}}"
-        "{{ {'user': '<user>', 'assistant': '<agent>'}[message['role']] }}"
-        "{% for part in message['content'] %}{{ part.get('text', '<image>') }}{% endfor %}"
-        "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}<agent>"
-    )
+    return with_system_prompt(_TEMPLATE, _SYSTEM_BLOCK, system_prompt)
 
 
 LAYOUT = ChatLayout(

@@ -27,13 +27,19 @@ class OwnConfig:
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
+        config_file.check(self)
         whole = len(self.channels) == 2 and all(type(n) is int and n > 0 for n in self.channels)
         problems = [] if whole else [f"channels={self.channels}, expected two positive integers"]
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim}, expected an even number")
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append("num_attention_heads is not a multiple of num_key_value_heads")
-        config_file.check(self, problems=problems)
+        if type(self.tie_word_embeddings) is not bool:
+            problems.append(f"tie_word_embeddings={self.tie_word_embeddings!r}, expected a bool")
+        for name in ("rms_norm_eps", "initializer_range"):
+            if type(getattr(self, name)) is not float:
+                problems.append(f"{name}={getattr(self, name)!r}, expected a float")
+        config_file.check(problems=problems)
 
 
 def read_config(model_dir: Path) -> OwnConfig:

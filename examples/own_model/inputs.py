@@ -9,6 +9,7 @@ from PIL import Image
 from examples.own_model.config import OwnConfig
 from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen, Size
+from uirl_jax.families.screens import count_positions
 
 WIDTH_PX, HEIGHT_PX = 256, 192
 BLOCK_PX = 8  # the first convolution's kernel and stride
@@ -29,7 +30,8 @@ class OwnInputs:
         return Screen("", size_px, (WIDTH_PX, HEIGHT_PX), tokens=TOKENS, patches=TOKENS)
 
     def cut_screen(self, image: Image.Image) -> Screen:
-        pixels_hwc = np.asarray(image.resize((WIDTH_PX, HEIGHT_PX), Image.Resampling.BILINEAR))
+        seen = image.convert("RGB").resize((WIDTH_PX, HEIGHT_PX), Image.Resampling.BILINEAR)
+        pixels_hwc = np.asarray(seen)
         cut = pixels_hwc.reshape(ROWS, BLOCK_PX, COLUMNS, BLOCK_PX, 3).swapaxes(1, 2)
         arrays = {"blocks_hwc": cut.reshape(ROWS, COLUMNS, -1)}
         return dataclasses.replace(self.plan_screen(image.size), arrays=arrays)
@@ -49,10 +51,7 @@ class OwnInputs:
         return PackedScreens({"blocks_ihwc": blocks_ihwc}, [place.row * TOKENS for place in placed])
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
-        found = np.count_nonzero(token_ids_t == self.image_token_id)
-        if found != TOKENS * len(screens):
-            raise ImageError(f"{found} image tokens for {len(screens)} screens of {TOKENS}")
-        return np.arange(len(token_ids_t), dtype=np.int32)[None]
+        return count_positions(token_ids_t, self.image_token_id, screens, tokens=TOKENS)
 
     def next_position(self, positions_at: np.ndarray) -> int:
         return positions_at.shape[1]

@@ -12,8 +12,10 @@ from examples.own_model.inputs import BLOCK_PX, TOKENS
 from examples.own_model.names import WEIGHTS
 from uirl_jax.families.border import TokenRows
 from uirl_jax.models import decoder, layers
+from uirl_jax.models.blocks import Remat, checkpointed
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
+from uirl_jax.models.sharding import constrain
 
 
 class Stage(nnx.Module):
@@ -92,9 +94,9 @@ class OwnModel(nnx.Module):
         lora: LoraConfig | None,
         rngs: nnx.Rngs,
         param_dtype: jnp.dtype,
-        remat: Any = "none",
+        remat: Remat = "none",
     ) -> None:
-        self.cfg, self.lora = cfg, lora
+        self.cfg, self.lora, self.remat = cfg, lora, remat
         self.screen = ScreenEncoder(cfg, lora=lora, rngs=rngs, param_dtype=param_dtype)
         self.text = decoder.Decoder(
             decoder.DecoderConfig.from_config(cfg),
@@ -108,7 +110,10 @@ class OwnModel(nnx.Module):
 
     def encode_images(self, vision: Mapping[str, jax.Array], **options: Any) -> jax.Array:
         pixels_ihwf = vision["blocks_ihwc"].astype(self.text.compute_dtype) / 127.5 - 1
-        return self.screen(pixels_ihwf, **options).reshape(-1, self.cfg.hidden_size)
+        encode = checkpointed(
+            lambda pixels: self.screen(pixels, **options), self.remat, scanned=False
+        )
+        return constrain(encode(pixels_ihwf).reshape(-1, self.cfg.hidden_size), "visual", None)
 
     def hidden(self, rows: TokenRows, visual_md: jax.Array | None, **options: Any) -> jax.Array:
         x_btd = self.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True)

@@ -58,6 +58,7 @@ def family_of(model_dir: str | Path) -> Family:
         why = f" ({_REFUSED[model_type]})" if str(model_type) in _REFUSED else ""
         raise ModelError(
             f"{path}: model_type={model_type!r} is not supported{why}; "
-            f"supported: {', '.join(FAMILIES)}, and one's own by model.family"
+            f"supported: {', '.join(FAMILIES)}, and a family of your own: model.family in a "
+            "config, families.table.add_own in a program"
         )
     return FAMILIES[model_type]
