@@ -238,8 +238,8 @@ def _llava(tokenizer: Tokenizer) -> LlavaConfig:
     )
 
 
-# The published patches; a screen of 224x168 keeps its size, 12 x 16 of them.
-_IDEFICS2_IMAGES = Idefics2ImageConfig(shortest_px=168, longest_px=224)
+# A screen of 224x168 keeps its size, 6 x 8 patches.
+_IDEFICS2_IMAGES = Idefics2ImageConfig(patch_size=28, shortest_px=168, longest_px=224)
 
 
 def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:
