@@ -1,7 +1,7 @@
 """The policies that `--role=eval --checkpoint=...` names, several in one command.
 
 base              the config's model, with model.adapter
-policy            the newest published one
+policy            the newest published one, called version_<n>
 120               the checkpoint of step 120
 runs/x/best/...   an adapter in PEFT's format, or a model directory
 http://HOST/v1    a server that speaks OpenAI's protocol; it serves engine.openai.model
@@ -84,10 +84,9 @@ async def playing(run: Run, checkpoint: str) -> AsyncIterator[tuple[Players, Con
             "adapters_crc32c": _crc(adapters),
             "sampling": dataclasses.asdict(run.cfg.actor.rollout),
         }
-        yield (
-            players,
-            Contender(name_of(checkpoint), identity, model.base_hash, layout_of(model.cfg)),
-        )
+        # The newest policy is another one tomorrow.
+        name = f"version_{version}" if checkpoint == "policy" else name_of(checkpoint)
+        yield players, Contender(name, identity, model.base_hash, layout_of(model.cfg))
 
 
 def _of_server(run: Run, url: str) -> Run:
