@@ -47,9 +47,9 @@ def _florence2(text: dict, vision: dict) -> dict[str, Any]:
 
 
 # The published strides, windows that fit two stages and are padded in the others (florence2); no
-# width is a multiple of 8, towers of other depths and heads, one stage whose norm stands behind its
-# convolution and one that keeps its size, scaled embeddings (florence2_odd); windows larger than all
-# stages but the first, which is no multiple of one (florence2_window).
+# width is a multiple of 8, towers of other depths and heads, other norms of the stages and one that
+# keeps its size, scaled embeddings (florence2_odd); windows larger than all stages but the first,
+# which is no multiple of one (florence2_window).
 CONFIGS = {
     "florence2": _florence2(
         {

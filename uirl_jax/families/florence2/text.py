@@ -269,7 +269,7 @@ class Text(nnx.Module):
         *,
         in_parts: bool = False,
     ) -> jax.Array:
-        """x_btd without positions: token embeddings, rows of visual_md where vision_index is not -1.
+        """x_btd without positions: embeddings, rows of visual_md where vision_index is not -1.
 
         Args: in_parts: these are whole rows, see border.Model.hidden.
         """
