@@ -71,15 +71,12 @@ def generated(config: str, inputs, asked: SampleRequest) -> list[int]:
         do_sample=False,
         num_beams=1,
         suppress_tokens=list(FORBIDDEN),
-        eos_token_id=VOCAB_END,
+        eos_token_id=291,  # forbidden: nothing ends a turn there either
         pad_token_id=1,
         max_new_tokens=asked.max_new_tokens,
     )
     assert out_bt[0, :2].tolist() == [END, BOS]
     return out_bt[0, 2:].tolist()
-
-
-VOCAB_END = 291  # forbidden: nothing ends a turn there either
 
 
 @jax.jit
