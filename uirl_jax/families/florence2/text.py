@@ -433,7 +433,8 @@ def _placed(
     x_btd: jax.Array, table: nnx.Param, position_bt: jax.Array, norm: layers.LayerNorm
 ) -> jax.Array:
     """What enters a tower."""
-    x_btd = x_btd + layers.lookup(table[...], position_bt + _OFFSET).astype(x_btd.dtype)
+    table_vd = constrain(table[...], None, None)
+    x_btd = x_btd + layers.lookup(table_vd, position_bt + _OFFSET).astype(x_btd.dtype)
     return constrain(norm(x_btd), "batch", None, None)
 
 
