@@ -224,7 +224,8 @@ class Text(nnx.Module):
         compute_dtype: jnp.dtype,
         remat: Remat,
     ) -> None:
-        self.compute_dtype, self.remat = compute_dtype, cast(Remat, remat)
+        self.compute_dtype = compute_dtype
+        self.remat: Remat = remat
         self.embedding_scale = cfg.hidden_size**0.5 if cfg.scale_embedding else 1.0
         self.encoder_depth, self.decoder_depth = cfg.encoder_layers, cfg.decoder_layers
 
