@@ -7,6 +7,7 @@ import pytest
 
 from tests import family_world as world
 from tests.oracles import florence2_torch
+from tools.planner.families import VisionSizes
 from uirl_jax.errors import ModelError
 from uirl_jax.families import florence2, loading
 from uirl_jax.families.florence2.config import Florence2Config, max_positions, read_config
@@ -190,3 +191,22 @@ def test_capabilities_are_those_of_a_context_that_is_read_as_a_whole():
     assert florence2.FAMILY.prefix_lm and can.share_in_group and can.packing
     assert not can.chunked_prefill and not can.reuse_across_turns
     assert not can.multi_image and not can.growing_contexts
+
+
+def test_programs_of_the_large_models_config_are_traced(monkeypatch):
+    """Learner and engine at full size, on eight chips; tools.plan has no formula of the family."""
+    from configs import grpo_florence2_large
+    from tests.test_plan import run_config
+    from tools.planner import programs
+    from tools.planner.families import PlannedModel
+    from uirl_jax.run import check_family
+
+    cfg = run_config(grpo_florence2_large)
+    check_family(cfg, florence2.FAMILY)
+    model_cfg = Florence2Config.from_dict(PUBLISHED_LARGE)
+    assert cfg.max_context_tokens + 32 <= max_positions(model_cfg)
+    width = VisionSizes(1, 1, 1, 2, 1, 1, out_width=model_cfg.hidden_size)
+    monkeypatch.setattr(programs, "vision_sizes", lambda planned: width)
+    run = programs.abstract_run(cfg, PlannedModel(florence2.FAMILY, model_cfg), 8, None)
+    names = ("score", "gradients", "encode", "prefill", "decode")
+    assert [name for name, _ in programs.trace_programs(run, names)] == list(names)
