@@ -29,7 +29,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case_name", CASES)
+# A second each, and ten to compile.
+@pytest.mark.parametrize(
+    "case_name",
+    ["all_linear", "some", *(pytest.param(n, marks=pytest.mark.slow) for n in ("text", "vision"))],
+)
 def test_adapters_written_here_and_by_peft_are_read_by_the_other(case_name, tmp_path):
     targets, in_pefts_words, options = CASES[case_name]
     family_files.assert_adapters_are_read_by_the_other(

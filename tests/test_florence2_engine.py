@@ -114,46 +114,70 @@ def assert_logprobs(policy, asked: SampleRequest, result: SampleResult) -> None:
     np.testing.assert_allclose(result.full_logprobs, expected_s, atol=1e-4)
 
 
-def test_engine_greedy_tokens_of_turns_equal_generate():
-    """The turns of an episode: each context is computed anew, with the screens of others or not."""
-    policy = world.policy_of("florence2_odd")
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """What one engine sampled, and its metrics after the turns and at the end."""
+
+    turns: list[tuple[SampleRequest, SampleResult]]
+    after_turns: dict[str, float]
+    group: list[tuple[SampleRequest, SampleResult]]
+    at_end: dict[str, float]
+
+    def counted(self, name: str) -> float:
+        """By the group alone."""
+        return self.at_end[name] - self.after_turns[name]
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    """The turns of an episode, with the screens of others or not; then samples at once: three of
+    one context, one of a longer context that begins with the same words, one of other words."""
+    inputs = world.policy_of("florence2_odd").inputs
     turns = [
-        dataclasses.replace(context(policy.inputs, words, n, screen_seed=n % 2), episode="one")
-        for n, words in enumerate((9, 1, 33 - 4 - policy.inputs.tokens))
+        dataclasses.replace(context(inputs, words, n, screen_seed=n % 2), episode="one")
+        for n, words in enumerate((9, 1, 33 - 4 - inputs.tokens))
     ]
-    engine = Engine(policy, VOCABULARY, CFG)
+    group = [
+        dataclasses.replace(context(inputs, words, text_seed), temperature=1.0, seed=seed)
+        for seed, (words, text_seed) in enumerate([(12, 0)] * 3 + [(14, 0), (12, 5)])
+    ]
+    assert group[0].context_ids[:-3].tolist() == group[3].context_ids[:-5].tolist()
+    engine = Engine(world.policy_of("florence2_odd"), VOCABULARY, CFG)
 
-    async def run() -> list[SampleResult]:
+    async def run() -> Played:
         async with engine, asyncio.timeout(600):
-            return [await engine.sample(turn) for turn in turns]
+            first = [await engine.sample(turn) for turn in turns]
+            after_turns = dict(engine.metrics())
+            second = await asyncio.gather(*map(engine.sample, group))
+        both = (list(zip(*pair, strict=True)) for pair in ((turns, first), (group, second)))
+        done, sampled = both
+        return Played(done, after_turns, sampled, dict(engine.metrics()))
 
-    results = asyncio.run(run())
-    for asked, result in zip(turns, results, strict=True):
+    return asyncio.run(run())
+
+
+def test_engine_greedy_tokens_of_turns_equal_generate(played):
+    """Each context is computed anew."""
+    policy = world.policy_of("florence2_odd")
+    for asked, result in played.turns:
         assert result.token_ids.tolist() == generated("florence2_odd", policy.inputs, asked)
         assert_logprobs(policy, asked, result)
-    assert len({token for result in results for token in result.token_ids}) > 2
-    metrics = engine.metrics()
+    assert len({token for _, result in played.turns for token in result.token_ids}) > 2
+    metrics = played.after_turns
     assert metrics["engine/cached_tokens"] == 0
-    assert metrics["engine/prefill_tokens"] == sum(len(turn.context_ids) - 1 for turn in turns)
+    prefilled = sum(len(asked.context_ids) - 1 for asked, _ in played.turns)
+    assert metrics["engine/prefill_tokens"] == prefilled
     assert metrics["engine/images_encoded"] == 2
 
 
-def test_engine_one_prefill_serves_a_group_and_no_other_context_that_begins_alike():
+def test_engine_one_prefill_serves_a_group_and_no_other_context_that_begins_alike(played):
     policy = world.policy_of("florence2_odd")
-    one = dataclasses.replace(context(policy.inputs, 12), temperature=1.0)
-    group = [dataclasses.replace(one, seed=seed) for seed in (1, 2)]
-    longer = dataclasses.replace(context(policy.inputs, 14), temperature=1.0, seed=3)
-    other = dataclasses.replace(context(policy.inputs, 12, 5), temperature=1.0, seed=4)
-    asked = [one, *group, longer, other]
-    engine = Engine(policy, VOCABULARY, CFG)
-    results = sample_all(engine, asked)
-    for request, result in zip(asked, results, strict=True):
-        assert_logprobs(policy, request, result)
-    assert len({tuple(result.token_ids) for result in results[:3]}) > 1
-    metrics = engine.metrics()
-    computed = [one, longer, other]
-    assert metrics["engine/prefill_tokens"] == sum(len(r.context_ids) - 1 for r in computed)
-    assert metrics["engine/cached_tokens"] == 2 * (len(one.context_ids) - 1)
+    for asked, result in played.group:
+        assert_logprobs(policy, asked, result)
+    assert len({tuple(result.token_ids) for _, result in played.group[:3]}) > 1
+    lengths = [len(asked.context_ids) - 1 for asked, _ in played.group]
+    assert played.counted("engine/prefill_tokens") == lengths[0] + lengths[3] + lengths[4]
+    assert played.counted("engine/cached_tokens") == 2 * lengths[0]
 
 
 def test_engine_new_policy_in_a_turn_computes_context_and_what_was_sampled_again():
