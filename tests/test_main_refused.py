@@ -1,6 +1,7 @@
 """Mistakes of the user, other configs of a workdir, and damaged files: refused or mended."""
 
 import dataclasses
+import json
 import os
 import socket
 
@@ -90,6 +91,20 @@ def test_open_run_with_another_config_names_the_difference(tmp_path):
     other = dataclasses.replace(cfg, learner=schema.LearnerConfig(steps=2))
     with pytest.raises(ConfigError, match=r"config\.learner\.steps is 3 there and 2 here"):
         open_run(tmp_path, other)
+
+
+def test_workdir_of_a_version_without_a_key_goes_on(tmp_path):
+    cfg = reading.from_config(schema.RunConfig, tiny_config.get_config())
+    run_id = open_run(tmp_path, cfg)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    del content["config"]["model"]["family"], content["config"]["cluster"]
+    path.write_text(json.dumps(content))
+    assert open_run(tmp_path, cfg) == run_id
+    content["config"]["model"]["gone"] = 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"config\.model\.gone is 1 there and None here"):
+        open_run(tmp_path, cfg)
 
 
 @pytest.mark.parametrize(

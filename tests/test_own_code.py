@@ -68,13 +68,13 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("mine", "expected 'module:function'"),
-        ("mine:f()", "expected 'module:function'"),
-        ("../mine:f", "expected 'module:function'"),
-        ("mine:__import__('os')", "expected 'module:function'"),
+        ("mine", "expected 'module:name'"),
+        ("mine:f()", "expected 'module:name'"),
+        ("../mine:f", "expected 'module:name'"),
+        ("mine:__import__('os')", "expected 'module:name'"),
         ("nowhere:f", "no module 'nowhere' in {folder} or on PYTHONPATH"),
-        ("mine:f", "mine.py has no such name"),
-        ("mine:CONSTANT", "mine.py is not a function"),
+        ("mine:f", "mine.py: has no such name"),
+        ("mine:CONSTANT", "mine.py: CONSTANT is int, expected a function"),
         ("wrong:f", "wrong.py, line 3: AttributeError"),
         ("needs:f", "needs.py, line 1: No module named 'not_installed_anywhere'"),
     ],
@@ -321,7 +321,7 @@ def test_run_with_a_function_that_is_missing_writes_nothing(tmp_path):
     flags = "--config.learner.callbacks=('examples.own_code.learning:stop',)"
     process = command_world.run(tmp_path / "run", tmp_path, flags)
     assert process.returncode == 1 and process.stderr.count("\n") == 1, process.stderr
-    assert "learning.py has no such name" in process.stderr
+    assert "learning.py: has no such name" in process.stderr
     assert not (tmp_path / "run" / "config.json").exists()
 
 

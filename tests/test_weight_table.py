@@ -3,7 +3,7 @@
 import pytest
 
 from tests import small_model
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models.weight_table import Leaf, Stack, WeightTable
 
@@ -103,8 +103,8 @@ def test_leaf_of_a_convolution_has_the_published_shape():
 
 
 @pytest.mark.parametrize("path", ["tail/kernel", "decoder/blocks/k_proj/kernel"])
-def test_leaf_that_the_table_does_not_know_is_a_key_error(path):
-    with pytest.raises(KeyError):
+def test_leaf_that_the_table_does_not_know_is_named(path):
+    with pytest.raises(ModelError, match=f"{path}: a leaf without a name in WeightTable"):
         TOY.leaf(14, path, (2, 6, 4))
 
 

@@ -26,7 +26,7 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, PolicyError, UirlError
 from uirl_jax.families import chat_config, loading
-from uirl_jax.families.table import family_of
+from uirl_jax.families.table import add_own, family_of
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.run import completed
@@ -89,6 +89,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out={out}: is there already; give a new or an empty directory")
     cfg = read_run(workdir)
+    add_own(cfg.model.family)
     base_dir = base_of(workdir, cfg)
     family = family_of(base_dir)
     model_cfg = family.read_config(base_dir)

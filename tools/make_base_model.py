@@ -22,7 +22,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +62,7 @@ class Recipe:
     batch_rows: int  # conversations a step
     quality: float  # share of right demonstrations in the last stage
     seed: int  # of the weights and of the screens
+    module: str  # whose command it is
 
 
 class Setting(NamedTuple):
@@ -341,8 +342,9 @@ def write_model(base: BaseModel, model: Any, tokenizer: Tokenizer, out: Path) ->
     loading.save_model(base.family, model, out, dtype="bfloat16")
     base.tokenizer.save(tokenizer, out, system_prompt=base.chat.prompt.system)
     chat_config.write(out, base.chat, base.family.chat)
-    processor = json.dumps(base.processor_json, indent=2) + "\n"
-    (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
+    if base.processor_json is not None:
+        processor = json.dumps(base.processor_json, indent=2) + "\n"
+        (out / "preprocessor_config.json").write_text(processor, encoding="utf-8")
 
 
 def model_card(base: BaseModel, recipe: Recipe, parameters: int, minutes: float) -> str:
@@ -351,7 +353,7 @@ def model_card(base: BaseModel, recipe: Recipe, parameters: int, minutes: float)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     command = " ".join(
         [
-            f"python -m tools.make_base_model --family={base.family.model_type}",
+            f"python -m {recipe.module} --family={base.family.model_type}",
             *(f"--{name}_steps={steps}" for name, steps in recipe.steps.items()),
             f"--batch_rows={recipe.batch_rows} --quality={recipe.quality} --seed={recipe.seed}",
         ]
@@ -396,10 +398,16 @@ def _printer(stage: Stage, started_s: float) -> Callable[[int, dict[str, float]]
     return on_step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.make_base_model", allow_abbrev=False)
+def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_model") -> None:
+    """The command.
+
+    Args:
+      bases: models by family; the first is the default.
+      module: that is the command.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     add = parser.add_argument
-    add("--family", choices=list(BASES), default="qwen2_vl", help="whose architecture")
+    add("--family", choices=list(bases), default=next(iter(bases)), help="whose architecture")
     add(
         "--out", type=Path, default=Path("uirl_jax/assets/tiny-ui-base"), help="the model goes here"
     )
@@ -413,9 +421,9 @@ def main() -> None:
     platform_flags.set_defaults()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     steps = {name: getattr(args, f"{name}_steps") for name in STAGE_STEPS}
-    recipe = Recipe(steps, args.batch_rows, args.quality, args.seed)
+    recipe = Recipe(steps, args.batch_rows, args.quality, args.seed, module)
     workdir = args.workdir or Path(f"runs/base_model-{args.family}")
-    train(BASES[args.family], recipe, args.out, workdir)
+    train(bases[args.family], recipe, args.out, workdir)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.families.chat import Chat
-from uirl_jax.families.table import family_of
+from uirl_jax.families.table import add_own, family_of
 from uirl_jax.models import hub
 from uirl_jax.run import completed
 from uirl_jax.shards.layout import layout_of
@@ -106,6 +106,7 @@ def read_plan() -> Plan:
         )
     task_dirs = tuple(dict.fromkeys((*cfg.verifier.task_dirs, *_TASK_DIR.value)))
     model_dir = hub.model_directory(cfg.model.path, weights=False)
+    add_own(cfg.model.family)
     family = family_of(model_dir)
     model_cfg = family.read_config(model_dir)
     cfg = completed(cfg)

@@ -61,7 +61,7 @@ class BaseModel:
     Attributes:
       title: of the family, for the model card.
       config: tokenizer -> the model's config, with `images`.
-      processor_json: preprocessor_config.json.
+      processor_json: preprocessor_config.json; None: the family needs none.
       coordinates: space in which it learns to click (actions.coordinates).
       step: clicks are rounded to multiples of it. The last digits of a coordinate are nats of
         chance to a model that sees patches of 14 or 16 pixels, and where to look was hardly learnt
@@ -75,13 +75,17 @@ class BaseModel:
     title: str
     family: Family
     config: Callable[[Tokenizer], Any]
-    processor_json: Mapping[str, Any]
+    processor_json: Mapping[str, Any] | None
     coordinates: str
     step: int
     largest: tuple[int, int]
     tokenizer: TokenizerMaker = qwen_tokenizer
     action_format: str = ""
     prompt_template: str = "{instruction}"
+
+    def __post_init__(self) -> None:
+        if self.coordinates == "0-1":
+            raise ValueError("coordinates='0-1': clicks are whole numbers here; take '0-1000'")
 
     @property
     def chat(self) -> ChatConfig:
@@ -245,8 +249,8 @@ def _llava(tokenizer: Tokenizer) -> LlavaConfig:
     )
 
 
-# The published patches; a screen of 224x168 keeps its size, 12 x 16 of them.
-_IDEFICS2_IMAGES = Idefics2ImageConfig(shortest_px=168, longest_px=224)
+# A screen of 224x168 keeps its size, 6 x 8 patches.
+_IDEFICS2_IMAGES = Idefics2ImageConfig(patch_size=28, shortest_px=168, longest_px=224)
 
 
 def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:

@@ -27,7 +27,7 @@ from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat import Chat
-from uirl_jax.families.table import family_of
+from uirl_jax.families.table import add_own, family_of
 from uirl_jax.learner.algorithm import find_estimator
 from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
@@ -76,7 +76,7 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
         raise ConfigError(
             f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
         ) from None
-    known |= {section: resolved[section] for section in PLACEMENT}
+    known = _with_defaults(known) | {section: resolved[section] for section in PLACEMENT}
     differences = sorted(_differences(known, resolved, "config"))
     extends = _extends(known, resolved, differences)
     if extends and learns:
@@ -91,6 +91,14 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
             f"{workdir} holds a run with another config: {'; '.join(differences)}. {way_out}"
         )
     return run_id
+
+
+def _with_defaults(known: dict[str, Any]) -> dict[str, Any]:
+    """A run's config with the keys that are newer than the version that wrote it."""
+    try:
+        return json.loads(reading.resolved_config_json(reading.from_config(RunConfig, known)))
+    except ConfigError:  # keys that are gone; they are listed as differences
+        return known
 
 
 def _to_json(content: dict[str, Any]) -> bytes:
@@ -174,10 +182,11 @@ def check_model(cfg: RunConfig) -> None:
 
 
 def check_user_code(cfg: RunConfig, *, learns: bool) -> None:
-    """Imports the functions that the config names; an actor needs the rules of tasks alone.
+    """Imports what of the user's own the config names; of functions, an actor needs rules alone.
 
     Raises: ConfigError: one is missing, or its module cannot be imported.
     """
+    add_own(cfg.model.family)
     own_rules(cfg.rules)
     if learns:
         OwnRewards(cfg.algorithm.reward)

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in a config by import path: "my_rewards:shorter_is_better".
+"""Functions and models of the user's own, named in a config: "my_rewards:shorter_is_better".
 
 The module is looked for in the folder where the command was started and on PYTHONPATH. Nothing is
 evaluated: the name is imported and looked up. An error inside such a function ends the run with one
@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ from uirl_jax.errors import ConfigError, UserCodeError
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def load(reference: str, key: str) -> Callable[..., Any]:
-    """The function that a config names.
+def load(reference: str, key: str, kind: type | None = None, kind_name: str = "a function") -> Any:
+    """The function, or what else of the user's own, that a config names.
 
     Args:
-      reference: "package.module:function".
+      reference: "package.module:name".
       key: of the config, for messages.
+      kind: the type that it must have, None: a function; and what messages call it.
 
-    Raises: ConfigError: no such module or function, or the module cannot be imported.
+    Raises: ConfigError: no such module or name, or the module cannot be imported.
     """
     check(reference, key)
     module_name, _, name = reference.partition(":")
@@ -44,17 +45,18 @@ def load(reference: str, key: str) -> Callable[..., Any]:
     except Exception as error:
         shown = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{key}={reference!r}: {_where(error)}: {shown}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = "is not a function" if function is not None else "has no such name"
-        raise ConfigError(f"{key}={reference!r}: {module.__file__} {found}")
-    return function
+    found = getattr(module, name, None)
+    if not (callable(found) if kind is None else isinstance(found, kind)):
+        why = f"{name} is {type(found).__name__}, expected {kind_name}"
+        why = "has no such name" if found is None else why
+        raise ConfigError(f"{key}={reference!r}: {module.__file__}: {why}")
+    return found
 
 
 def check(reference: str, key: str) -> None:
-    """Raises ConfigError for a reference that is not "module:function"; imports nothing."""
+    """Raises ConfigError for a reference that is not "module:name"; imports nothing."""
     if not _REFERENCE.fullmatch(reference):
-        raise ConfigError(f"{key}={reference!r}: expected 'module:function'")
+        raise ConfigError(f"{key}={reference!r}: expected 'module:name'")
 
 
 def name_of(reference: str) -> str:

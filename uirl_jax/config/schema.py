@@ -34,6 +34,8 @@ class ModelConfig:
     """The base model and its adapters."""
 
     path: str  # a directory, or a name on the Hugging Face hub (see models.hub)
+    # "module:FAMILY" of a families.border.Family, for a model that the package does not know.
+    family: str = ""
     # A PEFT adapter to continue from; it must belong to this base and match lora. The reference of
     # the KL term is the base without it.
     adapter: str = ""
@@ -46,6 +48,10 @@ class ModelConfig:
     # int8: the base's projections take half the memory of bfloat16, with rounding errors.
     quantize: Quantize = "none"
     remat: Remat = "none"
+
+    def __post_init__(self) -> None:
+        if self.family:
+            user_code.check(self.family, "model.family")
 
     @property
     def adapters(self) -> LoraConfig | None:

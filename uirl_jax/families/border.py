@@ -3,7 +3,7 @@
 A family is a folder: `config.py`, `inputs.py` and `chat.py` (numpy alone), `model.py` (JAX) and
 `names.py` (tables). Its `__init__.py` puts them together as one `Family`, and `families.table`
 lists it under the model_type of config.json. Everything outside `families/` reads a model through
-the types below; docs/add_a_model.md walks through a family of 150 lines. No JAX is imported here.
+the types below; docs/add_a_model.md walks through a family. No JAX is imported here.
 """
 
 import dataclasses
@@ -174,8 +174,9 @@ class ChatLayout:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        opening = (piece.token for piece in self.opening if isinstance(piece, Marker))
-        named = (*self.end_tokens, self.image_token, *self.forbidden, *opening)
+        turn = (*self.system(""), *self.user(("", ScreenSlot(1))), *self.reply, *self.after_reply)
+        markers = (p.token for p in (*self.opening, *turn) if isinstance(p, Marker))
+        named = (*self.end_tokens, self.image_token, *self.forbidden, *markers)
         return tuple(dict.fromkeys(named))
 
 
@@ -305,7 +306,7 @@ class Family:
       make_inputs: config -> Inputs.
       chat: markers and layout of turns.
       coordinates: coordinate space of its pretraining (actions.coordinates); empty: none.
-      make_model: (config, *, lora, rngs, param_dtype, compute_dtype, remat) -> Model.
+      make_model: (config, *, lora, rngs, param_dtype, remat="none") -> Model.
       init_cache: (config, slots, positions, dtype) -> an empty cache, a pytree of arrays
         [layer, slot, kv head, position, width].
       weights: names of published tensors, LoRA projections, sharding rules.

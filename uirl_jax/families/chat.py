@@ -97,7 +97,9 @@ class Chat:
         special = _special_ids(path, layout.needed, self._tokenizer, self._plain)
         self.end_token_ids = tuple(special[token] for token in layout.end_tokens)
         self.image_token_id = special[layout.image_token]
-        self.forbidden_ids = tuple(special[token] for token in layout.forbidden)
+        # The placeholder of visual tokens, whether the layout lists it or not.
+        forbidden = dict.fromkeys((*layout.forbidden, layout.image_token))
+        self.forbidden_ids = tuple(special[token] for token in forbidden)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
         added = {

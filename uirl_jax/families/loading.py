@@ -28,7 +28,7 @@ from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.models.blocks import Remat
-from uirl_jax.models.directory import copy_tokenizer
+from uirl_jax.models.directory import copy_tokenizer, read_json
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize
 from uirl_jax.models.sharding import held_here
@@ -113,6 +113,11 @@ def load(
             init_key=jax.random.key(seed),
             quantize=quantize,
         )
+    if missing := [part for part in family.vision_parts if not hasattr(model, part)]:
+        raise ModelError(
+            f"the family {family.model_type}: vision_parts={family.vision_parts}, the model has no "
+            f"attribute {missing[0]!r}"
+        )
     graphdef, trainable, frozen = nnx.split(model, trained_kind(lora), ...)
     if found is not None:
         _check_base(assets.find(adapter), found, model_dir, path, base_hash.result())
@@ -162,8 +167,24 @@ def check(
     if lora is not None:
         family.weights.projections_of(lora.targets)
     cfg = family.read_config(path)
+    _check_image_token(family, path, cfg)
     found = _read_adapter(assets.find(adapter), family, cfg, lora) if adapter else None
     return cfg, found
+
+
+def _check_image_token(family: Family, path: Path, cfg: Any) -> None:
+    """Raises: ModelError: config.json and tokenizer.json have other ids for the placeholder."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return
+    added = read_json(file).get("added_tokens") or ()
+    ids = {token.get("content"): token.get("id") for token in added if isinstance(token, dict)}
+    theirs = ids.get(family.chat.image_token, cfg.image_token_id)
+    if theirs != cfg.image_token_id:
+        raise ModelError(
+            f"{path}: config.json says image_token_id={cfg.image_token_id}, in tokenizer.json "
+            f"{family.chat.image_token} is {theirs}; one of the files is another model's"
+        )
 
 
 def read_model(

@@ -1,12 +1,13 @@
 """The table of model families, by the model_type of config.json.
 
-A family of one's own is one more entry, made before a model is loaded: a config file may say
-`FAMILIES["my_model"] = my_family.FAMILY` (docs/add_a_model.md).
+A family of one's own is one more entry, which a config names in model.family, and a program of
+one's own adds by `add_own` (docs/add_a_model.md).
 """
 
 from pathlib import Path
 
-from uirl_jax.errors import ModelError
+from uirl_jax import user_code
+from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families import (
     florence2,
     idefics2,
@@ -36,6 +37,21 @@ _REFUSED = {
 }
 
 
+def add_own(reference: str) -> None:
+    """Adds the user's own family to the table; "" adds none.
+
+    Args: reference: "package.module:FAMILY", a border.Family.
+    Raises: ConfigError: there is none, or it has the model_type of a family of the package.
+    """
+    if not reference:
+        return
+    family = user_code.load(reference, "model.family", Family, "a families.border.Family")
+    if FAMILIES.setdefault(family.model_type, family) is not family:
+        raise ConfigError(
+            f"model.family={reference!r}: model_type {family.model_type!r} is another family's"
+        )
+
+
 def family_of(model_dir: str | Path) -> Family:
     """The family that a model directory belongs to. Raises: ModelError."""
     path = Path(model_dir)
@@ -49,6 +65,7 @@ def family_of(model_dir: str | Path) -> Family:
         why = f" ({_REFUSED[model_type]})" if str(model_type) in _REFUSED else ""
         raise ModelError(
             f"{path}: model_type={model_type!r} is not supported{why}; "
-            f"supported: {', '.join(FAMILIES)}"
+            f"supported: {', '.join(FAMILIES)}, and a family of your own: model.family in a "
+            "config, families.table.add_own in a program"
         )
     return FAMILIES[model_type]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, ModelError
 
 Shape = tuple[int, ...]
 
@@ -115,16 +115,21 @@ class WeightTable:
         return (*groups, *(name for name in self.projections if name in remaining))
 
     def leaf(self, cfg: Any, path: str, shape: Shape) -> Leaf:
-        """The entry of one leaf. Raises: KeyError: not in the table."""
+        """The entry of one leaf. Raises: ModelError: not in the table."""
         *_, kind = path.split("/")
         suffix = "bias" if kind == "bias" else "weight"
         transposed = kind == "kernel"
         start = next((start for start in self.stacks if path.startswith(f"{start}/")), None)
         if start is None:
+            if path not in self.single:
+                raise ModelError(f"{path}: a leaf without a name in WeightTable.single")
             tensors, tensor_shape = (self.single[path],), shape
         else:
             stack = self.stacks[start]
-            module = stack.modules[path.removeprefix(f"{start}/").rpartition("/")[0]]
+            module = path.removeprefix(f"{start}/").rpartition("/")[0]
+            if module not in stack.modules:
+                raise ModelError(f"{path}: a leaf without a name in WeightTable.stacks[{start!r}]")
+            module = stack.modules[module]
             layers = range(stack.first(cfg), stack.first(cfg) + shape[0])
             tensors = tuple(f"{stack.prefix}.{i}.{module}.{suffix}" for i in layers)
             tensor_shape = shape[1:]

@@ -147,7 +147,10 @@ def drift(evidence: Evidence) -> str:
 def learning_rate(evidence: Evidence) -> str:
     if evidence.most("learner/lr", 1.0) > 0:
         return ""
-    return "the learning rate is 0: set learner.optimizer.lr"
+    return (
+        "the learning rate is 0: set learner.optimizer.lr, or a warmup_steps well below "
+        "learner.steps"
+    )
 
 
 def no_update(evidence: Evidence) -> str:

@@ -62,11 +62,13 @@ class BatchConfig:
             sizes = getattr(self, name)
             wrong = sizes and (sizes[0] < 1 or list(sizes) != sorted(set(sizes)))
             if wrong or not (sizes or name == "sampled_lengths"):
-                raise ConfigError(f"batching.{name} is {sizes}, expected ascending sizes")
+                raise ConfigError(f"learner.batch.{name} is {sizes}, expected ascending sizes")
         if self.rows < 1:
-            raise ConfigError(f"batching.rows is {self.rows}, expected at least 1")
+            raise ConfigError(f"learner.batch.rows is {self.rows}, expected at least 1")
         if self.share_prompts and not self.pack:
-            raise ConfigError("batching.share_prompts needs batching.pack: a row holds them all")
+            raise ConfigError(
+                "learner.batch.share_prompts needs learner.batch.pack: a row holds them all"
+            )
 
 
 class PlannedSpan(NamedTuple):

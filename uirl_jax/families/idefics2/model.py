@@ -49,6 +49,9 @@ class LatentBlock(nnx.Module):
         self.latents_norm = norm()
         self.context_norm = norm()
         self.latent_q = linear("latent_q", dim, q)
+        # Sharp from the start: a latent that averages a whole screen says no place, and a model
+        # made from nothing is slow to leave that.
+        self.latent_q.kernel[...] *= 4
         self.latent_k = linear("latent_k", dim, kv)
         self.latent_v = linear("latent_v", dim, kv)
         self.latent_o = linear("latent_o", q, dim, axes=("wide", None))
@@ -127,7 +130,8 @@ class VisionTower(nnx.Module):
             param_dtype=param_dtype,
         )
         table = jax.random.normal(rngs.params(), (vision.patches, dim), jnp.float32)
-        self.position_table = nnx.Param((table * 0.02).astype(param_dtype))
+        # As large as what patches look like (the reference: 0.02), so that latents tell places.
+        self.position_table = nnx.Param(table.astype(param_dtype))
         self.blocks = make_blocks(
             vision,
             vision.num_hidden_layers,
@@ -146,11 +150,12 @@ class VisionTower(nnx.Module):
         self.connector_down = linear(
             "connector_down", cfg.intermediate_size, width, axes=("wide", None)
         )
-        # The reference's ones would make all latents the same, for ever.
+        # The reference's ones would make all latents the same, for ever. Small ones leave most of a
+        # visual token to what was read.
         latents = jax.random.normal(
             rngs.params(), (perceiver.resampler_n_latents, width), jnp.float32
         )
-        self.latents = nnx.Param(latents.astype(param_dtype))
+        self.latents = nnx.Param((latents * 0.1).astype(param_dtype))
         self.latent_blocks = stack(
             lambda key: LatentBlock(
                 perceiver, width, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype

@@ -1,0 +1,34 @@
+"""Makes the model from nothing: it learns to find the quickstart's buttons, on drawn screens.
+
+    python -m examples.own_model.make_base --out=models/own
+
+The three stages of tools/make_base_model, whose flags it takes.
+"""
+
+from tokenizers import Tokenizer
+
+from examples import own_model
+from examples.own_model import tokenizer
+from examples.own_model.config import OwnConfig
+from tools import make_base_model
+from tools.tiny_architectures import BaseModel
+
+
+def _config(trained: Tokenizer) -> OwnConfig:
+    """4.5 M parameters."""
+    return OwnConfig(trained.get_vocab_size(), trained.token_to_id("<image>"))
+
+
+BASE = BaseModel(
+    title="small decoder with a convolutional screen encoder",
+    family=own_model.FAMILY,
+    config=_config,
+    processor_json=None,
+    coordinates=own_model.FAMILY.coordinates,
+    step=20,
+    largest=(1000, 1000),
+    tokenizer=tokenizer,
+)
+
+if __name__ == "__main__":
+    make_base_model.main({"own_model": BASE}, "examples.own_model.make_base")
