@@ -30,14 +30,15 @@ from uirl_jax.actor import processes
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, RestartError, StoppedError, UirlError
-from uirl_jax.evaluation import SUMMARY_FILE
+from uirl_jax.evaluation import SUMMARY_FILE, read_suite
 from uirl_jax.learner import cluster
 from uirl_jax.learner.bookkeeping import CHECKPOINTS
 from uirl_jax.learner.cluster import ALONE, Cluster
 from uirl_jax.metrics import METRICS_FILE
+from uirl_jax.roles import contenders
 from uirl_jax.roles.actor import run_actor_role
 from uirl_jax.roles.all import run_all
-from uirl_jax.roles.eval import run_eval_role
+from uirl_jax.roles.eval import run_eval_role, run_suite
 from uirl_jax.roles.learner import check_batches, make_mesh, run_learner_role
 from uirl_jax.roles.verifier import run_verifier_role
 from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
@@ -73,8 +74,11 @@ _EXIT_WITH_PARENT = flags.DEFINE_integer(
 _RESUME_FROM = flags.DEFINE_string(
     "resume_from", "", "workdir of another run, whose checkpoint a new workdir starts from"
 )
-_CHECKPOINT = flags.DEFINE_integer(
-    "checkpoint", None, "step of the checkpoint for --role=eval or --resume_from", lower_bound=0
+_CHECKPOINT = flags.DEFINE_multi_string(
+    "checkpoint",
+    [],
+    "step of the checkpoint for --role=eval or --resume_from; with --tasks also base, policy, a "
+    "directory of an adapter or a model, or a server's http://HOST/v1, and several of these",
 )
 _CLUSTER = flags.DEFINE_string(
     "cluster",
@@ -92,6 +96,9 @@ _PROCESS_INDEX = flags.DEFINE_integer(
     "process_index", None, "number of this process, from 0, with --coordinator", lower_bound=0
 )
 _STAGE = flags.DEFINE_string("stage", "", "--role=eval: name of the result, eval/<stage>.json")
+_TASKS = flags.DEFINE_string(
+    "tasks", "", "--role=eval: a tasks.json or the name of a suite, in place of the run's tasks"
+)
 
 
 def run_role(role: Role, run: Run, stop: threading.Event, group: Cluster) -> int:
@@ -100,7 +107,7 @@ def run_role(role: Role, run: Run, stop: threading.Event, group: Cluster) -> int
         "all": lambda: run_all(run, stop, actors=_ACTORS.value, cluster=group),
         "learner": lambda: run_learner_role(run, stop, group),
         "actor": lambda: run_actor_role(run, stop, _ACTOR.value, _ACTORS.value),
-        "eval": lambda: run_eval_role(run, stop, _STAGE.value, _CHECKPOINT.value),
+        "eval": lambda: _evaluate(run, stop),
     }
     if role == "verifier":
         return run_verifier_role(run)
@@ -109,13 +116,38 @@ def run_role(role: Role, run: Run, stop: threading.Event, group: Cluster) -> int
     return 0
 
 
+def _evaluate(run: Run, stop: threading.Event) -> None:
+    if not _TASKS.value:
+        return run_eval_role(run, stop, _STAGE.value, _checkpoint_step())
+    run_suite(run, stop, read_suite(_TASKS.value), _CHECKPOINT.value or ["policy"])
+
+
+def _checkpoint_step() -> int | None:
+    """The step of the one --checkpoint. Raises: ConfigError: another value."""
+    if not _CHECKPOINT.value:
+        return None
+    if len(_CHECKPOINT.value) > 1 or not _CHECKPOINT.value[0].isdecimal():
+        shown = " ".join(f"--checkpoint={value}" for value in _CHECKPOINT.value)
+        raise ConfigError(f"{shown}: expected the step of one checkpoint; others go with --tasks")
+    return int(_CHECKPOINT.value[0])
+
+
 def _check_checkpoint_flags(learns: bool) -> None:
-    """Raises: ConfigError: flags that this role does not use, or a workdir without checkpoints."""
+    """Raises: ConfigError: flags that this role does not use, or that name nothing."""
     source = _RESUME_FROM.value
     if source and not learns:
         raise ConfigError("--resume_from is for --role=all and --role=learner")
-    if _CHECKPOINT.value is not None and not source and _ROLE.value != "eval":
+    if _CHECKPOINT.value and not source and _ROLE.value != "eval":
         raise ConfigError("--checkpoint is for --role=eval, or goes with --resume_from")
+    if _TASKS.value:
+        if _ROLE.value != "eval":
+            raise ConfigError("--tasks is for --role=eval")
+        if _STAGE.value:
+            raise ConfigError("--stage: the suite of --tasks has a name of its own")
+        read_suite(_TASKS.value)
+        contenders.check_names(_CHECKPOINT.value)
+    else:
+        _checkpoint_step()
     if source and "://" not in source and not (Path(source) / CHECKPOINTS).is_dir():
         raise ConfigError(f"--resume_from={source}: has no {CHECKPOINTS}/; give a run's workdir")
 
@@ -181,7 +213,8 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
         else:
             run_id = group.wait_for("run")
         resume_from = reading.workdir_of(_RESUME_FROM.value) if _RESUME_FROM.value else None
-        run = Run(whole, workdir, run_id, None, resume_from, _CHECKPOINT.value)
+        step = None if _TASKS.value else _checkpoint_step()
+        run = Run(whole, workdir, run_id, None, resume_from, step)
         if _ROLE.value != "verifier":  # the server handles these signals itself
             for signum in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, lambda *_: stop.set())

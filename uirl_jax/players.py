@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from uirl_jax import evaluation, metrics, policy_sync
 from uirl_jax.actor.fleet import Fleet
-from uirl_jax.actor.host import run_tasks
+from uirl_jax.actor.host import play_numbered, run_tasks
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.engine import Engine
@@ -162,6 +162,36 @@ class Players:
         if result.renderers and (text := evaluation.renderers_text(seen)):
             print(metrics.key_values("renderer_changed", stage=stage, text=text), flush=True)
         return result
+
+    async def play_suite(
+        self,
+        suite: evaluation.Suite,
+        directory: Path,
+        contender: evaluation.Contender,
+        stop: threading.Event,
+    ) -> evaluation.Played:
+        """Plays what is missing of a suite with the engine's current policy.
+
+        Args: directory: of evaluation.open_suite.
+        Raises: StoppedError: `stop` was set; the same command plays the rest.
+        """
+        player = self.player("eval", temperature=suite.temperature)
+        asked = len(suite.specs) * suite.attempts
+        progress = metrics.Progress(f"{suite.name}: {contender.name}", asked)
+
+        def on_ended(ended: int, right: int) -> None:
+            progress.update(ended, success=right / max(ended, 1))
+
+        async def play(
+            missing: Sequence[tuple[int, TaskSpec]], on_done: Callable[[Trajectory], None]
+        ) -> None:
+            await play_numbered(player, missing, on_done, seed=self.cfg.seed)
+
+        playing = evaluation.play_suite(play, suite, directory, contender, on_ended)
+        try:
+            return await _unless_stopped(playing, stop, f"in the evaluation of {contender.name!r}")
+        finally:
+            progress.close()
 
     def take_policy(self) -> tuple[int, Adapters]:
         """Loads the newest published policy into the engine.

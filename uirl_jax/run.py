@@ -223,9 +223,17 @@ class Run:
 
     # ------------------------------------------------------------------------------ the model
 
-    def load_model(self, mesh: jax.sharding.Mesh | None, path: Path) -> loading.PolicyModel:
-        """Raises: ConfigError: the model's family does not support the config."""
+    def load_model(
+        self, mesh: jax.sharding.Mesh | None, path: Path, adapter: str | None = None
+    ) -> loading.PolicyModel:
+        """Loads the model of a directory.
+
+        Args: adapter: to start from; None: the config's, for the config's own model.
+        Raises: ConfigError: the model's family does not support the config.
+        """
         cfg = self.cfg.model
+        if adapter is None:  # a cold start's model has the adapter merged into it
+            adapter = cfg.adapter if path == Path(cfg.path) else ""
         family = family_of(hub.model_directory(path, weights=False))
         check_family(self.cfg, family)
         self.log(
@@ -244,17 +252,20 @@ class Run:
             remat=cfg.remat,
             mesh=mesh,
             quantize=cfg.quantize,
-            # A cold start's model has the adapter merged into it.
-            adapter=cfg.adapter if path == Path(cfg.path) else "",
+            adapter=adapter,
         )
 
     def load_base(self, mesh: jax.sharding.Mesh | None) -> loading.PolicyModel:
+        """The model of `base_dir`. Raises: ConfigError: as base_dir, load_model."""
+        return self.load_model(mesh, self.base_dir())
+
+    def base_dir(self) -> Path:
         """The base model of the adapters: model.path, or the model of the run's cold start.
 
         Raises: ConfigError: the cold start is not done yet.
         """
         if not self.cfg.cold_start.steps:
-            return self.load_model(mesh, Path(self.cfg.model.path))
+            return Path(self.cfg.model.path)
         path = self.workdir / MODEL_DIR
         self.fetch_cold_start()
         if not path.is_dir():
@@ -262,7 +273,7 @@ class Run:
                 f"{path} does not exist yet: the config has a cold start, which --role=all or "
                 "--role=learner runs"
             )
-        return self.load_model(mesh, path)
+        return path
 
     def fetch_cold_start(self) -> None:
         """Of a run in a bucket: fetches the model of its cold start once it is there."""

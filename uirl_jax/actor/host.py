@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from uirl_jax.shards.writer import ShardWriter
 from uirl_jax.store import StoreUnavailableError, open_store
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
+T = TypeVar("T")
+
 
 async def run_tasks(
     player: Player,
@@ -42,24 +44,49 @@ async def run_tasks(
 ) -> list[Trajectory]:
     """Plays one episode of each task; returns them in the order of the tasks.
 
+    See `play_numbered`; `on_done` is called with each task's final episode.
+    """
+    done: dict[int, Trajectory] = {}
+
+    def keep(trajectory: Trajectory) -> None:
+        done[int(trajectory.group_id)] = trajectory
+        on_done(trajectory)
+
+    await play_numbered(player, list(enumerate(tasks)), keep, seed=seed, env_retries=env_retries)
+    return [done[number] for number in range(len(tasks))]
+
+
+async def play_numbered(
+    player: Player,
+    tasks: Sequence[tuple[int, TaskSpec]],
+    on_done: Callable[[Trajectory], None],
+    *,
+    seed: int = 0,
+    env_retries: int = 5,
+) -> None:
+    """Plays one episode of each task, and keeps none.
+
     An episode that ends in env_error is repeated up to env_retries times, with growing pauses of
-    its verifier; after that the last env_error is returned. `on_done` is called with each task's
-    final episode.
+    its verifier; after that the last env_error counts.
+
+    Args:
+      tasks: each with a number, which decides with `seed` what is sampled; it is the group id.
+      on_done: called with each task's final episode.
     """
 
-    async def play(index: int, task: TaskSpec) -> Trajectory:
+    async def play(number: int, task: TaskSpec) -> None:
         for retries_left in reversed(range(1 + env_retries)):
-            attempt = await player.play(task, derive_seed(seed, index), group_id(index))
+            attempt = await player.play(task, derive_seed(seed, number), group_id(number))
             failed = attempt.trajectory.stop_reason is StopReason.ENV_ERROR
             if not failed or not retries_left:
                 on_done(attempt.trajectory)
-                return attempt.trajectory
+                return
         raise ValueError(f"env_retries={env_retries}, expected 0 or more")
 
-    return await _all([play(index, task) for index, task in enumerate(tasks)])
+    await _all([play(number, task) for number, task in tasks])
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs all coroutines; if one fails, cancels the others and raises its error."""
     try:
         async with asyncio.TaskGroup() as owner:

@@ -64,6 +64,7 @@ class RolloutConfig:
     max_context_tokens: int = dataclasses.field(
         default=2048, metadata={"min": 1, "max": 10_000_000}
     )
+    # Of a whole episode, the waits for verifier and engine included.
     episode_timeout_s: float = dataclasses.field(
         default=300.0, metadata={"above": 0.0, "max": 86_400.0}
     )

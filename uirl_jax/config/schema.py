@@ -47,6 +47,7 @@ class ModelConfig:
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # int8: the base's projections take half the memory of bfloat16, with rounding errors.
     quantize: Quantize = "none"
+    # What the backward pass computes again instead of keeping: full needs least memory.
     remat: Remat = "none"
 
     def __post_init__(self) -> None:
@@ -63,8 +64,10 @@ class ModelConfig:
 class TaskConfig:
     """One kind of task; its instances differ in their seed."""
 
-    name: str
+    name: str  # "desktop/click_button"
+    # Of the task, as its server reads it: "buttons=4,colors=8".
     variant: str = ""
+    # Actions of an episode; then it ends as max_turns.
     max_turns: int = dataclasses.field(default=1, metadata={"min": 1, "max": 10_000})
     # "module:function" of TaskSpec -> types.Rule: instruction and reward in place of the server's.
     rule: str = ""
@@ -82,6 +85,7 @@ class VerifierConfig:
     # Of the bundled server; 0: a free one.
     port: int = dataclasses.field(default=0, metadata={"min": 0, "max": 65_535})
     dialect: DialectName = "g1+"  # python -m uirl_jax.verifiers.doctor URL finds out which
+    # Time that the server waits after an action before it takes the screenshot.
     action_delay_s: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 60.0})
     # A file with the bearer token that the servers of `urls` ask for. Empty: the environment
     # variable UIRL_VERIFIER_TOKEN, or none. The token itself is never written to the workdir.
@@ -101,7 +105,9 @@ class VerifierConfig:
 class ActorSection:
     """How many episodes run at a time, and how each is sampled."""
 
+    # Episodes of one instance, whose rewards are compared.
     group_size: int = dataclasses.field(default=8, metadata={"min": 1, "max": 4096})
+    # Episodes that one actor plays at a time.
     concurrency: int = dataclasses.field(default=64, metadata={"min": 1, "max": 65_536})
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     # Policy versions that actors deliberately stay behind the learner, to study staleness.
@@ -112,6 +118,7 @@ class ActorSection:
 class EvaluationConfig:
     """Evaluation on held-out instances, before and after training."""
 
+    # Held-out instances of a stage, each played once.
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
     # 0 is greedy.
     temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 100.0})
@@ -122,8 +129,11 @@ class EvaluationConfig:
 class MeshConfig:
     """Sizes of the mesh's axes; -1: the devices that the other axes leave."""
 
+    # Replicas of the weights, each with a part of the rows; -1: all devices that are left.
     data: int = dataclasses.field(default=-1, metadata={"min": -1, "max": 1_000_000})
+    # Devices that share the storage of every weight.
     fsdp: int = dataclasses.field(default=1, metadata={"min": -1, "max": 1_000_000})
+    # Devices that share the computation of every layer.
     model: int = dataclasses.field(default=1, metadata={"min": -1, "max": 1_000_000})
 
 
@@ -132,9 +142,10 @@ class RunConfig:
     """The whole config of a run."""
 
     model: ModelConfig
-    tasks: tuple[TaskConfig, ...]
+    tasks: tuple[TaskConfig, ...]  # groups take them in turn
     learner: LearnerConfig
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    # Of the adapters, the instances and what is sampled.
     seed: int = dataclasses.field(default=0, metadata={"min": 0, "max": 2**31 - 1})
     # (width, height) of the largest screen. If given, the sizes of engine and learner.batch that
     # the config leaves at their defaults are derived from it (config.sizes).

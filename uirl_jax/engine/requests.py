@@ -28,13 +28,16 @@ class OpenAIConfig:
     # Where adapters are written for the server to load, and that directory's name on the server's
     # side; empty: the same.
     adapters_dir: str = ""
+    # The directory's name on the server's side; empty: the same.
     adapters_dir_there: str = ""
     api_key_env: str = ""  # name of the environment variable that holds the key; empty: no key
     # Requests at a time.
     concurrency: int = dataclasses.field(default=64, metadata={"min": 1, "max": 65_536})
     # For no connection, 429 and 503; pauses double, with jitter. 6 of them add up to half a minute.
     attempts: int = dataclasses.field(default=7, metadata={"min": 1, "max": 100})
+    # Before the second attempt; doubled for each further one.
     backoff_s: float = dataclasses.field(default=0.5, metadata={"min": 0.0, "max": 600.0})
+    # Of one attempt.
     connect_timeout_s: float = dataclasses.field(
         default=5.0, metadata={"above": 0.0, "max": 3600.0}
     )
@@ -42,6 +45,7 @@ class OpenAIConfig:
     request_timeout_s: float = dataclasses.field(
         default=300.0, metadata={"above": 0.0, "max": 86_400.0}
     )
+    # A longer answer is refused.
     max_answer_bytes: int = dataclasses.field(
         default=8 * 1024 * 1024, metadata={"min": 1024, "max": 2**30}
     )
@@ -69,6 +73,7 @@ class EngineConfig:
     context_lengths: tuple[int, ...] = dataclasses.field(
         default=(128, 256), metadata={"min": 1, "max": 10_000_000}
     )
+    # Most that a turn may ask for.
     max_new_tokens: int = dataclasses.field(default=32, metadata={"min": 1, "max": 65_536})
     # Rows of a decode step.
     batch_sizes: tuple[int, ...] = dataclasses.field(
@@ -76,6 +81,7 @@ class EngineConfig:
     )
     # Tokens between looks.
     decode_steps: int = dataclasses.field(default=8, metadata={"min": 1, "max": 4096})
+    # Contexts in a call that reads them.
     prefill_rows: tuple[int, ...] = dataclasses.field(
         default=(1, 8), metadata={"min": 1, "max": 65_536}
     )

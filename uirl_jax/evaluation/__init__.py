@@ -1,9 +1,11 @@
 """Evaluates a policy on held-out task instances.
 
-`play` runs the episodes, `statistics` counts, `results` has the files, `tables` formats text. Other
-packages import all names from here: `from uirl_jax import evaluation`.
+`play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files.
+`suite` reads a tasks.json, `suite_play` plays it, `outcome`, `scores` and `paired` count. `tables`
+formats text. Other packages import all names from here: `from uirl_jax import evaluation`.
 """
 
+from uirl_jax.evaluation.paired import Comparison, compare
 from uirl_jax.evaluation.play import KEPT_EPISODES, RunTasks, eval_tasks, evaluate
 from uirl_jax.evaluation.results import (
     CHANCE,
@@ -20,6 +22,7 @@ from uirl_jax.evaluation.results import (
     write_json,
     write_summary,
 )
+from uirl_jax.evaluation.scores import Played, Scores
 from uirl_jax.evaluation.statistics import (
     EvalResult,
     Rate,
@@ -29,7 +32,15 @@ from uirl_jax.evaluation.statistics import (
     task_label,
     wilson_interval,
 )
-from uirl_jax.evaluation.tables import format_episodes, format_table, stage_label
+from uirl_jax.evaluation.suite import Suite, read_suite
+from uirl_jax.evaluation.suite_play import Contender, conclude, open_suite, play_suite
+from uirl_jax.evaluation.tables import (
+    format_comparisons,
+    format_episodes,
+    format_scores,
+    format_table,
+    stage_label,
+)
 
 __all__ = [
     "CHANCE",
@@ -39,17 +50,29 @@ __all__ = [
     "KEPT_EPISODES",
     "RUN_STAGES",
     "SUMMARY_FILE",
+    "Comparison",
+    "Contender",
     "EvalResult",
+    "Played",
     "Rate",
     "RunTasks",
+    "Scores",
+    "Suite",
+    "compare",
+    "conclude",
     "count",
     "episodes_summary",
     "eval_tasks",
     "evaluate",
+    "format_comparisons",
     "format_episodes",
+    "format_scores",
     "format_table",
+    "open_suite",
+    "play_suite",
     "rate",
     "read_results",
+    "read_suite",
     "rename_stage",
     "renderers_text",
     "stage_label",

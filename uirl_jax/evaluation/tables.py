@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from uirl_jax.evaluation.paired import Comparison
 from uirl_jax.evaluation.results import FATES
+from uirl_jax.evaluation.scores import Scores
 from uirl_jax.evaluation.statistics import EvalResult
 
 
@@ -19,15 +21,7 @@ def format_table(results: Sequence[EvalResult]) -> str:
                 f"{result.successes}/{result.attempts}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    lines.insert(1, "-" * len(lines[0]))
+    lines = _aligned(rows)
     for result in results:
         if result.env_errors or result.missing:
             lines.append(
@@ -35,6 +29,64 @@ def format_table(results: Sequence[EvalResult]) -> str:
                 f"environment (not counted), {result.missing} tasks without an attempt"
             )
     return "\n".join(lines)
+
+
+def format_scores(scores: Mapping[str, Scores]) -> str:
+    """A row for every contender, or for every task of one."""
+    rows = [
+        (
+            *("", "success", "95 % interval", "episodes", "pass@k", "pass^k", "reward", "turns"),
+            *("wrong", "twice", "false claims", "missing", "s/success", "tokens/success"),
+        )
+    ]
+    for name, one in scores.items():
+        most = max(one.pass_at, default=1)
+        rows.append(
+            (
+                name,
+                f"{one.success.rate:.1%}" if one.success.attempts else "-",
+                f"{one.success.low:.1%} to {one.success.high:.1%}",
+                f"{one.success.successes}/{one.success.attempts}",
+                f"{one.pass_at[most]:.1%} (k={most})" if one.pass_at else "-",
+                f"{one.pass_all[most]:.1%}" if one.pass_all else "-",
+                f"{one.mean_reward:.3f}",
+                f"{one.mean_turns:.1f}",
+                str(one.wrong_submissions),
+                str(one.duplicate_submissions),
+                str(one.false_claims),
+                str(one.missing),
+                _amount(one.seconds_per_success),
+                _amount(one.tokens_per_success),
+            )
+        )
+    return "\n".join(_aligned(rows))
+
+
+def _amount(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def format_comparisons(comparisons: Sequence[Comparison]) -> str:
+    """A line for every pair."""
+    return "\n".join(
+        f"{one.second} against {one.first}: {one.difference:+.1%} (95 % interval {one.low:+.1%} to "
+        f"{one.high:+.1%}, {one.instances} instances); solved by it alone {one.second_only}, by "
+        f"the other alone {one.first_only}, McNemar's exact p = {one.p_value:.2g}"
+        for one in comparisons
+    )
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A header, a rule and the rest: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def stage_label(stage: str) -> str:

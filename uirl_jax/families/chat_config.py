@@ -36,7 +36,9 @@ class ChatConfig:
     coordinates: str = ""  # empty: the format's own; for a model that was taught another space
     system_prompt: str | None = None  # None: the format's own; empty: no system block
     prompt_template: str | None = None  # None: the format's own; placeholders as in actions.Prompt
+    # Of a context; beyond it the oldest are left out.
     max_screenshots: int = dataclasses.field(default=10, metadata={"min": 1, "max": 1000})
+    # So many at once: the context's start then stays the same for some turns, and is reused.
     drop_screenshots: int = dataclasses.field(default=5, metadata={"min": 1, "max": 1000})
 
     def __post_init__(self) -> None:

@@ -47,6 +47,8 @@ class AlgorithmConfig:
     advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
     loss: PolicyLossConfig = dataclasses.field(default_factory=PolicyLossConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)  # with estimator "gae"
+    # How tokens are weighted: alike; within their trajectory, all trajectories alike; or summed and
+    # divided by a constant (Dr. GRPO).
     aggregation: Aggregation = "token_mean"
     # Most tokens an episode may sample; for aggregation "constant_length".
     max_tokens: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})

@@ -40,15 +40,19 @@ MODEL_DIR = Path("cold_start") / "model"  # in the workdir
 class ColdStartConfig:
     """Number of steps, the demonstrations, and which weights are trained."""
 
+    # Supervised steps before RL; 0: no cold start.
     steps: int = dataclasses.field(
         default=0, metadata={"min": 0, "max": 10_000_000, "help": "0: no cold start"}
     )
+    # Demonstrations in a step.
     episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1, "max": 65_536})
+    # Share of scripted demonstrations without a mistake.
     quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     # Number of scripted demonstrations, played once and repeated in epochs; 0: new ones each step.
     episodes: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
     # Play them in parallel.
     browsers: int = dataclasses.field(default=2, metadata={"min": 1, "max": 256})
+    # all: every weight of the base; the run then starts RL from a base of its own.
     train: Literal["lora", "all"] = "lora"
     # Folders written by tools.record_demo: recorded demonstrations in place of scripted ones.
     demonstrations: tuple[str, ...] = ()

@@ -32,12 +32,17 @@ class OptimizerConfig:
     # None: 1e-4 for adapters, 1e-5 for all weights; the run prints it. 1e-3 suits a model that is
     # trained from scratch.
     lr: float | None = dataclasses.field(default=None, metadata={"min": 0.0, "max": 1.0})
+    # Updates on which the rate rises from 0 to lr.
     warmup_steps: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
+    # cosine: down to 0 at the last step.
     schedule: Literal["constant", "cosine"] = "constant"
+    # Of matrices alone; what an update takes off them is lr times this.
     weight_decay: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 10.0})
+    # Decay of the first moment.
     b1: float = dataclasses.field(default=0.9, metadata={"min": 0.0, "below": 1.0})
-    # Not 0.999: an RL run has hundreds of steps, not 100,000.
+    # Of the second moment. Not 0.999: an RL run has hundreds of steps, not 100,000.
     b2: float = dataclasses.field(default=0.99, metadata={"min": 0.0, "below": 1.0})
+    # Of the whole gradient, before the update.
     clip_norm: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 1e9})
 
     def resolved(self, trains: Trains) -> Self:

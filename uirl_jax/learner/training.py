@@ -22,7 +22,9 @@ from uirl_jax.shards import batching
 class LearnerConfig:
     """The number of steps, and the groups, batches and optimizer of each."""
 
+    # Policies to publish; a finished run goes on with more.
     steps: int = dataclasses.field(metadata={"min": 0, "max": 10_000_000})
+    # Groups that an update is made from.
     groups_per_step: int = dataclasses.field(default=8, metadata={"min": 1, "max": 65_536})
     # In policy versions; 0: the actor waits for each new policy.
     max_staleness: int = dataclasses.field(default=0, metadata={"min": 0, "max": 1000})
@@ -30,6 +32,7 @@ class LearnerConfig:
     optimizer: learner_state.OptimizerConfig = dataclasses.field(
         default_factory=learner_state.OptimizerConfig
     )
+    # The newest; older ones are deleted.
     keep_checkpoints: int = dataclasses.field(default=3, metadata={"min": 1, "max": 10_000})
     # Checkpoints of every so many steps are never deleted; 0: of none.
     keep_every: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})

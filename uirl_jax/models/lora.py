@@ -34,6 +34,7 @@ class LoraConfig:
     them.
     """
 
+    # R of the two matrices [D,R] and [R,D].
     rank: int = dataclasses.field(default=16, metadata={"min": 1, "max": 4096})
     # The update is scaled by alpha / rank.
     alpha: float = dataclasses.field(default=32.0, metadata={"above": 0.0, "max": 1e6})

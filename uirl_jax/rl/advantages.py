@@ -29,6 +29,8 @@ class AdvantageConfig:
     """How the rewards of an episode become the advantages of its tokens."""
 
     estimator: Literal["group", "gae"] = "group"  # gae: needs the value head
+    # group_std: minus the group's mean, over its standard deviation (GRPO). group_mean: minus the
+    # mean (Dr. GRPO). leave_one_out: RLOO. batch: over the whole step (REINFORCE++). none: as is.
     normalise: Normalise = "group_std"
     # The return that a token gets. episode: the episode's. turn: of its turn and the turns after
     # it. token: of the token and those after it (with normalise batch or none).
@@ -40,6 +42,7 @@ class AdvantageConfig:
     )
     # Gamma between turns; within a turn it is 1.
     turn_discount: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
+    # With estimator gae: 0 trusts the critic, 1 the returns.
     gae_lambda: float = dataclasses.field(default=0.95, metadata={"min": 0.0, "max": 1.0})
     # "module:function" in place of the group's estimator; docs/own_code.md has its arguments.
     function: str = ""

@@ -37,6 +37,7 @@ class PolicyLossConfig:
     ratio: Literal["token", "turn"] = "token"  # turn: one ratio for all tokens of a turn (GSPO)
     # Against the base, adapters off.
     kl_coefficient: float = dataclasses.field(default=0.01, metadata={"min": 0.0, "max": 1000.0})
+    # Of the KL to the base (Schulman): k1 and k3 are unbiased, k2 and k3 never negative.
     kl_estimator: KlEstimator = "k3"
     # reward: coefficient x k1 is subtracted from the rewards instead, before the advantages.
     kl_in: Literal["loss", "reward"] = "loss"
@@ -47,6 +48,7 @@ class PolicyLossConfig:
     # Importance weights old / behaviour, for the actor's staleness. truncate (TIS): capped. mask:
     # 0 for tokens above the cap or below its inverse. none: rollouts are treated as on-policy.
     importance: Literal["truncate", "mask", "none"] = "truncate"
+    # The cap.
     importance_cap: float = dataclasses.field(default=2.0, metadata={"above": 0.0, "max": 1e6})
     # Lower bound of the weights, with truncate. At 0 a stored success (algorithm.replay) that the
     # policy has since made unlikely has almost no weight; at 1 it counts as on-policy, as in ARPO.

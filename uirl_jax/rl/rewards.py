@@ -19,6 +19,7 @@ class OwnReward:
     """A reward function of the user's own over a whole trajectory: Trajectory -> float."""
 
     function: str  # "module:function"
+    # Of its value in the episode's reward.
     weight: float = dataclasses.field(default=1.0, metadata={"min": -1e6, "max": 1e6})
 
     def __post_init__(self) -> None:
@@ -36,6 +37,7 @@ class RewardConfig:
     # Overlong shaping (DAPO, arXiv:2503.14476, eq. 13): 0 up to max - buffer sampled tokens, then
     # linearly down to -1 at max. max 0: no shaping.
     overlong_max_tokens: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
+    # The range of that fall.
     overlong_buffer_tokens: int = dataclasses.field(
         default=0, metadata={"min": 0, "max": 10_000_000}
     )

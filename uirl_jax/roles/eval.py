@@ -1,4 +1,4 @@
-"""Evaluates a policy of a run, and keeps the best one."""
+"""Evaluates policies: of a run on its own held-out instances, or several on a suite."""
 
 import asyncio
 import contextlib
@@ -7,12 +7,15 @@ import json
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uirl_jax import evaluation, metrics
+from uirl_jax.config.schema import TaskConfig
 from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.players import Adapters, Players
+from uirl_jax.roles import contenders
 from uirl_jax.roles.verifier import bundled_server
 from uirl_jax.run import Run
 from uirl_jax.store import open_store
@@ -44,13 +47,51 @@ def run_eval_role(
             keep_best(run, players, version, adapters, result)
             return result
 
-    with contextlib.ExitStack() as stack:
-        if run.cfg.verifier.is_bundled:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            run = dataclasses.replace(run, own_port_file=Path(folder) / "port")
-            stack.enter_context(bundled_server(run, "verifier-eval.log", 0))
+    with _own_verifier(run) as run:
         result = asyncio.run(measure(run))
     print(evaluation.format_table([result]), flush=True)
+
+
+def run_suite(
+    run: Run, stop: threading.Event, suite: evaluation.Suite, checkpoints: Sequence[str]
+) -> None:
+    """Plays what is missing of a suite with every contender, and prints scores and comparisons.
+
+    Args: checkpoints: see `contenders`.
+    """
+    kinds = {
+        (task.name, task.variant, task.max_turns): run.cfg.rules.get(task.name, "")
+        for task in suite.tasks
+    }
+    tasks = tuple(TaskConfig(*kind, rule=rule) for kind, rule in kinds.items())
+    run = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, tasks=tasks))
+    directory = evaluation.open_suite(run.workdir, suite)
+    played: dict[str, evaluation.Played] = {}
+
+    async def play(run: Run) -> None:
+        for checkpoint in checkpoints:
+            async with contenders.playing(run, checkpoint) as (players, contender):
+                played[contender.name] = await players.play_suite(suite, directory, contender, stop)
+
+    with _own_verifier(run) as run:
+        asyncio.run(play(run))
+    scores, comparisons = evaluation.conclude(directory, played)
+    print(evaluation.format_scores(scores))
+    if comparisons:
+        print(evaluation.format_comparisons(comparisons))
+    print(f"scores: {directory / 'scores.json'}", flush=True)
+
+
+@contextlib.contextmanager
+def _own_verifier(run: Run) -> Iterator[Run]:
+    """The run with a bundled server of its own, if it plays on one: the run's may be busy."""
+    if not run.cfg.verifier.is_bundled:
+        yield run
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run = dataclasses.replace(run, own_port_file=Path(folder) / "port")
+        with bundled_server(run, "verifier-eval.log", 0):
+            yield run
 
 
 def note_result(run: Run, step: int, result: evaluation.EvalResult) -> None:

@@ -55,6 +55,7 @@ class BatchConfig:
         default=(256,), metadata={"min": 1, "max": 1_000_000}
     )
     pack: bool = True  # several sequences in a row; else one each
+    # A group's prompt stands in a row once; for episodes of one turn.
     share_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -37,14 +37,18 @@ _PAGE = """<!DOCTYPE html><meta charset="utf-8"><body style="margin:4px">
   transform:rotate(7deg)"></div>"""
 
 
-def environment() -> dict[str, str]:
-    """The environment variables of a browser: with the fonts of FONTS alone, where they are."""
-    missing = [
+def missing_fonts() -> list[str]:
+    """Files of the two font packages that are not on this machine."""
+    return [
         name
         for name, folders in _FONT_FILES
         if not any((_FOLDER / folder / name).is_file() for folder in folders)
     ]
-    if missing:
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of a browser: with the fonts of FONTS alone, where they are."""
+    if missing := missing_fonts():
         logger.warning(
             'event=fonts_missing files="%s" reason="pages are drawn with other fonts than those '
             "that the shipped agents were trained on: apt-get install fonts-liberation "

@@ -45,18 +45,25 @@ def _size(default: int) -> Any:
 class ClientLimits:
     """What an answer may cost."""
 
+    # Of one attempt.
     connect_timeout_s: float = _seconds(5.0)
     read_timeout_s: float = _seconds(10.0)  # of silence; attempt_timeout_s ends a slow drip
     attempt_timeout_s: float = _seconds(15.0)  # one attempt, besides the delay that it asks for
     create_timeout_s: float = _seconds(120.0)  # real desktops take tens of seconds to start
+    # Of a request that failed and may be sent again.
     attempts: int = dataclasses.field(default=3, metadata={"min": 1, "max": 100})
     # Before the second attempt; doubled for each further one, with jitter.
     backoff_s: float = _seconds(0.2)
     max_retry_after_s: float = _seconds(5.0)  # of what a server asks for
+    # Larger screenshots are refused before they are read.
     max_image_bytes: int = _size(16 * 1024 * 1024)
+    # Told by an image's header, before it is decoded.
     max_image_pixels: int = _size(16_000_000)
+    # Of any answer but a screenshot.
     max_json_bytes: int = _size(1024 * 1024)
+    # A longer instruction is refused.
     max_instruction_chars: int = _size(4096)
+    # At a time, to all verifiers.
     max_connections: int = dataclasses.field(default=256, metadata={"min": 1, "max": 65_536})
 
 

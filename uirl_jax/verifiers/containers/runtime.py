@@ -15,18 +15,24 @@ SHM_MIB = 512  # Docker's 64 are too few for a browser
 class ContainerConfig:
     """Where the one container of a session comes from, and what it may use."""
 
+    # What starts them.
     runtime: Literal["none", "docker", "kubernetes"] = "none"
+    # Of the verifier, such as ghcr.io/me/verifier:1.
     image: str = ""
     port: int = dataclasses.field(default=8000, metadata={"min": 1, "max": 65535})  # inside
     # {host} and {port} as the runtime says; {name} is the session's, which a g3 proxy wants.
     address: str = "http://{host}:{port}"
     publish_ip: str = "127.0.0.1"  # docker: the address of its host that the port appears on
     namespace: str = "default"  # kubernetes
+    # Of one container; it is slowed down beyond it.
     cpus: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 1024.0})
+    # Of one container; it is killed beyond it.
     memory_mib: int = dataclasses.field(default=2048, metadata={"min": 64, "max": 4_000_000})
+    # Until it answers; a slower one is deleted.
     start_timeout_s: float = dataclasses.field(
         default=120.0, metadata={"above": 0.0, "max": 3600.0}
     )
+    # It is deleted then at the latest, should its actor have died.
     lifetime_s: float = dataclasses.field(default=3600.0, metadata={"above": 0.0, "max": 604_800.0})
 
     def __post_init__(self) -> None:

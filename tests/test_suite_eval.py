@@ -1,0 +1,112 @@
+"""`--role=eval --tasks=...` as a command: several policies, a kill in between, refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from configs import quickstart
+from tests import command_world
+from tests.command_world import SHIPPED_MODEL
+from uirl_jax.shards.reader import read_shard
+
+CONFIG = Path(quickstart.__file__)
+SUITE = {
+    "name": "clicks",
+    "tasks": [{"name": "desktop/click_button", "instances": 60}],
+    "attempts": 2,
+    "temperature": 1.0,
+}
+
+
+def suite_file(folder: Path, **changes) -> str:
+    path = folder / "tasks.json"
+    path.write_text(json.dumps(SUITE | changes))
+    return f"--tasks={path}"
+
+
+def evaluate(workdir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return command_world.run(workdir, SHIPPED_MODEL, "--role=eval", *arguments, config=CONFIG)
+
+
+def episodes(directory: Path) -> dict[int, tuple]:
+    """What was sampled, by number; no number twice."""
+    found: dict[int, tuple] = {}
+    for path in sorted(directory.glob("*.tfrecord")):
+        for one in read_shard(path)[1]:
+            assert int(one.group_id) not in found
+            tokens = [turn.token_ids.tolist() for turn in one.turns]
+            found[int(one.group_id)] = (one.task, tokens, one.success)
+    return found
+
+
+def test_killed_evaluation_plays_only_what_is_missing_and_compares(tmp_path):
+    tasks, workdir = suite_file(tmp_path), tmp_path / "killed"
+    arguments = ("--role=eval", tasks, "--checkpoint=base")
+    process = subprocess.Popen(
+        command_world.command(workdir, SHIPPED_MODEL, *arguments, config=CONFIG),
+        cwd=command_world.ROOT,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    base = workdir / "eval" / "suites" / "clicks" / "base"
+    deadline_s = time.monotonic() + 300
+    while not list(base.glob("*.tfrecord")) and time.monotonic() < deadline_s:
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {path: path.read_bytes() for path in base.glob("*.tfrecord")}
+    known = episodes(base)
+    assert 0 < len(known) < 120
+
+    done = evaluate(workdir, tasks, "--checkpoint=base")
+    assert done.returncode == 0, done.stderr
+    assert f"step={len(known)}/120" in done.stdout + done.stderr, "it goes on where it was killed"
+    assert all(path.read_bytes() == content for path, content in before.items())
+    resumed = episodes(base)
+    assert sorted(resumed) == list(range(120)) and known.items() <= resumed.items()
+    assert resumed[0][0] == resumed[1][0] != resumed[2][0], "attempts of an instance are together"
+    assert any(resumed[n][1] != resumed[n + 1][1] for n in range(0, 120, 2)), "sampled anew"
+
+    # The same model by its directory, in one go: as every episode has its seed, the same episodes.
+    both = ("--checkpoint=base", f"--checkpoint={SHIPPED_MODEL}")
+    done = evaluate(workdir, tasks, *both)
+    assert done.returncode == 0, done.stderr
+    scores = json.loads((base.parent / "scores.json").read_text())
+    (other,) = set(scores["contenders"]) - {"base"}
+    assert episodes(base.parent / other) == resumed
+    (comparison,) = scores["comparisons"]
+    assert comparison["first_only"] == comparison["second_only"] == 0
+    assert comparison["p_value"] == 1.0 and comparison["instances"] == 60
+    right = sum(success for _, _, success in resumed.values())
+    assert scores["contenders"]["base"]["success"]["successes"] == right
+    assert f"{right}/120" in done.stdout and "McNemar" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"attempts": 3}, (), "was made from another tasks.json (attempts differ)"),
+        ({}, ("--checkpoint=nowhere",), "--checkpoint=nowhere: expected base, policy, the step"),
+        ({}, ("--checkpoint=base", "--checkpoint=base"), "names one of them twice"),
+        ({}, ("--checkpoint=7",), "no checkpoint yet"),
+        ({}, ("--stage=x",), "--stage: the suite of --tasks has a name of its own"),
+        ({"tasks": [{"name": "desktop/nothing", "instances": 1}]}, (), "another tasks.json"),
+        ({"name": "other", "tasks": [{"name": "own/none", "instances": 1}]}, (), "own/none"),
+        ({"tasks": []}, (), "tasks is empty"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(tmp_path, changes, flags, said):
+    claimed = tmp_path / "eval" / "suites" / "clicks" / "suite.json"
+    claimed.parent.mkdir(parents=True)
+    whole = {"variant": "", "max_turns": 1, "first": 0, "seeds": []}
+    claimed.write_text(json.dumps(SUITE | {"tasks": [whole | SUITE["tasks"][0]]}))
+    done = evaluate(tmp_path, suite_file(tmp_path, **changes), *flags)
+    assert done.returncode == 1
+    assert said in done.stderr and done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr

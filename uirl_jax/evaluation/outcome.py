@@ -1,0 +1,65 @@
+"""What is counted of one episode: its end, wrong and repeated submissions, claims, costs.
+
+Read from what the verifier counted and from the last action; a trajectory is then let go, and
+50,000 episodes of an evaluation fit into memory. Pure functions.
+"""
+
+import dataclasses
+
+from uirl_jax.types import StopReason, Trajectory
+from uirl_jax.verifiers.dialects import ROWS, WRONG
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one episode; a count is 0 where the verifier counts no such thing.
+
+    Attributes:
+      claims_success: the policy ended it as a success.
+      tokens: sampled.
+    """
+
+    success: bool
+    stop_reason: StopReason
+    reward: float
+    turns: int
+    wrong_submissions: int
+    duplicate_submissions: int
+    claims_success: bool
+    tokens: int
+    seconds: float
+
+    @property
+    def false_claim(self) -> bool:
+        return self.claims_success and not self.success
+
+    @property
+    def irreversible(self) -> int:
+        """Mistakes that a user could not take back."""
+        return self.wrong_submissions + self.duplicate_submissions
+
+
+def outcome_of(trajectory: Trajectory) -> Outcome:
+    """Counts of an episode's last progress, and what its last action claimed."""
+    turns = trajectory.turns
+    progress = turns[-1].progress if turns else {}
+    wrong, rows = progress.get(WRONG), progress.get(ROWS)
+    action = turns[-1].action if turns else None
+    # The status of `terminate` is in its text (actions.kinds).
+    claims = action is not None and action.kind == "terminate" and action.text == "success"
+    return Outcome(
+        success=trajectory.success,
+        stop_reason=trajectory.stop_reason,
+        reward=trajectory.reward,
+        turns=len(turns),
+        wrong_submissions=wrong if type(wrong) is int and wrong > 0 else 0,
+        duplicate_submissions=_repeated(rows) if isinstance(rows, list) else 0,
+        claims_success=claims,
+        tokens=sum(len(turn.token_ids) for turn in turns),
+        seconds=trajectory.duration_s,
+    )
+
+
+def _repeated(rows: list) -> int:
+    indices = [row for row in rows if type(row) is int]
+    return len(indices) - len(set(indices))

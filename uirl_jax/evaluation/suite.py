@@ -1,0 +1,146 @@
+"""Which instances an evaluation plays: a tasks.json, or a suite that ships with the package.
+
+    {
+      "name": "buttons",
+      "tasks": [
+        {"name": "desktop/click_button", "instances": 100},
+        {"name": "desktop/enter_text", "variant": "words=2", "max_turns": 6, "seeds": [7, 8]}
+      ],
+      "attempts": 4,
+      "temperature": 1.0
+    }
+
+`instances` are held-out ones, the same for every run (`seeds.eval_seed`); `seeds` names instances
+one by one.
+"""
+
+import collections
+import dataclasses
+import re
+from pathlib import Path
+
+from uirl_jax import assets
+from uirl_jax.config import reading
+from uirl_jax.errors import ConfigError
+from uirl_jax.seeds import EVAL_SEEDS, eval_seed
+from uirl_jax.types import TaskSpec
+from uirl_jax.untrusted import json as untrusted_json
+
+MAX_EPISODES = 100_000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_MAX_SEED = EVAL_SEEDS.stop - 1
+_MAX_BYTES = 8 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteTask:
+    """One kind of task, and its instances."""
+
+    name: str
+    variant: str = ""
+    max_turns: int = dataclasses.field(default=1, metadata={"min": 1, "max": 10_000})
+    instances: int = dataclasses.field(default=0, metadata={"min": 0, "max": MAX_EPISODES})
+    first: int = dataclasses.field(default=0, metadata={"min": 0, "max": len(EVAL_SEEDS) - 1})
+    seeds: tuple[int, ...] = dataclasses.field(default=(), metadata={"min": 0, "max": _MAX_SEED})
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("name is empty, expected a task such as 'desktop/click_button'")
+        if bool(self.instances) == bool(self.seeds):
+            raise ConfigError(
+                "expected either instances (held-out ones, counted) or seeds (a list), "
+                f"got {'both' if self.seeds else 'neither'}"
+            )
+        if self.first and self.seeds:
+            raise ConfigError("first goes with instances, not with seeds")
+        if self.first + self.instances > len(EVAL_SEEDS):
+            raise ConfigError(f"first + instances: at most {len(EVAL_SEEDS)}")
+        for seed, times in collections.Counter(self.seeds).most_common(1):
+            if times > 1:
+                raise ConfigError(f"seeds: {seed} is there more than once; use attempts")
+
+    @property
+    def specs(self) -> list[TaskSpec]:
+        held_out = (eval_seed(self.first + index) for index in range(self.instances))
+        return [
+            TaskSpec(self.name, seed, self.variant, self.max_turns)
+            for seed in self.seeds or held_out
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """The content of a tasks.json.
+
+    Attributes:
+      attempts: episodes of every instance.
+      temperature: 0 takes the likeliest token.
+    """
+
+    name: str
+    tasks: tuple[SuiteTask, ...]
+    attempts: int = dataclasses.field(default=1, metadata={"min": 1, "max": 1000})
+    temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 100.0})
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not _NAME.fullmatch(self.name):
+            faults.append(
+                f"name={self.name[:80]!r}, expected 1 to 64 of A-Z a-z 0-9 _ . -, for a file name"
+            )
+        if not self.tasks:
+            faults.append("tasks is empty, expected at least one")
+        episodes = self.attempts * sum(task.instances or len(task.seeds) for task in self.tasks)
+        if episodes > MAX_EPISODES:
+            faults.append(f"{episodes} episodes, expected at most {MAX_EPISODES}")
+        elif self.tasks:
+            ((spec, times),) = collections.Counter(self.specs).most_common(1)
+            if times > 1:
+                faults.append(
+                    f"tasks: {spec.name!r} with variant {spec.variant!r} and seed {spec.seed} is "
+                    "there more than once; use attempts"
+                )
+        if self.attempts > 1 and self.temperature == 0:
+            faults.append(
+                f"attempts={self.attempts} with temperature=0 would play the same episode "
+                "again; set a temperature such as 1.0"
+            )
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    @property
+    def specs(self) -> list[TaskSpec]:
+        """The instances, each once."""
+        return [spec for task in self.tasks for spec in task.specs]
+
+
+def read_suite(where: str) -> Suite:
+    """Reads a suite.
+
+    Args: where: path of a JSON file, or the name of a suite that ships (`shipped`).
+    Raises: ConfigError: one line with every fault and its place in the file.
+    """
+    path = Path(where)
+    known = shipped()
+    if where in known:
+        path = known[where]
+    elif not path.is_file():
+        raise ConfigError(
+            f"--tasks={where}: no such file, nor a suite that ships: {', '.join(known)}"
+        )
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes, expected at most {_MAX_BYTES}")
+        content = untrusted_json.parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: cannot be read as a JSON object ({error})") from None
+    try:
+        return reading.from_config(Suite, content, path=where)
+    except ConfigError as error:  # keys and texts of the file are in it
+        raise ConfigError(untrusted_json.printable(str(error), 2000)) from None
+
+
+def shipped() -> dict[str, Path]:
+    """Suites of the package by name."""
+    folder = Path(assets.find("asset:suites"))
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}

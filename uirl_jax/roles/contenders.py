@@ -1,0 +1,117 @@
+"""The policies that `--role=eval --checkpoint=...` names, several in one command.
+
+base              the config's model, with model.adapter
+policy            the newest published one, called version_<n>
+120               the checkpoint of step 120
+runs/x/best/...   an adapter in PEFT's format, or a model directory
+http://HOST/v1    a server that speaks OpenAI's protocol; it serves engine.openai.model
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+
+from uirl_jax.errors import ConfigError
+from uirl_jax.evaluation.suite_play import Contender
+from uirl_jax.learner.bookkeeping import read_adapters
+from uirl_jax.models.weights import adapters_to_numpy
+from uirl_jax.players import Players
+from uirl_jax.run import Run
+from uirl_jax.shards.layout import layout_of
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+def name_of(checkpoint: str) -> str:
+    """The directory and the label of a contender. Raises: ConfigError: no such checkpoint."""
+    if checkpoint.isdecimal():
+        return f"step_{int(checkpoint)}"
+    if checkpoint in ("base", "policy") or _is_server(checkpoint):
+        return _UNSAFE.sub("-", checkpoint.partition("://")[2] or checkpoint).strip("-.")
+    if _is_adapter(checkpoint) or (Path(checkpoint) / "config.json").is_file():
+        return _UNSAFE.sub("-", str(Path(checkpoint))).strip("-.")[-64:].strip("-.")
+    raise ConfigError(
+        f"--checkpoint={checkpoint}: expected base, policy, the step of a checkpoint, a directory "
+        "with adapter_config.json or config.json, or a server's http://HOST/v1"
+    )
+
+
+def check_names(checkpoints: list[str]) -> None:
+    """Raises: ConfigError: one does not exist, or two would have the same name."""
+    names: dict[str, str] = {}
+    for checkpoint in checkpoints:
+        other = names.setdefault(name_of(checkpoint), checkpoint)
+        if other != checkpoint:
+            raise ConfigError(
+                f"--checkpoint={other} and {checkpoint}: both would be called "
+                f"{name_of(checkpoint)!r}; rename one"
+            )
+    if len(names) < len(checkpoints):
+        raise ConfigError(f"--checkpoint: {', '.join(checkpoints)} names one of them twice")
+
+
+@contextlib.asynccontextmanager
+async def playing(run: Run, checkpoint: str) -> AsyncIterator[tuple[Players, Contender]]:
+    """Engine and verifiers with one policy.
+
+    Raises: ConfigError, ModelError, CheckpointError, PolicyError: it cannot be loaded.
+    """
+    if _is_server(checkpoint):
+        run = _of_server(run, checkpoint)
+    if _is_adapter(checkpoint):
+        model = run.load_model(None, run.base_dir(), adapter=checkpoint)
+    elif (Path(checkpoint) / "config.json").is_file():
+        model = run.load_model(None, Path(checkpoint))
+    else:
+        model = run.load_base(None)
+    async with run.make_players(model, "eval") as players:
+        adapters: dict[str, np.ndarray] = adapters_to_numpy(model.trainable)
+        version = 0
+        if checkpoint == "policy":
+            version, found = players.take_policy()
+            adapters = found or adapters
+        elif checkpoint.isdecimal():
+            version, adapters, _ = read_adapters(run.workdir, int(checkpoint))
+            players.engine.set_policy(players.to_trainable(adapters), version)
+        identity = {
+            "checkpoint": checkpoint,
+            "version": version,
+            "adapters_crc32c": _crc(adapters),
+            "sampling": dataclasses.asdict(run.cfg.actor.rollout),
+        }
+        # The newest policy is another one tomorrow.
+        name = f"version_{version}" if checkpoint == "policy" else name_of(checkpoint)
+        yield players, Contender(name, identity, model.base_hash, layout_of(model.cfg))
+
+
+def _of_server(run: Run, url: str) -> Run:
+    engine = run.cfg.engine
+    openai = dataclasses.replace(
+        engine.openai,
+        url=url,
+        # Nothing is written there: the server's own model is asked.
+        adapters_dir=engine.openai.adapters_dir or str(run.workdir / "adapters"),
+    )
+    changed = dataclasses.replace(engine, kind="openai", openai=openai)
+    return dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, engine=changed))
+
+
+def _is_server(checkpoint: str) -> bool:
+    return checkpoint.startswith(("http://", "https://"))
+
+
+def _is_adapter(checkpoint: str) -> bool:
+    return (Path(checkpoint) / "adapter_config.json").is_file()
+
+
+def _crc(adapters: dict[str, np.ndarray]) -> int:
+    """Of all arrays with their names."""
+    crc = 0
+    for name, array in sorted(adapters.items()):
+        crc = google_crc32c.extend(crc, name.encode() + np.ascontiguousarray(array).tobytes())
+    return crc
