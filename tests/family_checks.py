@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from tests import family_world as world
-from tests.oracles import reference_torch
+from tests.oracles import florence2_torch, reference_torch
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
 from uirl_jax.families.loading import PolicyModel
@@ -203,18 +203,27 @@ def assert_loss_and_gradients_equal_pefts(config: str, remat: Remat, tmp_path: P
     wrapped = peft.PeftModel.from_pretrained(
         reference_torch.make_reference(config), tmp_path / "adapters", is_trainable=True
     )
-    labels_t = np.full(length, -100)
-    labels_t[words_t] = ids_t[words_t]
-    expected = wrapped(
-        **reference_torch.model_inputs(
-            policy.family.model_type,
-            ids_t[None],
-            world.pixels_of(policy.inputs, case.screens),
-            [screen.layout for screen in case.screens],
-            case.rows.turn_ids_bt[:1, :length],
-        ),
-        labels=torch.tensor(labels_t[None]),
-    ).loss
+    pixels = world.pixels_of(policy.inputs, case.screens)
+    if policy.family.model_type == "florence2":
+        words_t = np.arange(length - world.SAMPLED, length)  # of the decoder
+        logits_tv = wrapped(**florence2_torch.model_inputs(ids_t[None], pixels, [])).logits[0]
+        before_t = words_t - 1 - case.firsts[0]
+        expected = torch.nn.functional.cross_entropy(
+            logits_tv[before_t], torch.tensor(ids_t[words_t]).long()
+        )
+    else:
+        labels_t = np.full(length, -100)
+        labels_t[words_t] = ids_t[words_t]
+        expected = wrapped(
+            **reference_torch.model_inputs(
+                policy.family.model_type,
+                ids_t[None],
+                pixels,
+                [screen.layout for screen in case.screens],
+                case.rows.turn_ids_bt[:1, :length],
+            ),
+            labels=torch.tensor(labels_t[None]),
+        ).loss
     expected.backward()
 
     @jax.jit

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests import family_world as world
 from tests.family_checks import GROUPS
-from tests.oracles import reference_torch
+from tests.oracles import florence2_torch, reference_torch
 from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
 from uirl_jax.families.border import TokenRows
@@ -34,13 +34,17 @@ def logits(model, rows, vision):
 
 
 def our_logits(policy: PolicyModel, case: world.Case) -> np.ndarray:
-    """Of the case's first row."""
+    """Of the case's first row, from the first token that has any."""
     logits_btv = logits(world.merged(policy), case.rows, case.vision)
-    return np.asarray(logits_btv)[0, : case.lengths[0]]
+    return np.asarray(logits_btv)[0, case.firsts[0] : case.lengths[0]]
 
 
 def their_logits(reference: Any, policy: PolicyModel, case: world.Case) -> np.ndarray:
     length = case.lengths[0]
+    if policy.family.model_type == "florence2":
+        ids_t = case.rows.token_ids_bt[0, :length]
+        pixels = world.pixels_of(policy.inputs, case.screens)
+        return florence2_torch.run_row(reference, ids_t, pixels).logits_tv
     outputs = reference_torch.run(
         reference,
         case.rows.token_ids_bt[:1, :length],

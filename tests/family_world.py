@@ -15,16 +15,17 @@ from flax import nnx
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from tests.oracles import reference_torch
+from tests.oracles import florence2_torch, reference_torch
 from uirl_jax.families import loading
 from uirl_jax.families.border import Inputs, Model, PlacedScreen, Screen, TokenRows
+from uirl_jax.families.florence2.inputs import Florence2Inputs
 from uirl_jax.families.idefics2.inputs import Idefics2Inputs
 from uirl_jax.families.llava.inputs import LlavaInputs
 from uirl_jax.families.loading import PolicyModel
-from uirl_jax.families.paligemma.inputs import PaliGemmaInputs
 from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.families.qwen.images import pixel_values
 from uirl_jax.families.screens import vision_index
+from uirl_jax.families.square_screens import SquareInputs
 from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 
@@ -85,6 +86,15 @@ def write_reference(name: str, directory: Path) -> None:
         }
         (directory / "preprocessor_config.json").write_text(json.dumps(processor))
         return
+    if reference_torch.CONFIGS[name]["model_type"] == "florence2":
+        side = florence2_torch.SIDES[name]
+        processor = {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"height": side, "width": side},
+            "do_center_crop": False,
+        }
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+        return
     if reference_torch.CONFIGS[name]["model_type"] == "idefics2":
         processor = {
             "image_processor_type": "Idefics2ImageProcessor",
@@ -126,7 +136,7 @@ def merged(policy: PolicyModel) -> Model:
 def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Screen:
     """A cut screen of so many visual tokens across and down; where all screens have the same
     number, wider with more."""
-    if isinstance(inputs, LlavaInputs | PaliGemmaInputs):
+    if isinstance(inputs, SquareInputs):
         width, height = (40 + 7 * side for side in size_tokens)
     elif isinstance(inputs, Idefics2Inputs):  # some pixels more than whole patches
         width, height = (2 * inputs.images.patch_size * side + 3 for side in size_tokens)
@@ -140,7 +150,7 @@ def screen_of(inputs: Inputs, size_tokens: tuple[int, int], seed: int = 0) -> Sc
 def pixels_of(inputs: Inputs, screens: list[Screen]) -> list[np.ndarray]:
     """float32 of each, as transformers' processor returns them: [P,F], or [3,H,W] of whole
     patches."""
-    if isinstance(inputs, LlavaInputs | PaliGemmaInputs):
+    if isinstance(inputs, SquareInputs):
         grid = (inputs.grid_side, inputs.grid_side)
         return [_image(inputs.images, grid, screen.arrays["patches_pc"]) for screen in screens]
     if isinstance(inputs, Idefics2Inputs):
@@ -169,6 +179,7 @@ class Case:
     vision: dict[str, np.ndarray]
     spans: list[tuple[int, slice]]  # of each screen in the arrays of vision: row, patches
     table_rows: np.ndarray  # of the table of visual tokens, for all screens
+    firsts: list[int]  # of each row the first token that has logits: a decoder's, behind an encoder
 
 
 # Rows of a case: the sizes of its images in visual tokens, and how many words it has.
@@ -207,7 +218,7 @@ def make_case(inputs: Inputs, name: str) -> Case:
         np.full(shape_bt, -1, np.int32),
         turn_ids_bt=np.zeros(shape_bt, np.int32),
     )
-    lengths, done = [], 0
+    lengths, firsts, done = [], [], 0
     for row, (images, words) in enumerate(CASES[name]):
         text = rng.integers(3, 280, words).tolist()
         ids = text[:2]
@@ -215,8 +226,15 @@ def make_case(inputs: Inputs, name: str) -> Case:
         for number, screen in enumerate(screens[own]):
             ids += [288, *[IMAGE_TOKEN] * screen.tokens, 289, text[2 + number]]
         ids += text[2 + len(images) :]
+        first = 0
+        if isinstance(inputs, Florence2Inputs):
+            visual = [IMAGE_TOKEN] * sum(screen.tokens for screen in screens[own])
+            bos, end = florence2_torch.BOS, florence2_torch.END
+            ids = [*visual, bos, *text[:-SAMPLED], end, end, bos, *text[-SAMPLED:]]
+            first = len(ids) - SAMPLED - 2
         done += len(images)
         length = len(ids)
+        firsts.append(first)
         lengths.append(length)
         ids_t = np.array(ids, np.int32)
         rows.token_ids_bt[row, :length] = ids_t
@@ -227,7 +245,7 @@ def make_case(inputs: Inputs, name: str) -> Case:
             rows_v = np.concatenate(table_rows[own])
             rows.vision_index_bt[row, :length] = vision_index(ids_t, IMAGE_TOKEN, rows_v)
     every_row = np.concatenate(table_rows) if table_rows else np.zeros(0, np.int32)
-    return Case(screens, lengths, rows, packed.arrays, spans, every_row)
+    return Case(screens, lengths, rows, packed.arrays, spans, every_row, firsts)
 
 
 def config_with(changes: dict, config: dict) -> dict:

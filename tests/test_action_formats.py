@@ -59,6 +59,14 @@ READ = [
     ),
     ("loc", '"<loc0001><loc0002> click" type', Action("type", text="<loc0001><loc0002> click")),
     ("loc", "navigate_back", Action("navigate_back")),
+    ("loc_1000", "<loc_97><loc_500> click", Action("click", x=125, y=400)),
+    ("loc_1000", "<loc_999><loc_999> move", Action("move", x=1279, y=800 - 1)),
+    (
+        "loc_1000",
+        "<loc_97><loc_0><loc_0><loc_500> drag",
+        Action("drag", x=125, y=0, x2=1, y2=400),
+    ),
+    ("loc_1000", '"<loc_1><loc_2> click" type', Action("type", text="<loc_1><loc_2> click")),
     (
         "mobile_use",
         tool_call(
@@ -174,6 +182,9 @@ REFUSED = [
     ("loc", "down 5 6 7 scroll", "0 places, expected 1"),
     ("loc", "<loc1024><loc0000> click", "y=1024 is off the screen, allowed: 0-1023"),
     ("loc", "<loc0512><loc0100>", "not an action"),
+    ("loc_1000", "100 200 click", "0 places, expected 1 like <loc_100><loc_512>"),
+    ("loc_1000", "<loc0512><loc0100> click", "1 arguments"),
+    ("loc_1000", "<loc_0><loc_1000> click", "y=1000 is off the screen, allowed: 0-999"),
     ("coordinates", "100, 200 click", "not a whole number"),
     ("coordinates", "1 2 3 click", "3 arguments"),
     ("mobile_use", '{"name": "mobile_use"}', "does not end in <tool_call>"),
@@ -310,7 +321,9 @@ def test_round_trip_is_exact_where_the_space_has_a_unit_for_every_pixel(case):
     fmt, screen, image, action = case
     cursor = (action.x, action.y)
     text = actions.format_action(action, screen, fmt, image_size=image, cursor=cursor)
-    for before in ("", "Thought: hm\n\n") if fmt.markers and fmt.name != "loc" else ("",):
+    for before in (
+        ("", "Thought: hm\n\n") if fmt.markers and not fmt.name.startswith("loc") else ("",)
+    ):
         back = actions.parse(before + text, screen, fmt, image_size=image, cursor=cursor)
         assert back == action
 
@@ -336,12 +349,15 @@ def test_convert_agrees_with_exact_arithmetic_at_every_pixel(space):
 
     for screen_px, image_px in ((1280, 1288), (800, 812), (3120, 1092), (1, 28), (224, 224)):
         edge = {"pixels": screen_px, "image": image_px, "0-999": 999, "0-1000": 1000, "0-1": 1}
-        edge["loc"] = 1024
+        edge |= {"loc": 1024, "loc_1000": 1000}
         for pixel in range(screen_px):
             said = convert(pixel, space, screen_px, image_px, to_screen=False)
             exact = Fraction(pixel) * edge[space] / screen_px
             if space == "loc":  # the far edge has no bin
                 exact = min(exact, Fraction(1023))
+            if space == "loc_1000":
+                assert said == exact // 1
+                exact = Fraction(said)
             assert abs(Fraction(said) - exact) <= (Fraction(1, 2) if space != "0-1" else 0.0001)
             back = convert(said, space, screen_px, image_px, to_screen=True)
             units = 10_000 if space == "0-1" else edge[space]
@@ -354,8 +370,9 @@ SCREENS = [(1280, 800), (1920, 1080), (1024, 768), (1, 1), (2048, 1536), (390, 8
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_loc_pixel_to_text_and_back_is_within_a_pixel(screen):
-    fmt = actions.find_format("loc")
+@pytest.mark.parametrize("name", ["loc", "loc_1000"])
+def test_loc_pixel_to_text_and_back_is_within_a_pixel(name, screen):
+    fmt = actions.find_format(name)
     for step in range(1001):
         x, y = (round((extent - 1) * step / 1000) for extent in screen)
         for action in (Action("click", x=x, y=y), Action("drag", x=x, y=y, x2=0, y2=screen[1] - 1)):
@@ -363,6 +380,25 @@ def test_loc_pixel_to_text_and_back_is_within_a_pixel(screen):
             back = actions.parse(text, screen, fmt)
             assert max(abs(back.x - x), abs(back.y - y)) <= 1
             assert text == actions.format_action(back, screen, fmt)
+
+
+@pytest.mark.parametrize("extent_px", [1, 7, 390, 768, 1000, 1001, 1280, 1920, 4000])
+def test_loc_1000_bins_and_their_middles_are_those_of_transformers(extent_px):
+    """Florence2PostProcessor.quantize and dequantize."""
+    torch = pytest.importorskip("torch")
+    processing = pytest.importorskip("transformers.models.florence2.processing_florence2")
+    reference = object.__new__(processing.Florence2PostProcessor)
+    reference.quantize_bins = (1000, 1000)
+    # A little more than whole pixels: on edges of bins the reference's floats fall on either side.
+    middles = torch.arange(extent_px, dtype=torch.float64)[:, None] + torch.tensor([1e-6, 1e-6])
+    bins = reference.quantize(middles, (extent_px, extent_px))
+    places = reference.dequantize(bins, (extent_px, extent_px))
+    for pixel in range(extent_px):
+        said = convert(pixel, "loc_1000", extent_px, 768, to_screen=False)
+        assert said == bins[pixel, 0]
+        back = convert(said, "loc_1000", extent_px, 768, to_screen=True)
+        # The reference cuts the middle down to a pixel; here it is the next one.
+        assert places[pixel, 0] <= back <= places[pixel, 0] + 1
 
 
 def test_loc_in_another_space_is_refused():

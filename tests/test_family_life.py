@@ -11,7 +11,15 @@ from tools.tiny_architectures import BASES
 from uirl_jax.families import loading
 
 # Patches of a screen of 224x168 pixels.
-ROW_PATCHES = {"qwen2_5_vl": 192, "qwen3_vl": 140, "llava": 64, "idefics2": 192, "paligemma": 64}
+ROW_PATCHES = {
+    "qwen2_5_vl": 192,
+    "qwen3_vl": 140,
+    "llava": 64,
+    "idefics2": 192,
+    "paligemma": 64,
+    "florence2": 49,
+}
+ANSWERS = {"paligemma": "<loc0001><loc0002> click", "florence2": "<loc_2><loc_1> click"}
 
 
 def write_tiny_model(family: str, directory: Path) -> None:
@@ -31,5 +39,5 @@ def test_family_trains_evaluates_exports_and_loads_again(family, tmp_path):
         tmp_path / "model",
         tmp_path,
         row_patches=ROW_PATCHES[family],
-        answer="<loc0001><loc0002> click" if family == "paligemma" else "click(1, 2)",
+        answer=ANSWERS.get(family, "click(1, 2)"),
     )

@@ -204,7 +204,7 @@ def test_directory_of_another_family_is_refused_with_the_known_ones(tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
-    [("florence2", "an encoder and a decoder")],
+    [("idefics3", "its tiles of a screen are not computed")],
 )
 def test_families_that_are_not_computed_are_refused_with_the_reason(model_type, why, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')

@@ -14,7 +14,7 @@ from uirl_jax.actions import loc
 from uirl_jax.families import paligemma
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<image>")
-_PLACES = (*loc.TOKENS, *(f"<seg{number:03d}>" for number in range(128)))
+_PLACES = (*loc.LOC.tokens, *(f"<seg{number:03d}>" for number in range(128)))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

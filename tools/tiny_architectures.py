@@ -12,10 +12,21 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from tools import gemma_tokenizer, llama_tokenizer, qwen_tokenizer
-from uirl_jax.families import idefics2, llava, paligemma, qwen2_5_vl, qwen2_vl, qwen3_vl
+from tools import bart_tokenizer, gemma_tokenizer, llama_tokenizer, qwen_tokenizer
+from uirl_jax.families import (
+    florence2,
+    idefics2,
+    llava,
+    paligemma,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+)
 from uirl_jax.families.border import Family
 from uirl_jax.families.chat_config import ChatConfig
+from uirl_jax.families.florence2.config import Florence2Config
+from uirl_jax.families.florence2.config import VisionConfig as Florence2VisionConfig
+from uirl_jax.families.florence2.images import ImageConfig as Florence2ImageConfig
 from uirl_jax.families.idefics2.config import Idefics2Config, PerceiverConfig
 from uirl_jax.families.idefics2.config import VisionConfig as Idefics2VisionConfig
 from uirl_jax.families.idefics2.images import ImageConfig as Idefics2ImageConfig
@@ -34,7 +45,7 @@ from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
 
 
 class TokenizerMaker(Protocol):
-    """`qwen_tokenizer`, `gemma_tokenizer`, or one of `llama_tokenizer`."""
+    """`qwen_tokenizer`, `gemma_tokenizer`, `bart_tokenizer`, or one of `llama_tokenizer`."""
 
     def train_tokenizer(self, texts: Iterable[str], vocab_size: int) -> Tokenizer: ...
 
@@ -286,6 +297,41 @@ def _paligemma(tokenizer: Tokenizer) -> PaliGemmaConfig:
     )
 
 
+# Squares of 7 x 7 places of 32 pixels, and their mean; a screen of 224x168 is stretched.
+_FLORENCE2_IMAGES = Florence2ImageConfig(side_px=224)
+
+
+def _florence2(tokenizer: Tokenizer) -> Florence2Config:
+    """Encoder and decoder of two blocks each; every stage is whole windows, the last is one."""
+    return Florence2Config(
+        vocab_size=_vocab_size(tokenizer),
+        bos_token_id=tokenizer.token_to_id("<s>"),
+        pad_token_id=tokenizer.token_to_id("<pad>"),
+        eos_token_id=tokenizer.token_to_id("</s>"),
+        image_token_id=tokenizer.token_to_id("<image>"),
+        hidden_size=192,
+        encoder_layers=2,
+        encoder_ffn_dim=512,
+        encoder_attention_heads=3,
+        decoder_layers=2,
+        decoder_ffn_dim=512,
+        decoder_attention_heads=3,
+        max_position_embeddings=512,
+        init_std=0.07,
+        vision=Florence2VisionConfig(
+            depths=(1, 1, 2, 1),
+            embed_dim=(32, 64, 96, 128),
+            num_heads=(1, 2, 3, 4),
+            num_groups=(1, 2, 3, 4),
+            window_size=7,
+            mlp_ratio=3.0,
+            max_position_embeddings=7,
+            max_temporal_embeddings=2,
+        ),
+        images=_FLORENCE2_IMAGES,
+    )
+
+
 BASES: Mapping[str, BaseModel] = types.MappingProxyType(
     {
         "qwen2_vl": BaseModel(
@@ -345,6 +391,18 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             largest=(1024, 1024),
             tokenizer=gemma_tokenizer,
             action_format="loc",
+            prompt_template="{instruction} {history}",
+        ),
+        "florence2": BaseModel(
+            title="Florence-2",
+            family=florence2.FAMILY,
+            config=_florence2,
+            processor_json=_FLORENCE2_IMAGES.to_dict(tokens=50),
+            coordinates=florence2.FAMILY.coordinates,
+            step=40,  # nine pixels of 224
+            largest=(1000, 1000),
+            tokenizer=bart_tokenizer,
+            action_format="loc_1000",
             prompt_template="{instruction} {history}",
         ),
     }

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.oracles import idefics2_torch, llava_torch, paligemma_torch, qwen_torch
+from tests.oracles import (
+    florence2_torch,
+    idefics2_torch,
+    llava_torch,
+    paligemma_torch,
+    qwen_torch,
+)
 
 IMAGE_TOKEN_ID, VOCAB = 290, 300  # in every config
 CONFIGS = {
@@ -18,14 +24,21 @@ CONFIGS = {
     **llava_torch.CONFIGS,
     **idefics2_torch.CONFIGS,
     **paligemma_torch.CONFIGS,
+    **florence2_torch.CONFIGS,
 }
 _CLASSES = {
     **qwen_torch.CLASSES,
     **llava_torch.CLASSES,
     **idefics2_torch.CLASSES,
     **paligemma_torch.CLASSES,
+    **florence2_torch.CLASSES,
 }
-_FAMILIES = {"llava": llava_torch, "idefics2": idefics2_torch, "paligemma": paligemma_torch}
+_FAMILIES = {
+    "llava": llava_torch,
+    "idefics2": idefics2_torch,
+    "paligemma": paligemma_torch,
+    "florence2": florence2_torch,
+}
 PREFIX_LM = ("paligemma",)  # families whose contexts see all of themselves
 
 

@@ -25,13 +25,14 @@ class Margins(NamedTuple):
 
 NO_MARGINS = Margins()
 
-# pixels  of the verifier's screen, as the bundled server and its demonstrations count them
-# image   pixels of the resized image that the model sees (Qwen2.5-VL, UI-TARS 1.5)
-# 0-999   and 0-1000: parts of either axis (Qwen3-VL, UI-TARS, Qwen2-VL); 0-1: a fraction of it
-# loc     1024 bins of either axis, bin n from n / 1024 on (PaliGemma)
+# pixels    of the verifier's screen, as the bundled server and its demonstrations count them
+# image     pixels of the resized image that the model sees (Qwen2.5-VL, UI-TARS 1.5)
+# 0-999     and 0-1000: parts of either axis (Qwen3-VL, UI-TARS, Qwen2-VL); 0-1: a fraction of it
+# loc       1024 bins of either axis: the bin next to a pixel, read as where it begins (PaliGemma)
+# loc_1000  1000 bins: the one that a pixel lies in, read as its middle (Florence-2)
 # All but pixels are of the screen with its margins.
-SPACES = ("pixels", "image", "0-999", "0-1000", "0-1", "loc")
-LOC_BINS = 1024
+SPACES = ("pixels", "image", "0-999", "0-1000", "0-1", "loc", "loc_1000")
+BINS = {"loc": 1024, "loc_1000": 1000}
 FRACTION_DECIMALS = 4  # half a unit of the last is half a pixel of 10,000
 
 
@@ -43,7 +44,7 @@ def check_space(space: str) -> None:
 
 def span(space: str, screen_px: int, image_px: int) -> int:
     """What the far edge of an axis is called in a space; the near one is always 0."""
-    edges = {"0-999": 999, "0-1000": 1000, "0-1": 1, "loc": LOC_BINS}
+    edges = {"0-999": 999, "0-1000": 1000, "0-1": 1, **BINS}
     return {"pixels": screen_px, "image": image_px, **edges}[space]
 
 
@@ -51,8 +52,8 @@ def allowed(
     space: str, screen_px: int, image_px: int, margins: tuple[int, int] = (0, 0)
 ) -> tuple[int | float, int | float]:
     """The smallest and the largest coordinate on the screen. Arguments as in `convert`."""
-    if space == "loc" and margins == (0, 0):
-        return 0, LOC_BINS - 1  # the far edge has no bin
+    if space in BINS and margins == (0, 0):
+        return 0, BINS[space] - 1  # the far edge has no bin
     if margins == (0, 0):
         return 0, span(space, screen_px, image_px)
     first, last = (
@@ -83,20 +84,26 @@ def convert(
       The nearest pixel, at most the last one: the far edge lies one pixel outside. Or the nearest
       coordinate of the space: whole, but in 0-1 rounded to FRACTION_DECIMALS. There and back is
       exact where an axis, margins included, has no more pixels than the space has units (10,000 in
-      0-1), and within half a unit otherwise, at the far edge of loc within a whole one.
+      0-1), and within half a unit otherwise, at the far edge of loc within a whole one. loc_1000
+      gives the bin's number, within half of it.
     """
     if space == "pixels":
         return value
     edge, framed_px = span(space, screen_px, image_px), margins[0] + screen_px + margins[1]
     if to_screen:
         exact = value * framed_px
+        if space == "loc_1000":  # halves down: of 1000 pixels the middle of n is n + 0.5
+            nearest = -((edge - 2 * exact - framed_px) // (2 * edge))
+            return max(0, min(screen_px - 1, int(nearest) - margins[0]))
         nearest = int(exact / edge + 0.5) if isinstance(value, float) else _nearest(exact, edge)
         return max(0, min(screen_px - 1, nearest - margins[0]))
     value += margins[0]
     if space == "0-1":
         return round(value / framed_px, FRACTION_DECIMALS)
+    if space == "loc_1000":
+        return min(int(value * edge // framed_px), edge - 1)
     nearest = _nearest(value * edge, framed_px)
-    return min(nearest, LOC_BINS - 1) if space == "loc" else nearest
+    return min(nearest, edge - 1) if space == "loc" else nearest
 
 
 def _nearest(numerator: float, denominator: float) -> int:

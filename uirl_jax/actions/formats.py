@@ -13,6 +13,7 @@ Action or raises ActionError with the reason; nothing is evaluated.
     computer_use_1000  Qwen3-VL                   0-1000
     ui_tars            UI-TARS 1.5                image
     loc                PaliGemma                  loc
+    loc_1000           Florence-2                 loc_1000
 """
 
 import dataclasses
@@ -54,6 +55,19 @@ def _own(name: str, read: Callable, write: Callable, usage_of: Callable) -> Acti
     usages = [usage_of(kind) for kind in KINDS]
     return ActionFormat(
         name, "pixels", read, write, lambda coordinates: action_list(usages, coordinates)
+    )
+
+
+def _places(places: loc.Places) -> ActionFormat:
+    """No published model was taught actions in it: they are learnt by supervised training."""
+    return ActionFormat(
+        places.space,
+        places.space,
+        places.read,
+        places.write,
+        lambda _: Prompt("", "Task: {instruction}\nDone: {history}\nAction:"),
+        markers=places.tokens,
+        own_space=True,
     )
 
 
@@ -107,16 +121,8 @@ _ALL = (
         ui_tars.KINDS,
         markers=(ui_tars.BOX_START, ui_tars.BOX_END),
     ),
-    # No published PaliGemma was taught actions: what follows is learnt by supervised training.
-    ActionFormat(
-        "loc",
-        "loc",
-        loc.read,
-        loc.write,
-        lambda _: Prompt("", "Task: {instruction}\nDone: {history}\nAction:"),
-        markers=loc.TOKENS,
-        own_space=True,
-    ),
+    _places(loc.LOC),
+    _places(loc.LOC_1000),
 )
 FORMATS = {fmt.name: fmt for fmt in _ALL}
 TEXT = FORMATS["text"]

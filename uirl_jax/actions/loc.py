@@ -1,70 +1,111 @@
-"""PaliGemma's way of saying a place: two tokens, the vertical one first, then what it is about.
+"""Places said by two tokens of the vocabulary, one for each axis, then what they are about.
 
-    <loc0512><loc0100> click      <loc0000><loc0000><loc1023><loc1023> drag      "hello" type
-    down 100 <loc0512><loc0100> scroll
+    loc       <loc0512><loc0100> click    the vertical one first (PaliGemma)
+    loc_1000  <loc_100><loc_512> click    the horizontal one first (Florence-2)
 
-All else is as in the format `coordinates`. There are 1024 bins along either axis, whatever its
-length.
+    "hello" type      down 100 <loc0512><loc0100> scroll
+    <loc0000><loc0000><loc1023><loc1023> drag
 
-Source: arXiv:2407.07726, section 3.2.5; big_vision, configs/proj/paligemma/README.md.
+All else is as in the format `coordinates`. An axis has a fixed number of bins, whatever its length.
+
+Source: arXiv:2407.07726, section 3.2.5; big_vision, configs/proj/paligemma/README.md;
+arXiv:2311.06242, section 4.1; transformers, models/florence2/processing_florence2.py.
 """
 
+import dataclasses
+import functools
 import re
 
 from uirl_jax.actions.arguments import read_coordinates, write_coordinates
+from uirl_jax.actions.coordinates import BINS
 from uirl_jax.actions.kinds import AXES, KINDS, quote
 from uirl_jax.errors import ActionError
 from uirl_jax.types import Action
 
-BINS = 1024
-TOKENS = tuple(f"<loc{place:04d}>" for place in range(BINS))
-_PAIR = re.compile(r"<loc([0-9]{4})><loc([0-9]{4})> ?")
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """One family of tokens.
 
-def read(text: str) -> Action:
-    """The action in bins. Raises: ActionError."""
-    body, _, name = text.rpartition(" ")
-    if name not in KINDS or not _places(name):
-        return read_coordinates(text)
-    plain, pairs = _PAIR.subn(lambda pair: f"{int(pair[2])} {int(pair[1])} ", body)
-    action = read_coordinates(f"{plain.rstrip(' ')} {name}".strip(" "))
-    said = sum(vars(action)[axis] is not None for axis in AXES)
-    if said != 2 * pairs:
-        raise ActionError(
-            f"{quote(text)} has {pairs} places, expected {said // 2} like <loc0512><loc0100>"
-        )
-    return action
+    Attributes:
+      space: of coordinates.BINS.
+      token: of a bin, as a format string.
+      digits: of a token's number, as a regular expression.
+      vertical_first: of the two tokens of a place.
+    """
 
+    space: str
+    token: str
+    digits: str
+    vertical_first: bool
 
-def write(action: Action) -> str:
-    """Raises: ActionError: a coordinate is not a bin."""
-    text = write_coordinates(action)
-    if not _places(action.kind):
-        return text
-    spec = KINDS[action.kind]
-    *values, _ = text.split(" ")
-    parts, across = [], ""
-    for argument, value in zip(spec.required + spec.optional, values, strict=False):
-        if argument not in AXES:
-            parts.append(value)
-        elif AXES[argument] == 0:
-            across = _token(value)
-        else:
-            pair = _token(value) + across
-            if parts and parts[-1].endswith(">"):
-                parts[-1] += pair  # four tokens of a drag, as of a box
+    @property
+    def bins(self) -> int:
+        return BINS[self.space]
+
+    @functools.cached_property
+    def tokens(self) -> tuple[str, ...]:
+        return tuple(self.token.format(place) for place in range(self.bins))
+
+    @functools.cached_property
+    def _pair(self) -> re.Pattern[str]:
+        before, _, after = self.token.partition("{")
+        one = f"{before}({self.digits}){after.partition('}')[2]}"
+        return re.compile(f"{one}{one} ?")
+
+    def read(self, text: str) -> Action:
+        """The action in bins. Raises: ActionError."""
+        body, _, name = text.rpartition(" ")
+        if name not in KINDS or not _says_where(name):
+            return read_coordinates(text)
+        x, y = (2, 1) if self.vertical_first else (1, 2)
+        plain, pairs = self._pair.subn(lambda pair: f"{int(pair[x])} {int(pair[y])} ", body)
+        action = read_coordinates(f"{plain.rstrip(' ')} {name}".strip(" "))
+        said = sum(vars(action)[axis] is not None for axis in AXES)
+        if said != 2 * pairs:
+            example = self._place(100, 512)
+            raise ActionError(
+                f"{quote(text)} has {pairs} places, expected {said // 2} like {example}"
+            )
+        return action
+
+    def write(self, action: Action) -> str:
+        """Raises: ActionError: a coordinate is not a bin."""
+        text = write_coordinates(action)
+        if not _says_where(action.kind):
+            return text
+        spec = KINDS[action.kind]
+        *values, _ = text.split(" ")
+        parts: list[str] = []
+        across = 0
+        for argument, value in zip(spec.required + spec.optional, values, strict=False):
+            if argument not in AXES:
+                parts.append(value)
+            elif AXES[argument] == 0:
+                across = self._bin(value)
             else:
-                parts.append(pair)
-    return " ".join([*parts, action.kind])
+                pair = self._place(across, self._bin(value))
+                if parts and parts[-1].endswith(">"):
+                    parts[-1] += pair  # four tokens of a drag, as of a box
+                else:
+                    parts.append(pair)
+        return " ".join([*parts, action.kind])
+
+    def _place(self, across: int, down: int) -> str:
+        first, second = (down, across) if self.vertical_first else (across, down)
+        return self.tokens[first] + self.tokens[second]
+
+    def _bin(self, value: str) -> int:
+        if not (value.isdecimal() and int(value) < self.bins):
+            raise ActionError(f"{quote(value)} is no bin, expected 0 to {self.bins - 1}")
+        return int(value)
 
 
-def _places(kind: str) -> bool:
+LOC = Places("loc", "<loc{:04d}>", "[0-9]{4}", vertical_first=True)
+LOC_1000 = Places("loc_1000", "<loc_{}>", "[0-9]{1,4}", vertical_first=False)
+
+
+def _says_where(kind: str) -> bool:
     """Whether an action of the kind says where."""
     spec = KINDS[kind]
     return any(argument in AXES for argument in spec.required + spec.optional)
-
-
-def _token(value: str) -> str:
-    if not (value.isdecimal() and int(value) < BINS):
-        raise ActionError(f"{quote(value)} is no bin, expected 0 to {BINS - 1}")
-    return TOKENS[int(value)]

@@ -27,6 +27,7 @@ _SPACES = {
     "0-1000": "from 0 to 1000 over the whole width and height",
     "0-1": "from 0 to 1 over the whole width and height",
     "loc": "from 0 to 1023 over the whole width and height",
+    "loc_1000": "from 0 to 999 over the whole width and height",
 }
 
 

@@ -1,6 +1,7 @@
 """Screens that are made squares: each a row of its own, each patch a visual token; 1-D positions.
 
-How a square is made of a screen is the family's (LLaVA pads, PaliGemma squashes). numpy and Pillow.
+How a square is made of a screen is the family's: LLaVA pads it, the others squash it
+(`SquashedInputs`). numpy and Pillow.
 """
 
 import abc
@@ -12,10 +13,12 @@ from typing import ClassVar, Protocol
 import numpy as np
 from PIL import Image
 
-from uirl_jax.actions.coordinates import Margins
+from uirl_jax.actions.coordinates import NO_MARGINS, Margins
 from uirl_jax.errors import ConfigError, ImageError, ModelError
 from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen, Size
 from uirl_jax.families.screens import count_positions, patches_of
+
+_MAX_ASPECT = 20  # of a squashed screen: one of 1:20 keeps a pixel of every 20
 
 
 class SquareImages(Protocol):
@@ -42,6 +45,7 @@ class SquareInputs(abc.ABC):
     image_token_id: int
     grid_side: int  # patches along a side
     first_position: ClassVar[int] = 0
+    more_tokens: ClassVar[int] = 0  # visual tokens of a screen besides those of its patches
     position_axes = 1
     shares_rows = False
 
@@ -54,9 +58,14 @@ class SquareInputs(abc.ABC):
         """side_px x side_px of an RGB image. Raises: ImageError: see margins."""
 
     @property
-    def tokens(self) -> int:
-        """Visual tokens of a screen, one for each of its patches."""
+    def patches(self) -> int:
+        """Of a screen."""
         return self.grid_side**2
+
+    @property
+    def tokens(self) -> int:
+        """Visual tokens of a screen."""
+        return self.patches + self.more_tokens
 
     @property
     def patch_px(self) -> int:
@@ -73,13 +82,13 @@ class SquareInputs(abc.ABC):
     @property
     def _square(self) -> Screen:
         side_px = self.images.side_px
-        return Screen("", (0, 0), (side_px, side_px), tokens=self.tokens, patches=self.tokens)
+        return Screen("", (0, 0), (side_px, side_px), tokens=self.tokens, patches=self.patches)
 
     def row_tokens(self, row_patches: int) -> int:
-        if row_patches < self.tokens:
+        if row_patches < self.patches:
             raise ConfigError(
-                f"a row of {row_patches} patches: a screen has {self.tokens}; set "
-                f"engine.image_row_patches and learner.batch.patch_lengths to {self.tokens}"
+                f"a row of {row_patches} patches: a screen has {self.patches}; set "
+                f"engine.image_row_patches and learner.batch.patch_lengths to {self.patches}"
             )
         return self.tokens
 
@@ -88,7 +97,7 @@ class SquareInputs(abc.ABC):
     ) -> PackedScreens:
         """patches_ipc: uint8[I,P,C]. A row is never longer than a screen."""
         self.row_tokens(row_patches)
-        patches_ipc = np.zeros((rows, self.tokens, 3 * self.patch_px**2), np.uint8)
+        patches_ipc = np.zeros((rows, self.patches, 3 * self.patch_px**2), np.uint8)
         for screen, row, _, _ in placed:
             if screen.arrays is not None:
                 patches_ipc[row] = screen.arrays["patches_pc"]
@@ -128,9 +137,31 @@ class SquareInputs(abc.ABC):
                 f"{side_px}): another model's processor made it"
             )
         images, features = len(pixel_values), 3 * self.patch_px**2
-        pixels_ipf = np.zeros((images, self.tokens, features), np.float32)
+        pixels_ipf = np.zeros((images, self.patches, features), np.float32)
         for row, image_chw in enumerate(pixel_values):
             pixels_ipf[row] = patches_of(image_chw, self.patch_px)
         first_tokens = [row * self.tokens for row in range(images)]
         screens = [self._square] * images
         return screens, PackedScreens({"pixels_ipf": pixels_ipf}, first_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class SquashedInputs(SquareInputs):
+    """Squares of whole screens, whatever their shape."""
+
+    def margins(self, size_px: Size) -> Margins:
+        longer, shorter = max(size_px), min(size_px)
+        if shorter * _MAX_ASPECT < longer:
+            width_px, height_px = size_px
+            raise ImageError(
+                f"image of {width_px}x{height_px} pixels, expected an aspect ratio of at most "
+                f"{_MAX_ASPECT} to 1: it is squashed to a square"
+            )
+        return NO_MARGINS
+
+    def square(self, image: Image.Image) -> Image.Image:
+        self.margins(image.size)
+        side_px = self.images.side_px
+        if image.size == (side_px, side_px):  # resizing to the same size is the identity
+            return image
+        return image.resize((side_px, side_px), Image.Resampling.BICUBIC)

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.families import idefics2, llava, paligemma, qwen2_5_vl, qwen2_vl, qwen3_vl
+from uirl_jax.families import (
+    florence2,
+    idefics2,
+    llava,
+    paligemma,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+)
 from uirl_jax.families.border import Family
 from uirl_jax.models.directory import read_json
 
@@ -16,12 +24,11 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY),
-        *(llava.FAMILY, idefics2.FAMILY, paligemma.FAMILY),
+        *(llava.FAMILY, idefics2.FAMILY, paligemma.FAMILY, florence2.FAMILY),
     )
 }
 # What users may ask for and no family computes, and why.
 _REFUSED = {
-    "florence2": "an encoder and a decoder: engine and learner hold one causal sequence",
     "idefics3": "its tiles of a screen are not computed; Idefics2 is",
     "llava_next": "its tiles of a screen are not computed; LLaVA-1.5 is",
     "llava_llama": "the layout of the original repository; take a conversion such as "

@@ -7,13 +7,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from uirl_jax.errors import ImageError
 from uirl_jax.families import processor_file
-from uirl_jax.families.border import Size
 
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 _PROCESSOR = "SiglipImageProcessor"
-_MAX_ASPECT = 20  # of a screen: one of 1:20 is squashed to a pixel of every 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +67,3 @@ class ImageConfig:
             "image_std": list(self.image_std),
             "do_convert_rgb": None,
         }
-
-
-def check_size(size_px: Size) -> None:
-    """Raises: ImageError for a screen of which the square would show next to nothing."""
-    longer, shorter = max(size_px), min(size_px)
-    if shorter * _MAX_ASPECT < longer:
-        width_px, height_px = size_px
-        raise ImageError(
-            f"image of {width_px}x{height_px} pixels, expected an aspect ratio of at most "
-            f"{_MAX_ASPECT} to 1: it is squashed to a square"
-        )
