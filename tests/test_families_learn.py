@@ -27,7 +27,6 @@ def test_family_goes_from_below_half_to_above_nine_tenths(family, tmp_path):
         (
             *("uirl_jax.main", f"--config={quickstart.__file__}", f"--workdir={run}"),
             f"--config.model.path={base}",
-            *own_flags(family),
         ),
     ):
         subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True)
@@ -35,11 +34,3 @@ def test_family_goes_from_below_half_to_above_nine_tenths(family, tmp_path):
     results = evaluation.read_results(run)
     assert results["before"].rate < 0.5
     assert results["after"].rate > 0.9
-
-
-def own_flags(family: str) -> list[str]:
-    """What the quickstart has otherwise than the family can."""
-    if BASES[family].family.capabilities.chunked_prefill:
-        return []
-    longest = quickstart.get_config().engine.context_lengths[-1]
-    return [f"--config.engine.prefill_lengths=({longest},)"]
