@@ -24,9 +24,7 @@ def get_config(task: str = "click_button") -> ConfigDict:
     cfg.model.path = "asset:tiny-ui-base"
     cfg.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "targets": ("attention", "mlp")})
 
-    cfg.chat = ConfigDict()
-    cfg.chat.system_prompt = ""  # as in the base model's demonstrations
-    cfg.chat.prompt_template = "{instruction}"
+    cfg.chat = ConfigDict()  # prompts: the base model's own, of its uirl_chat.json
     cfg.chat.max_screenshots = 6
     cfg.chat.drop_screenshots = 3
 

@@ -6,6 +6,8 @@ from configs import quickstart
 def get_config():
     cfg = quickstart.get_config()
     cfg.model.path = ""
+    cfg.chat.system_prompt = ""  # tiny models have no prompts of their own
+    cfg.chat.prompt_template = "{instruction}"
     cfg.actor.group_size = 4
     cfg.actor.concurrency = 8
     cfg.actor.rollout.max_new_tokens = 8
