@@ -516,5 +516,5 @@ def test_batch_with_too_few_advantages_raises_config_error():
     "changes", [{"rows": 0}, {"row_lengths": ()}, {"row_lengths": (8, 4)}, {"image_rows": (0, 2)}]
 )
 def test_batch_config_that_is_impossible_raises_config_error(changes):
-    with pytest.raises(ConfigError, match=f"batching.{next(iter(changes))}"):
+    with pytest.raises(ConfigError, match=f"learner.batch.{next(iter(changes))}"):
         dataclasses.replace(CFG, **changes)

@@ -39,7 +39,7 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(family, tmp_pa
     )
     assert process.returncode == 0, process.stderr[-2000:]
     model = loading.load(out, lora=None, seed=0)
-    assert 1_000_000 < sum(x.size for x in _leaves(model.trainable)) < 4_000_000
+    assert 1_000_000 < sum(x.size for x in _leaves(model.trainable)) < 4_100_000
     assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
     assert "--finding_steps=2" in (out / "README.md").read_text()
     assert model.family.model_type == family

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from uirl_jax.config import suites
+from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError
-from uirl_jax.evaluation import suite as suites
-from uirl_jax.evaluation.suite import read_suite
 from uirl_jax.seeds import eval_seed
 from uirl_jax.types import TaskSpec
 

@@ -254,7 +254,7 @@ _IDEFICS2_IMAGES = Idefics2ImageConfig(patch_size=28, shortest_px=168, longest_p
 
 
 def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:
-    """3.8 M parameters. A screen is 48 visual tokens, as many as Qwen2-VL's here: with few latents
+    """4.0 M parameters. A screen is 48 visual tokens, as many as Qwen2-VL's here: with few latents
     the resampler would have to say places in words before the text tower has learnt any."""
     return Idefics2Config(
         vocab_size=_vocab_size(tokenizer),

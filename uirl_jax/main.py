@@ -29,8 +29,9 @@ from uirl_jax import platform_flags
 from uirl_jax.actor import processes
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
+from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError, RestartError, StoppedError, UirlError
-from uirl_jax.evaluation import SUMMARY_FILE, read_suite
+from uirl_jax.evaluation import SUMMARY_FILE
 from uirl_jax.learner import cluster
 from uirl_jax.learner.bookkeeping import CHECKPOINTS
 from uirl_jax.learner.cluster import ALONE, Cluster

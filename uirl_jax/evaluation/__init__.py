@@ -1,8 +1,9 @@
 """Evaluates a policy on held-out task instances.
 
 `play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files.
-`suite` reads a tasks.json, `suite_play` plays it, `outcome`, `scores` and `paired` count. `tables`
-formats text. Other packages import all names from here: `from uirl_jax import evaluation`.
+`suite` is the content of a tasks.json, `suite_play` plays it, `outcome`, `scores` and `paired`
+count. `tables` formats text. Other packages import all names from here: `from uirl_jax import
+evaluation`.
 """
 
 from uirl_jax.evaluation.paired import Comparison, compare
@@ -32,7 +33,7 @@ from uirl_jax.evaluation.statistics import (
     task_label,
     wilson_interval,
 )
-from uirl_jax.evaluation.suite import Suite, read_suite
+from uirl_jax.evaluation.suite import Suite
 from uirl_jax.evaluation.suite_play import Contender, conclude, open_suite, play_suite
 from uirl_jax.evaluation.tables import (
     format_comparisons,
@@ -72,7 +73,6 @@ __all__ = [
     "play_suite",
     "rate",
     "read_results",
-    "read_suite",
     "rename_stage",
     "renderers_text",
     "stage_label",
