@@ -6,35 +6,26 @@ Greedy tokens are compared with transformers' generate, logprobs with the learne
 import asyncio
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests import family_engine
 from tests import family_world as world
 from tests.family_checks import with_random_adapters
-from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
+from tests.prefix_engine import (
+    CFG,
+    assert_int8_cache_is_near,
+    assert_logprobs,
+    assert_new_policy_in_a_turn,
+    request,
+    sample_all,
+)
+from uirl_jax.engine.engine import Engine, SampleRequest, SampleResult
 from uirl_jax.errors import ConfigError
-from uirl_jax.families.border import PlacedScreen, TokenRows
 from uirl_jax.families.chat import Vocabulary
-from uirl_jax.families.screens import vision_index
-from uirl_jax.models import scoring
 from uirl_jax.models.lora import LoraConfig
 
 VOCABULARY = Vocabulary((-1,), family_engine.FORBIDDEN)  # nothing ends a turn
-# The shorter context reads so few positions that the last token of one of 33 would be left out.
-CFG = EngineConfig(
-    batch_sizes=(5,),
-    context_lengths=(24, 40),
-    prefill_rows=(2,),
-    prefill_lengths=(40,),
-    image_rows=(1,),
-    image_row_patches=12,
-    max_new_tokens=8,
-    decode_steps=1,
-)
 LORA = LoraConfig(rank=2, targets=("attention", "mlp"))
 
 
@@ -42,57 +33,8 @@ def context(inputs, words: int, seed: int = 0, *, screen_seed: int = 0) -> Sampl
     """A screen, <bos> and words, as PaliGemma's chat has them."""
     screen = world.screen_of(inputs, (3, 2), screen_seed)
     text = np.random.default_rng(seed).integers(3, 280, words)
-    ids = np.concatenate([[world.IMAGE_TOKEN] * screen.tokens, [2], text])
-    return SampleRequest(
-        context_ids=ids.astype(np.int32),
-        screens=(screen,),
-        max_new_tokens=8,
-        temperature=0.0,
-        seed=seed,
-    )
-
-
-def sample_all(engine: Engine, asked: list[SampleRequest]) -> list[SampleResult]:
-    async def run() -> list[SampleResult]:
-        async with engine, asyncio.timeout(600):
-            return await asyncio.gather(*map(engine.sample, asked))
-
-    return asyncio.run(run())
-
-
-@jax.jit
-def _logprobs(graphdef, trainable, frozen, rows, vision):
-    model = nnx.merge(graphdef, trainable, frozen)
-    forbidden_v = np.isin(np.arange(world.VOCAB), family_engine.FORBIDDEN)
-    x_btd = model.hidden(rows, model.encode_images(vision))
-    return scoring.token_logprobs(model, x_btd, rows.token_ids_bt, forbidden_v=forbidden_v)
-
-
-def learners(policy, asked: SampleRequest, sampled: np.ndarray, trainable=None) -> np.ndarray:
-    """float32[S], what the learner computes for the sampled tokens; all rows have one length."""
-    ids = np.concatenate([asked.context_ids, sampled]).astype(np.int32)
-    length, context_tokens = len(ids), len(asked.context_ids)
-
-    def row(values: np.ndarray, padding: int = 0) -> np.ndarray:
-        return np.pad(values, (0, 56 - length), constant_values=padding)[None]
-
-    packed = policy.inputs.pack_screens([PlacedScreen(asked.screens[0], 0, 0, 1)], 1, 12)
-    rows_v = np.arange(asked.screens[0].tokens)
-    rows = TokenRows(
-        row(ids),
-        row(policy.inputs.positions(ids, asked.screens)[0])[None],
-        row(np.ones(length, np.int32)),
-        row(vision_index(ids, world.IMAGE_TOKEN, rows_v), -1),
-        turn_ids_bt=row((np.arange(length) >= context_tokens).astype(np.int32)),
-    )
-    trainable = policy.trainable if trainable is None else trainable
-    logprobs_bt = _logprobs(policy.graphdef, trainable, policy.frozen, rows, packed.arrays)
-    return np.asarray(logprobs_bt)[0, context_tokens:length]
-
-
-def assert_logprobs(policy, asked: SampleRequest, result: SampleResult) -> None:
-    expected_s = learners(policy, asked, result.token_ids)
-    np.testing.assert_allclose(result.full_logprobs, expected_s, atol=1e-4)
+    ids = [*[world.IMAGE_TOKEN] * screen.tokens, 2, *text]
+    return request(ids, screen, seed)
 
 
 @pytest.mark.parametrize("config", ["paligemma_odd", "paligemma_2", "paligemma_2_odd"])
@@ -114,7 +56,7 @@ def test_engine_greedy_tokens_of_turns_equal_generate(config):
     for asked, result in zip(turns, results, strict=True):
         expected = family_engine.generated(world.reference_of(config), policy.inputs, asked)
         assert result.token_ids.tolist() == expected
-        assert_logprobs(policy, asked, result)
+        assert_logprobs(policy, VOCABULARY, asked, result)
     # Tied to its embeddings, a random model says one word again and again.
     assert len({token for result in results for token in result.token_ids}) > 2
     metrics = engine.metrics()
@@ -134,8 +76,8 @@ def test_engine_one_prefill_serves_a_group_and_no_other_context_that_begins_alik
     engine = Engine(policy, VOCABULARY, CFG)
     asked = [one, *group, *others]
     results = sample_all(engine, asked)
-    for request, result in zip(asked, results, strict=True):
-        assert_logprobs(policy, request, result)
+    for one_asked, result in zip(asked, results, strict=True):
+        assert_logprobs(policy, VOCABULARY, one_asked, result)
     assert len({tuple(result.token_ids) for result in results[:3]}) > 1
     computed = [one, *others]
     metrics = engine.metrics()
@@ -144,34 +86,9 @@ def test_engine_one_prefill_serves_a_group_and_no_other_context_that_begins_alik
 
 
 def test_engine_new_policy_in_a_turn_computes_context_and_what_was_sampled_again():
-    """What was sampled stays causal, also where both together are longer than a call."""
     policy = with_random_adapters(world.policy_of("paligemma_2", LORA))
-    other = jax.tree.map(lambda x: 2 * x, policy.trainable)
-    cfg = dataclasses.replace(CFG, max_new_tokens=16)
     asked = dataclasses.replace(context(policy.inputs, 30), max_new_tokens=16)
-    engine = Engine(policy, VOCABULARY, cfg, policy_version=1)
-
-    async def run() -> list[SampleResult]:
-        async with engine, asyncio.timeout(600):
-            await engine.warm_up()
-            turns = [
-                asyncio.create_task(engine.sample(dataclasses.replace(asked, seed=seed)))
-                for seed in (0, 1)
-            ]
-            while engine.metrics()["engine/tokens_sampled"] < 6:
-                await asyncio.sleep(0)
-            engine.set_policy(other, 2)
-            return await asyncio.gather(*turns)
-
-    for result in asyncio.run(run()):
-        old_s, new_s = (
-            learners(policy, asked, result.token_ids, trainable)
-            for trainable in (policy.trainable, other)
-        )
-        assert set(result.policy_versions) == {1, 2}
-        assert np.abs(old_s - new_s).max() > 0.01
-        expected_s = np.where(result.policy_versions == 1, old_s, new_s)
-        np.testing.assert_allclose(result.full_logprobs, expected_s, atol=1e-4)
+    assert_new_policy_in_a_turn(policy, VOCABULARY, asked)
 
 
 def test_engine_whose_prefill_would_cut_contexts_is_refused():
@@ -183,9 +100,4 @@ def test_engine_whose_prefill_would_cut_contexts_is_refused():
 
 def test_int8_cache_gives_nearly_the_learners_logprobs():
     policy = world.policy_of("paligemma")
-    asked = context(policy.inputs, 9)
-    engine = Engine(policy, VOCABULARY, dataclasses.replace(CFG, cache_dtype="int8"))
-    (result,) = sample_all(engine, [asked])
-    difference = np.abs(result.full_logprobs - learners(policy, asked, result.token_ids)).max()
-    assert 0 < difference < 0.3
-    assert jnp.isfinite(result.full_logprobs).all()
+    assert_int8_cache_is_near(policy, VOCABULARY, context(policy.inputs, 9))

@@ -1,7 +1,7 @@
 """Screens that are made squares: each a row of its own, each patch a visual token; 1-D positions.
 
-How a square is made of a screen is the family's: LLaVA pads it, the others squash it
-(`SquashedInputs`). numpy and Pillow.
+How a square is made of a screen is the family's: LLaVA pads it, others squash it
+(`squashed_screens`). numpy and Pillow.
 """
 
 import abc
@@ -13,12 +13,10 @@ from typing import ClassVar, Protocol
 import numpy as np
 from PIL import Image
 
-from uirl_jax.actions.coordinates import NO_MARGINS, Margins
+from uirl_jax.actions.coordinates import Margins
 from uirl_jax.errors import ConfigError, ImageError, ModelError
 from uirl_jax.families.border import PackedScreens, PlacedScreen, Screen, Size
 from uirl_jax.families.screens import count_positions, patches_of
-
-_MAX_ASPECT = 20  # of a squashed screen: one of 1:20 keeps a pixel of every 20
 
 
 class SquareImages(Protocol):
@@ -143,25 +141,3 @@ class SquareInputs(abc.ABC):
         first_tokens = [row * self.tokens for row in range(images)]
         screens = [self._square] * images
         return screens, PackedScreens({"pixels_ipf": pixels_ipf}, first_tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class SquashedInputs(SquareInputs):
-    """Squares of whole screens, whatever their shape."""
-
-    def margins(self, size_px: Size) -> Margins:
-        longer, shorter = max(size_px), min(size_px)
-        if shorter * _MAX_ASPECT < longer:
-            width_px, height_px = size_px
-            raise ImageError(
-                f"image of {width_px}x{height_px} pixels, expected an aspect ratio of at most "
-                f"{_MAX_ASPECT} to 1: it is squashed to a square"
-            )
-        return NO_MARGINS
-
-    def square(self, image: Image.Image) -> Image.Image:
-        self.margins(image.size)
-        side_px = self.images.side_px
-        if image.size == (side_px, side_px):  # resizing to the same size is the identity
-            return image
-        return image.resize((side_px, side_px), Image.Resampling.BICUBIC)

@@ -17,7 +17,7 @@ import numpy as np
 from uirl_jax.families.border import Screen
 from uirl_jax.families.florence2.config import Florence2Config
 from uirl_jax.families.florence2.images import ImageConfig
-from uirl_jax.families.square_screens import SquashedInputs
+from uirl_jax.families.squashed_screens import SquashedInputs
 
 DECODER = 2**20  # far beyond the positions of an encoder
 OPENING = 2  # tokens of a context that the decoder reads

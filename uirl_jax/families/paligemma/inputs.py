@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from uirl_jax.families.paligemma.config import PaliGemmaConfig
 from uirl_jax.families.paligemma.images import ImageConfig
-from uirl_jax.families.square_screens import SquashedInputs
+from uirl_jax.families.squashed_screens import SquashedInputs
 
 
 @dataclasses.dataclass(frozen=True)
