@@ -1,5 +1,7 @@
 """`--role=eval --tasks=...` as a command: several policies, a kill in between, refusals."""
 
+import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -12,7 +14,11 @@ import pytest
 from configs import quickstart
 from tests import command_world
 from tests.command_world import SHIPPED_MODEL
+from tests.sample_trajectories import LAYOUT, make_trajectory
+from uirl_jax import evaluation
+from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.shards.reader import read_shard
+from uirl_jax.types import StopReason
 
 CONFIG = Path(quickstart.__file__)
 SUITE = {
@@ -86,6 +92,31 @@ def test_killed_evaluation_plays_only_what_is_missing_and_compares(tmp_path):
     right = sum(success for _, _, success in resumed.values())
     assert scores["contenders"]["base"]["success"]["successes"] == right
     assert f"{right}/120" in done.stdout and "McNemar" in done.stdout
+
+
+def test_episode_that_the_environment_broke_is_missing_and_played_again(tmp_path):
+    suite = Suite("s", (SuiteTask("desktop/click_button", instances=2),))
+    directory = evaluation.open_suite(tmp_path, suite)
+    contender = evaluation.Contender("base", {}, "b", LAYOUT)
+    asked_for = []
+
+    async def play(missing, on_done) -> None:
+        for number, task in missing:
+            asked_for.append(number)
+            # The second breaks the first time that it is played.
+            broken = asked_for == [0, 1]
+            episode = make_trajectory(f"e{len(asked_for)}", f"{number:08d}")
+            reason = StopReason.ENV_ERROR if broken else StopReason.COMPLETED
+            on_done(dataclasses.replace(episode, task=task, stop_reason=reason, success=True))
+
+    def played() -> evaluation.Scores:
+        ended = asyncio.run(evaluation.play_suite(play, suite, directory, contender))
+        scores, _ = evaluation.conclude(directory, {"base": ended})
+        return scores["base"]
+
+    assert (played().missing, played().missing) == (1, 0)
+    assert asked_for == [0, 1, 1]
+    assert played().success.attempts == 2 and asked_for == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
