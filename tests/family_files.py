@@ -152,6 +152,15 @@ def assert_refused_in_one_line(
         assert part in message
 
 
+def assert_processor_refused_in_one_line(model_dir: Path, fields: dict, message: str) -> None:
+    """Args: fields: of preprocessor_config.json; message: a regular expression."""
+    world.change(model_dir / "preprocessor_config.json", **fields)
+    with pytest.raises(ModelError, match=message) as error:
+        loading.load(model_dir, lora=None, seed=0)
+    assert "\n" not in str(error.value)
+    assert "preprocessor_config.json" in str(error.value)
+
+
 def assert_merged_adapters_give_the_same_logits(name: str, tmp_path: Path) -> None:
     policy = with_random_adapters(name, GROUPS)
     loading.save_model(policy.family, world.merged(policy), tmp_path)

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tools import doctor
 
 ROOT = Path(__file__).parents[1]
@@ -53,21 +51,7 @@ def test_packages_that_are_missing_or_of_another_version_are_named(monkeypatch, 
     monkeypatch.setattr(doctor, "_REQUIREMENTS", requirements)
     found = doctor.packages()
     assert found.state == "warn" and "not-there is missing" in found.text
-    assert "numpy" in found.text and ">=99,<100" in found.text and "jax" not in found.text
-
-
-@pytest.mark.parametrize(
-    ("bounds", "version", "allowed"),
-    [
-        (">=1.2,<2", "1.2.0", True),
-        (">=1.2,<2", "1.10", True),
-        (">=1.2,<2", "2.0", False),
-        (">=1.2,<2", "1.1.9", False),
-        ("", "7", True),
-    ],
-)
-def test_bounds_are_compared_by_number(bounds, version, allowed):
-    assert doctor._allows(bounds, version) is allowed
+    assert "numpy" in found.text and "<100,>=99" in found.text and "jax" not in found.text
 
 
 def test_machine_with_little_memory_is_warned_of(monkeypatch):

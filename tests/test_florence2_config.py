@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 
+from tests import family_files
 from tests import family_world as world
 from tests.oracles import florence2_torch
 from tools.planner.families import VisionSizes
 from uirl_jax.errors import ModelError
-from uirl_jax.families import florence2, loading
+from uirl_jax.families import florence2
 from uirl_jax.families.florence2.config import Florence2Config, max_positions, read_config
 
 # As the configuration of florence-community/Florence-2-large is known.
@@ -179,11 +180,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):
-    world.change(model_dir / "preprocessor_config.json", **fields)
-    with pytest.raises(ModelError, match=message) as error:
-        loading.load(model_dir, lora=None, seed=0)
-    assert "\n" not in str(error.value)
-    assert "preprocessor_config.json" in str(error.value)
+    family_files.assert_processor_refused_in_one_line(model_dir, fields, message)
 
 
 def test_capabilities_are_those_of_a_context_that_is_read_as_a_whole():

@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
+from tests import family_files
 from tests import family_world as world
 from tests.oracles import idefics2_torch
 from uirl_jax.errors import ModelError
-from uirl_jax.families import idefics2, loading
+from uirl_jax.families import idefics2
 from uirl_jax.families.idefics2.config import Idefics2Config, max_positions, read_config
 from uirl_jax.families.idefics2.images import ImageConfig
 from uirl_jax.families.table import family_of
@@ -174,11 +175,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):
-    world.change(model_dir / "preprocessor_config.json", **fields)
-    with pytest.raises(ModelError, match=message) as error:
-        loading.load(model_dir, lora=None, seed=0)
-    assert "\n" not in str(error.value)
-    assert "preprocessor_config.json" in str(error.value)
+    family_files.assert_processor_refused_in_one_line(model_dir, fields, message)
 
 
 def test_screens_are_whole_whatever_the_file_says(model_dir):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -108,10 +109,10 @@ def test_mistakes_are_no_success_here(tmp_path, learner, counts, reward):
 def changed(path: str, value: object) -> dict:
     content = rollout(CLICK, DONE)
     *parents, last = path.split(".")
-    holder: object = content
+    holder: Any = content
     for name in parents:
-        holder = holder[int(name) if name.isdecimal() else name]  # type: ignore[index]
-    holder[int(last) if last.isdecimal() else last] = value  # type: ignore[index]
+        holder = holder[int(name) if name.isdecimal() else name]
+    holder[int(last) if last.isdecimal() else last] = value
     return content
 
 

@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 
+from tests import family_files
 from tests import family_world as world
 from tests.oracles import paligemma_torch
 from uirl_jax.errors import ModelError
-from uirl_jax.families import loading, paligemma
+from uirl_jax.families import paligemma
 from uirl_jax.families.paligemma.config import PaliGemmaConfig, max_positions, read_config
 
 # As the configurations of google/paligemma-3b-pt-224 and google/paligemma2-3b-pt-448 are known.
@@ -199,11 +200,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):
-    world.change(model_dir / "preprocessor_config.json", **fields)
-    with pytest.raises(ModelError, match=message) as error:
-        loading.load(model_dir, lora=None, seed=0)
-    assert "\n" not in str(error.value)
-    assert "preprocessor_config.json" in str(error.value)
+    family_files.assert_processor_refused_in_one_line(model_dir, fields, message)
 
 
 def test_capabilities_are_those_of_a_context_that_is_read_as_a_whole():

@@ -16,6 +16,7 @@ from tests import command_world
 from tests.command_world import SHIPPED_MODEL
 from tests.sample_trajectories import LAYOUT, make_trajectory
 from uirl_jax import evaluation
+from uirl_jax.errors import UirlError
 from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import StopReason
@@ -117,6 +118,12 @@ def test_episode_that_the_environment_broke_is_missing_and_played_again(tmp_path
     assert (played().missing, played().missing) == (1, 0)
     assert asked_for == [0, 1, 1]
     assert played().success.attempts == 2 and asked_for == [0, 1, 1]
+    # Of another suite, whose name for it was lost.
+    (directory / "suite.json").unlink()
+    suite = Suite("s", (SuiteTask("desktop/click_button", seeds=(7, 8)),))
+    assert evaluation.open_suite(tmp_path, suite) == directory
+    with pytest.raises(UirlError, match="holds episodes of another suite"):
+        played()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ field. So the code is the only place where a key is described.
 import argparse
 import ast
 import dataclasses
+import enum
 import functools
 import inspect
 import io
@@ -68,7 +69,7 @@ def comments(cls: type) -> dict[str, str]:
     }
     alone = {number for number, line in enumerate(source.splitlines(), 1) if _is_comment(line)}
     found = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+    for node in typing.cast(ast.ClassDef, ast.parse(source).body[0]).body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         first = node.lineno
@@ -95,8 +96,8 @@ def _type(hint: Any) -> str:
         return f"{_type(inner[0])} -> {_type(inner[1])}"
     if hint is type(None):
         return "None"
-    if isinstance(hint, type) and hasattr(hint, "__members__"):
-        return " or ".join(repr(str(member.value)) for member in hint)  # type: ignore[attr-defined]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return " or ".join(repr(str(member.value)) for member in hint)
     return "keys below" if dataclasses.is_dataclass(hint) else hint.__name__
 
 

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.requirements import Requirement
+
 from uirl_jax import platform_flags
 
 _REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
@@ -44,33 +46,20 @@ class Finding:
 def packages() -> Finding:
     """Against the versions of requirements.txt."""
     wrong = []
-    for line in _REQUIREMENTS.read_text(encoding="utf-8").splitlines():
-        asked = re.match(r"([\w-]+)([<>=!~,.\d]*)", line)
-        if asked is None or not asked[1]:
-            continue
-        name, bounds = asked[1], asked[2]
+    lines = _REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
+        asked = Requirement(line)
         try:
-            version = importlib.metadata.version(name)
+            version = importlib.metadata.version(asked.name)
         except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{name} is missing")
+            wrong.append(f"{asked.name} is missing")
             continue
-        if not _allows(bounds, version):
-            wrong.append(f"{name} {version}, tested with {bounds}")
+        if version not in asked.specifier:
+            wrong.append(f"{asked.name} {version}, tested with {asked.specifier}")
     if wrong:
         return Finding("warn", "packages", "; ".join(wrong), "pip install -r requirements.txt")
     jax_version = importlib.metadata.version("jax")
     return Finding("ok", "packages", f"as requirements.txt; jax {jax_version}")
-
-
-def _allows(bounds: str, version: str) -> bool:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in re.findall(r"\d+", text)]
-
-    found = numbers(version)
-    for sign, bound in re.findall(r"(>=|<)([\d.]+)", bounds):
-        if (found >= numbers(bound)) != (sign == ">="):
-            return False
-    return True
 
 
 def devices() -> Finding:
