@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from configs import quickstart
-from tests import command_world
+from tests import command_world, openai_server
 from tests.command_world import SHIPPED_MODEL
+from tests.openai_server import BASE, NEW, Server, serving
 from tests.sample_trajectories import LAYOUT, make_trajectory
+from tools import export
 from uirl_jax import evaluation
 from uirl_jax.errors import UirlError
 from uirl_jax.evaluation.suite import Suite, SuiteTask
@@ -93,6 +95,65 @@ def test_killed_evaluation_plays_only_what_is_missing_and_compares(tmp_path):
     right = sum(success for _, _, success in resumed.values())
     assert scores["contenders"]["base"]["success"]["successes"] == right
     assert f"{right}/120" in done.stdout and "McNemar" in done.stdout
+
+
+def test_checkpoints_policy_and_adapter_of_a_run_are_told_apart(tmp_path):
+    """What is named in several ways is one policy; another step's is another."""
+    run, adapter = tmp_path / "run", tmp_path / "adapter"
+    short = (
+        *("--config.learner.steps=2", "--config.learner.groups_per_step=2"),
+        *("--config.learner.optimizer.lr=0.02", "--config.learner.optimizer.warmup_steps=0"),
+        "--config.evaluation.episodes=4",
+    )
+    done = command_world.run(run, SHIPPED_MODEL, *short, config=CONFIG)
+    assert done.returncode == 0, done.stderr
+    export.export("adapter", run, adapter)
+    tasks = suite_file(tmp_path, attempts=1, tasks=[{**SUITE["tasks"][0], "instances": 24}])
+    named = ("base", "1", "2", "policy", str(adapter))
+    done = evaluate(run, tasks, *short, *(f"--checkpoint={one}" for one in named))
+    assert done.returncode == 0, done.stderr
+    suite = run / "eval" / "suites" / "clicks"
+    (of_adapter,) = (path for path in suite.iterdir() if path.name.endswith("adapter"))
+    directories = [
+        *(suite / "base", suite / "step_1", suite / "step_2", suite / "version_2"),
+        of_adapter,
+    ]
+    played = [episodes(directory) for directory in directories]
+    assert played[2] == played[3] == played[4]
+    assert played[0] != played[1] != played[2] != played[0]
+    identities = [json.loads((one / "contender.json").read_text()) for one in directories]
+    assert [one["version"] for one in identities] == [0, 1, 2, 2, 0]
+    crcs = [one["adapters_crc32c"] for one in identities]
+    assert crcs[2] == crcs[3] == crcs[4] and len(set(crcs)) == 3
+    # The directory of a policy that has changed since is not gone on with.
+    (suite / "step_2" / "contender.json").write_text((suite / "step_1/contender.json").read_text())
+    done = evaluate(run, tasks, *short, "--checkpoint=2")
+    assert done.returncode == 1
+    assert "was made from another policy (adapters_crc32c, checkpoint, version" in done.stderr
+
+
+def test_server_is_a_policy_and_gives_what_the_same_model_gives_here(tmp_path):
+    sizes = [f"--config.{one}.max_new_tokens={NEW}" for one in ("actor.rollout", "engine")]
+    tasks = suite_file(tmp_path, attempts=1, tasks=[{**SUITE["tasks"][0], "instances": 6}])
+
+    async def run() -> None:
+        async with openai_server.engine(), serving(Server()) as url:
+            arguments = (
+                *("--role=eval", tasks, "--checkpoint=base", f"--checkpoint={url}", *sizes),
+                f"--config.engine.openai.model={BASE}",
+            )
+            process = await asyncio.create_subprocess_exec(
+                *command_world.command(tmp_path, SHIPPED_MODEL, *arguments, config=CONFIG),
+                cwd=command_world.ROOT,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, errors = await process.communicate()
+            assert process.returncode == 0, errors.decode()
+
+    asyncio.run(run())
+    suite = tmp_path / "eval" / "suites" / "clicks"
+    (of_server,) = (path for path in suite.iterdir() if path.name.startswith("127.0.0.1"))
+    assert episodes(of_server) == episodes(suite / "base")
 
 
 def test_episode_that_the_environment_broke_is_missing_and_played_again(tmp_path):
