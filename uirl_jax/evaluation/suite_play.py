@@ -4,7 +4,7 @@
     eval/suites/<suite>/<contender>/contender.json    which policy it was
     eval/suites/<suite>/<contender>/<n>.tfrecord      its episodes, as they ended
     eval/suites/<suite>/<contender>/scores.json       when all are played
-    eval/suites/<suite>/scores.json                   of all contenders, with comparisons
+    eval/suites/<suite>/scores.json                   of the last command's, with comparisons
 
 The number of an episode, instance x attempts + attempt, is in its record's group_id: an evaluation
 that was interrupted plays the others, each with its own seed of sampling.
@@ -121,7 +121,7 @@ async def play_suite(
 def conclude(
     directory: Path, played: Mapping[str, Played]
 ) -> tuple[dict[str, Scores], list[Comparison]]:
-    """Scores of all contenders and comparisons of every two, written to the suite's directory."""
+    """Scores of these contenders and comparisons of every two, written to the suite's directory."""
     scores = {name: score(one) for name, one in played.items()}
     right = {name: successes(one) for name, one in played.items()}
     comparisons = [
