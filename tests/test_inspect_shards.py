@@ -1,5 +1,6 @@
 """Shards are listed, verified, taken apart and repaired; what is damaged costs only itself."""
 
+import dataclasses
 import json
 
 import hypothesis
@@ -109,6 +110,23 @@ def test_bytes_between_records_and_a_torn_end_cost_nothing_else(shard):
     found = salvage(shard)
     assert ids(found.trajectories) == ["episode0", "episode1", "episode2"]
     assert len(found.damage) == 2
+
+
+def test_whole_shard_has_no_damage(shard):
+    found = salvage(shard)
+    assert ids(found.trajectories) == ids(EPISODES) and not found.damage
+
+
+def test_record_of_another_actor_is_dropped(shard, tmp_path):
+    stranger = dataclasses.replace(make_trajectory("stranger", "g0"), actor_id="b7")
+    other = tmp_path / "other.tfrecord"
+    write_shard(other, [stranger], base_hash="b", layout=LAYOUT)
+    record = other.read_bytes()[slice(*ends(other)[:2])]
+    cut = ends(shard)[2]
+    shard.write_bytes(shard.read_bytes()[:cut] + record + shard.read_bytes()[cut:])
+    found = salvage(shard)
+    assert ids(found.trajectories) == ids(EPISODES)
+    assert found.damage == [f"byte {cut}: episode of another run or actor than the header"]
 
 
 def test_a_record_that_is_there_twice_is_kept_once(shard):
