@@ -9,9 +9,9 @@ from tests.sample_trajectories import make_trajectory
 from uirl_jax import evaluation
 from uirl_jax.learner.bookkeeping import actor_metrics
 from uirl_jax.learner.loop import StepReport
-from uirl_jax.report import diagnosis, write_report
-from uirl_jax.report.diagnosis import Evidence, Watcher, diagnose
 from uirl_jax.types import StopReason
+from uirl_jax.watch import diagnosis, write_report
+from uirl_jax.watch.diagnosis import Evidence, Watcher, diagnose
 
 HEALTHY = {
     "stop_reason/format_error": 0.1,

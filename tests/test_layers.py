@@ -18,7 +18,7 @@ LAYERS = (
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
     {"demonstrations"},
     {"actor", "learner", "evaluation", "players"},
-    {"report", "config"},
+    {"watch", "config"},
     {"run"},
     {"roles"},
     {"main", "vlm"},

@@ -26,13 +26,13 @@ import numpy as np
 import pytest
 
 import uirl_jax
-from uirl_jax import actions, evaluation, report
+from uirl_jax import actions, evaluation, watch
 from uirl_jax.errors import UirlError
 from uirl_jax.metrics import COLD_START_DIR, MetricsWriter
-from uirl_jax.report import charts, draw, gather
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers.tasks import desktop
+from uirl_jax.watch import charts, draw, gather
 
 LAYOUT = TokenLayout(vocab_size=100, image_token_id=7)
 KINDS = (
@@ -169,11 +169,11 @@ def write_run(workdir: Path, steps: int = 60) -> Path:
                         "duplicate": 2, "pending": 3},
             lost=5,
             env_error=6,
-            report=workdir / report.REPORT_FILE,
-            facts=report.machine_facts() | {"devices": "1 cpu"},
+            report=workdir / watch.REPORT_FILE,
+            facts=watch.machine_facts() | {"devices": "1 cpu"},
         ),
     )  # fmt: skip
-    return report.write_report(workdir)
+    return watch.write_report(workdir)
 
 
 class Page(html.parser.HTMLParser):
@@ -204,7 +204,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run_dir: Path) -> Page:
-    return Page((run_dir / report.REPORT_FILE).read_text(encoding="utf-8"))
+    return Page((run_dir / watch.REPORT_FILE).read_text(encoding="utf-8"))
 
 
 def words(text: str) -> str:
@@ -288,7 +288,7 @@ def test_report_number_reads_well(value: float, unit: str, text: str) -> None:
 
 
 def test_report_hostile_text_is_shown_not_run(run_dir: Path, page: Page) -> None:
-    source = (run_dir / report.REPORT_FILE).read_text(encoding="utf-8")
+    source = (run_dir / watch.REPORT_FILE).read_text(encoding="utf-8")
     assert "<script>alert(1)</script>\\u202egnp.exe" in page.text
     assert "\u202e" not in source
     assert not [
@@ -313,7 +313,7 @@ def test_report_requests_nothing(page: Page) -> None:
 
 
 def test_report_secret_in_config_is_hidden(run_dir: Path, page: Page) -> None:
-    assert "hunter2" not in (run_dir / report.REPORT_FILE).read_text() and "(hidden)" in page.text
+    assert "hunter2" not in (run_dir / watch.REPORT_FILE).read_text() and "(hidden)" in page.text
     assert gather.without_secrets({"max_new_tokens": 5, "token": ""}) == {
         "max_new_tokens": 5,
         "token": "",
@@ -350,7 +350,7 @@ def test_report_bytes_that_are_no_screenshot_leave_a_blank(data: bytes) -> None:
 
 
 def test_report_empty_workdir_says_what_is_missing(tmp_path: Path) -> None:
-    text = words(Page(report.write_report(tmp_path).read_text()).text)
+    text = words(Page(watch.write_report(tmp_path).read_text()).text)
     assert "no step taken yet" in text and "No stage has been evaluated yet." in text
     assert "Episodes" not in text
 
@@ -358,7 +358,7 @@ def test_report_empty_workdir_says_what_is_missing(tmp_path: Path) -> None:
 def test_report_running_run_shows_what_there_is(tmp_path: Path) -> None:
     write_metrics(tmp_path, 3)
     evaluate_stage(tmp_path, "before", 0.5)
-    page = Page(report.write_report(tmp_path).read_text())
+    page = Page(watch.write_report(tmp_path).read_text())
     text = words(page.text)
     assert "in progress, 3 steps done" in text
     assert "56 published = 48 trained" in text  # from the last line of metrics.jsonl
@@ -368,7 +368,7 @@ def test_report_running_run_shows_what_there_is(tmp_path: Path) -> None:
 def test_report_chance_is_in_the_table_and_no_policy_to_begin_from(tmp_path: Path) -> None:
     for stage, quality in ((evaluation.CHANCE, 0.0), ("before", 0.5), ("after", 1.0)):
         evaluate_stage(tmp_path, stage, quality, n=2)
-    text = words(Page(report.write_report(tmp_path).read_text()).text)
+    text = words(Page(watch.write_report(tmp_path).read_text()).text)
     assert "Success on held-out tasks, before and after" in text
     table, _, episodes = text.partition("not selected by outcome")
     assert "random" in table and "random" not in episodes and "before" in episodes
@@ -382,14 +382,14 @@ def test_report_broken_files_are_named_on_the_page(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-40])
     (tmp_path / "summary.json").write_text('{"seed": 3, "epi')
     (tmp_path / "config.json").write_text("[]")
-    text = words(Page(report.write_report(tmp_path).read_text()).text)
+    text = words(Page(watch.write_report(tmp_path).read_text()).text)
     assert "episodes of stage after are left out" in text
     assert "summary.json is not JSON" in text and "config.json is not a JSON object" in text
 
 
 def test_report_no_workdir_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UirlError, match="no such directory"):
-        report.write_report(tmp_path / "nowhere")
+        watch.write_report(tmp_path / "nowhere")
 
 
 # ---------------------------------------------------------------- in a browser

@@ -4,7 +4,7 @@
         "GRPO=runs/grpo" "without the KL term=runs/no_kl"
 
 Reads metrics.jsonl of every workdir; `--x` counts steps, episodes or minutes of training. The
-drawing is that of uirl_jax.report.charts: from 12 points on a running mean over a faint line.
+drawing is that of uirl_jax.watch.charts: from 12 points on a running mean over a faint line.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from typing import Any
 import jinja2
 
 from uirl_jax.errors import ConfigError, UirlError
-from uirl_jax.report import charts
 from uirl_jax.store.files import write_atomically
+from uirl_jax.watch import charts
 
 COLORS = ("#2a5db0", "#b3541e", "#2f7d4f", "#8a3ea8", "#b0273d", "#54616f", "#9a7d0a", "#16818c")
 LEGEND_PX, LEGEND_COLUMNS = 16, 2

@@ -308,6 +308,8 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
     model = base.family.make_model(
         cfg, lora=None, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none"
     )
+    if base.start is not None:
+        base.start(model, setting.inputs)
     graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     print(f"parameters={parameters} vocabulary={chat.vocab_size}", flush=True)

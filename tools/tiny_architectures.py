@@ -12,7 +12,13 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from tools import bart_tokenizer, gemma_tokenizer, llama_tokenizer, qwen_tokenizer
+from tools import (
+    bart_tokenizer,
+    gemma_tokenizer,
+    llama_tokenizer,
+    qwen_tokenizer,
+    resampler_start,
+)
 from uirl_jax.families import (
     florence2,
     idefics2,
@@ -22,7 +28,7 @@ from uirl_jax.families import (
     qwen2_vl,
     qwen3_vl,
 )
-from uirl_jax.families.border import Family
+from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.florence2.config import Florence2Config
 from uirl_jax.families.florence2.config import VisionConfig as Florence2VisionConfig
@@ -70,6 +76,7 @@ class BaseModel:
       tokenizer: what trains and writes a tokenizer of its kind.
       action_format: in which it answers.
       prompt_template: how it is asked; with {history} where contexts do not grow.
+      start: writes initial weights of its own; None: the family's.
     """
 
     title: str
@@ -82,6 +89,7 @@ class BaseModel:
     tokenizer: TokenizerMaker = qwen_tokenizer
     action_format: str = ""
     prompt_template: str = "{instruction}"
+    start: Callable[[Any, Inputs], None] | None = None
 
     def __post_init__(self) -> None:
         if self.coordinates == "0-1":
@@ -380,6 +388,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             step=10,
             largest=(224, 168),
             tokenizer=llama_tokenizer.IDEFICS2,
+            start=resampler_start.read_a_patch_each,
         ),
         "paligemma": BaseModel(
             title="PaliGemma",

@@ -109,7 +109,7 @@ def summary(
         results: by stage; `before`, `after` and, if present, `cold_start` are summarised.
         accounting, lost, env_error: see `episodes_summary`.
         report: path of report.html, as printed at the end.
-        facts: software versions and machine (see `report.machine_facts`).
+        facts: software versions and machine (see `watch.machine_facts`).
     """
     stages = {
         name: {field.name: getattr(results[name], field.name) for field in dataclasses.fields(Rate)}

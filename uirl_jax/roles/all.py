@@ -8,7 +8,7 @@ import json
 import threading
 from pathlib import Path
 
-from uirl_jax import evaluation, metrics, report
+from uirl_jax import evaluation, metrics, watch
 from uirl_jax.actor.journal import run_totals
 from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.families import loading
@@ -129,11 +129,11 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
             lost=episodes["lost"],
             env_error=episodes["env_error"],
             report=page,
-            facts=report.machine_facts(),
+            facts=watch.machine_facts(),
         )
         evaluation.write_summary(run.workdir, content)
     content = json.loads(summary_path.read_text(encoding="utf-8"))
-    report.write_report(run.workdir)
+    watch.write_report(run.workdir)
     print()
     print(evaluation.format_table(list(results.values())))
     print()

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractMesh
 
-from uirl_jax import metrics, report
+from uirl_jax import metrics, watch
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, StoppedError
 from uirl_jax.families import loading
@@ -72,7 +72,7 @@ def learn(
                 mesh=mesh,
                 on_ready=on_ready,
             )
-        watcher = report.Watcher(run.workdir, run.cfg.learner.steps)
+        watcher = watch.Watcher(run.workdir, run.cfg.learner.steps)
         return run_learner(
             training,
             model,

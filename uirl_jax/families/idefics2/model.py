@@ -49,9 +49,6 @@ class LatentBlock(nnx.Module):
         self.latents_norm = norm()
         self.context_norm = norm()
         self.latent_q = linear("latent_q", dim, q)
-        # Sharp from the start: a latent that averages a whole screen says no place, and a model
-        # made from nothing is slow to leave that.
-        self.latent_q.kernel[...] *= 4
         self.latent_k = linear("latent_k", dim, kv)
         self.latent_v = linear("latent_v", dim, kv)
         self.latent_o = linear("latent_o", q, dim, axes=("wide", None))
@@ -130,8 +127,7 @@ class VisionTower(nnx.Module):
             param_dtype=param_dtype,
         )
         table = jax.random.normal(rngs.params(), (vision.patches, dim), jnp.float32)
-        # As large as what patches look like (the reference: 0.02), so that latents tell places.
-        self.position_table = nnx.Param(table.astype(param_dtype))
+        self.position_table = nnx.Param((table * 0.02).astype(param_dtype))
         self.blocks = make_blocks(
             vision,
             vision.num_hidden_layers,
@@ -150,12 +146,11 @@ class VisionTower(nnx.Module):
         self.connector_down = linear(
             "connector_down", cfg.intermediate_size, width, axes=("wide", None)
         )
-        # The reference's ones would make all latents the same, for ever. Small ones leave most of a
-        # visual token to what was read.
+        # The reference's ones would make all latents the same, for ever.
         latents = jax.random.normal(
             rngs.params(), (perceiver.resampler_n_latents, width), jnp.float32
         )
-        self.latents = nnx.Param((latents * 0.1).astype(param_dtype))
+        self.latents = nnx.Param(latents.astype(param_dtype))
         self.latent_blocks = stack(
             lambda key: LatentBlock(
                 perceiver, width, lora=lora, rngs=nnx.Rngs(key), param_dtype=param_dtype
@@ -197,22 +192,8 @@ class Idefics2(TwoTowers):
           adapters, dropout_key: see border.Model; for adapters of the vision tower.
         Returns: visual_md, [I * E, D], E latents of every row; without an image undefined.
         """
-        blocks_key, *connector_keys, latents_key = split_key(dropout_key, 5)
-        x_ipd, _ = _vision_blocks(self, vision, adapters=adapters, dropout_key=blocks_key)
-        tower = self.visual
-
-        def connect(x_ipd: jax.Array, keys: list[Any]) -> jax.Array:
-            wide_ipf = _gated(
-                tower.connector_gate,
-                tower.connector_up,
-                tower.post_norm(x_ipd),
-                adapters=adapters,
-                keys=(keys[0], keys[1]),
-            )
-            return tower.connector_down(wide_ipf, adapters=adapters, dropout_key=keys[2])
-
-        # As a block: its wide arrays, 86 MB a screen in the published model, are not kept.
-        context_ipd = checkpointed(connect, self.remat, scanned=False)(x_ipd, connector_keys)
+        context_key, latents_key = split_key(dropout_key, 2)
+        context_ipd = context(self, vision, adapters=adapters, dropout_key=context_key)
         x_ied = _latents(
             self,
             context_ipd,
@@ -221,6 +202,32 @@ class Idefics2(TwoTowers):
             dropout_key=latents_key,
         )
         return constrain(x_ied.reshape(-1, self.cfg.hidden_size), "visual", None)
+
+
+def context(
+    model: Idefics2,
+    vision: Mapping[str, jax.Array],
+    *,
+    adapters: bool = True,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """What the latents read, [I,P,D]: patches behind SigLIP, at the text tower's width."""
+    blocks_key, *keys = split_key(dropout_key, 4)
+    x_ipd, _ = _vision_blocks(model, vision, adapters=adapters, dropout_key=blocks_key)
+    tower = model.visual
+
+    def connect(x_ipd: jax.Array) -> jax.Array:
+        wide_ipf = _gated(
+            tower.connector_gate,
+            tower.connector_up,
+            tower.post_norm(x_ipd),
+            adapters=adapters,
+            keys=(keys[0], keys[1]),
+        )
+        return tower.connector_down(wide_ipf, adapters=adapters, dropout_key=keys[2])
+
+    # As a block: its wide arrays, 86 MB a screen in the published model, are not kept.
+    return checkpointed(connect, model.remat, scanned=False)(x_ipd)
 
 
 def _vision_blocks(

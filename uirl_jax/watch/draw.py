@@ -23,10 +23,10 @@ from PIL import Image, UnidentifiedImageError
 
 from uirl_jax import evaluation
 from uirl_jax.metrics import format_duration
-from uirl_jax.report import charts, gather
-from uirl_jax.report.diagnosis import read_findings
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
+from uirl_jax.watch import charts, gather
+from uirl_jax.watch.diagnosis import read_findings
 
 REPORT_FILE = "report.html"
 MAX_PAIRS = 6

@@ -1,0 +1,50 @@
+"""Initial weights with which a small Idefics2, made from nothing, reads places from the start.
+
+A resampler's latents are drawn at random and so is what they attend to: each of them averages the
+whole screen, and a model that sees 48 averages is slow to tell places and colours (docs/notes/
+results.md). Here every latent is the code of one patch of an empty screen, and the first block
+compares codes: latent n reads three quarters of what it reads from patch n, as a LLaVA's text tower
+would. All weights train from there.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from PIL import Image
+
+from uirl_jax.families.border import Inputs, PlacedScreen
+from uirl_jax.families.idefics2.model import Idefics2, context
+
+_POSITIONS = 100.0  # times the reference's 0.02: twice as large as what patches look like
+_SHARED = 0.7  # of what tells a latent from the others
+_LATENTS = 0.1  # root of the mean square; most of a visual token is what was read
+
+
+def read_a_patch_each(model: Idefics2, inputs: Inputs) -> None:
+    """Writes the positions, latents and first keys of a model with one latent for each patch.
+
+    Raises:
+      ValueError: the numbers differ, or the resampler shares keys among heads.
+    """
+    tower = model.visual
+    tower.position_table[...] *= _POSITIONS
+    grey = Image.new("RGB", (model.cfg.images.longest_px, model.cfg.images.shortest_px), "#808080")
+    screen = inputs.cut_screen(grey)
+    packed = inputs.pack_screens([PlacedScreen(screen, 0, start=0, segment=1)], 1, screen.patches)
+    vision: dict[str, Any] = {name: jnp.asarray(value) for name, value in packed.arrays.items()}
+    codes_ed = context(model, vision)[0]
+    queries_ldf = tower.latent_blocks.latent_q.kernel[...]
+    keys_ldf = tower.latent_blocks.latent_k.kernel[...]
+    if codes_ed.shape != tower.latents.shape or keys_ldf.shape != queries_ldf.shape:
+        raise ValueError(
+            f"latents {tower.latents.shape}, keys {keys_ldf.shape}: expected {codes_ed.shape}, a "
+            f"latent for each patch of a screen, and {queries_ldf.shape}"
+        )
+    codes_ed /= jnp.linalg.norm(codes_ed, axis=1, keepdims=True)
+    shared_d = jnp.linalg.svd(codes_ed, full_matrices=True)[2][-1]  # no patch has it
+    latents_ed = codes_ed + _SHARED * shared_d
+    latents_ed *= _LATENTS / jnp.sqrt(jnp.mean(jnp.square(latents_ed)))
+    tower.latents[...] = latents_ed.astype(tower.latents.dtype)
+    # Keys have it with the other sign: a latent would read itself before its patch.
+    mirrored_df = queries_ldf[0] - 2 * jnp.outer(shared_d, shared_d @ queries_ldf[0])
+    tower.latent_blocks.latent_k.kernel[...] = keys_ldf.at[0].set(mirrored_df)
