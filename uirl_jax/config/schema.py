@@ -12,6 +12,7 @@ from uirl_jax import user_code
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
+from uirl_jax.evaluation import PublishConfig
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cluster import ClusterConfig
@@ -116,13 +117,16 @@ class ActorSection:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on held-out instances, before and after training."""
+    """Evaluation on held-out instances, before, during and after training."""
 
     # Held-out instances of a stage, each played once.
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
     # 0 is greedy.
     temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 100.0})
     random: bool = False  # first evaluate random actions, as the stage `random`
+    # Steps between two evaluations while the run trains; 0: only before and after it. The learner
+    # waits meanwhile.
+    every: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +162,7 @@ class RunConfig:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    publish: PublishConfig = dataclasses.field(default_factory=PublishConfig)
     cold_start: ColdStartConfig = dataclasses.field(default_factory=ColdStartConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
@@ -255,6 +260,7 @@ class RunConfig:
                 f"actor.policy_lag={self.actor.policy_lag}: the learner drops groups that are more "
                 f"than learner.max_staleness={self.learner.max_staleness} versions old"
             )
+        faults += self._faults_of_evaluation()
         if self.algorithm.replay and not self.curriculum.instances:
             faults.append(
                 "algorithm.replay=True: with curriculum.instances=0 no instance repeats, so stored "
@@ -273,6 +279,32 @@ class RunConfig:
             )
         if faults:
             raise ConfigError("; ".join(faults))
+
+    def _faults_of_evaluation(self) -> list[str]:
+        """What cannot be evaluated, or kept back, while a run trains."""
+        gate, every = self.publish.gate, self.evaluation.every
+        faults = []
+        if gate != "none" and not (every and self.evaluation.episodes):
+            faults.append(
+                f"publish.gate={gate!r}: decides by evaluations; set evaluation.every and "
+                "evaluation.episodes"
+            )
+        if every and self.actor.policy_lag:
+            faults.append(
+                f"evaluation.every={every}: the engine holds an earlier policy with "
+                f"actor.policy_lag={self.actor.policy_lag}; set one of them to 0"
+            )
+        if gate == "actors" and self.engine.kind == "openai":
+            faults.append(
+                "publish.gate='actors': a server would sample with a policy that is being judged; "
+                "use gate='export', or engine.kind='jax'"
+            )
+        if self.publish.patience and gate == "none":
+            faults.append(
+                f"publish.patience={self.publish.patience}: nothing is kept back with "
+                "publish.gate='none'"
+            )
+        return faults
 
     def _faults_of_all_weights(self) -> list[str]:
         """What needs adapters, in a run without them."""

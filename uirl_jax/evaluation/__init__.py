@@ -1,11 +1,19 @@
 """Evaluates a policy on held-out task instances.
 
-`play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files.
-`suite` is the content of a tasks.json, `suite_play` plays it, `outcome`, `scores` and `paired`
-count. `tables` formats text. Other packages import all names from here: `from uirl_jax import
-evaluation`.
+`play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files; `gate`
+decides whether a policy may be published. `suite` is the content of a tasks.json, `suite_play`
+plays it, `outcome`, `scores` and `paired` count. `tables` formats text. Other packages import all
+names from here: `from uirl_jax import evaluation`.
 """
 
+from uirl_jax.evaluation.gate import (
+    Decisions,
+    Gate,
+    PublishConfig,
+    objection,
+    read_decisions,
+    write_decisions,
+)
 from uirl_jax.evaluation.paired import Comparison, compare
 from uirl_jax.evaluation.play import KEPT_EPISODES, RunTasks, eval_tasks, evaluate
 from uirl_jax.evaluation.results import (
@@ -16,6 +24,7 @@ from uirl_jax.evaluation.results import (
     RUN_STAGES,
     SUMMARY_FILE,
     episodes_summary,
+    forget_after,
     read_results,
     rename_stage,
     stage_name,
@@ -53,8 +62,11 @@ __all__ = [
     "SUMMARY_FILE",
     "Comparison",
     "Contender",
+    "Decisions",
     "EvalResult",
+    "Gate",
     "Played",
+    "PublishConfig",
     "Rate",
     "RunTasks",
     "Scores",
@@ -65,13 +77,16 @@ __all__ = [
     "episodes_summary",
     "eval_tasks",
     "evaluate",
+    "forget_after",
     "format_comparisons",
     "format_episodes",
     "format_scores",
     "format_table",
+    "objection",
     "open_suite",
     "play_suite",
     "rate",
+    "read_decisions",
     "read_results",
     "rename_stage",
     "renderers_text",
@@ -80,6 +95,7 @@ __all__ = [
     "summary",
     "task_label",
     "wilson_interval",
+    "write_decisions",
     "write_json",
     "write_summary",
 ]

@@ -28,15 +28,31 @@ def read_results(workdir: str | os.PathLike[str]) -> dict[str, EvalResult]:
     results = []
     for path in Path(workdir).joinpath(EVAL_DIR).glob("*.json"):
         try:
-            flat = json.loads(path.read_bytes())
-            flat["per_task"] = {label: Rate(**rate) for label, rate in flat["per_task"].items()}
-            results.append(EvalResult(**flat))
+            results.append(to_result(json.loads(path.read_bytes())))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UirlError(
                 f"{path}: not a result of this version ({type(error).__name__}: {error}); "
                 "remove it to evaluate the stage again"
             ) from None
     return {r.stage: r for r in sorted(results, key=lambda r: (r.finished_unix_s, r.stage))}
+
+
+def to_result(flat: Mapping[str, Any]) -> EvalResult:
+    """The result that `dataclasses.asdict` made these values of.
+
+    Raises: TypeError, KeyError, AttributeError: others.
+    """
+    per_task = {label: Rate(**rate) for label, rate in flat["per_task"].items()}
+    return EvalResult(**{**flat, "per_task": per_task})
+
+
+def forget_after(workdir: str | os.PathLike[str], version: int) -> None:
+    """Deletes the evaluations of policies after this version, which a run is about to repeat."""
+    store = LocalStore(workdir)
+    for stage in read_results(workdir):
+        number = stage.removeprefix("version_")
+        if number != stage and number.isdecimal() and int(number) > version:
+            store.delete(f"{EVAL_DIR}/{stage}.json", *store.names(f"{EVAL_DIR}/{stage}"))
 
 
 def stage_name(asked: str, version: int, last_version: int) -> str:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
+from uirl_jax.evaluation.outcome import outcome_of
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 
@@ -34,6 +35,8 @@ class EvalResult(Rate):
     finished_unix_s: float
     # Fingerprints of how its pages were drawn (Trajectory.renderer).
     renderers: list[str] = dataclasses.field(default_factory=list)
+    mistakes: int = 0  # that a user could not take back: wrong and repeated submissions
+    false_claims: int = 0  # episodes that the policy ended as a success and that are none
 
 
 def wilson_interval(successes: int, attempts: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -80,6 +83,7 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
     by_task: dict[str, list[Trajectory]] = {}
     for trajectory in attempts:
         by_task.setdefault(task_label(trajectory.task), []).append(trajectory)
+    outcomes = [outcome_of(t) for t in attempts]
     overall = rate(sum(t.success for t in attempts), len(attempts))
     return EvalResult(
         **dataclasses.asdict(overall),
@@ -97,6 +101,8 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         mean_turns=_mean([len(t.turns) for t in attempts]),
         finished_unix_s=time.time(),
         renderers=sorted({t.renderer for t in attempts} - {""}),
+        mistakes=sum(outcome.irreversible for outcome in outcomes),
+        false_claims=sum(outcome.false_claim for outcome in outcomes),
     )
 
 

@@ -207,6 +207,11 @@ class Bookkeeping:
         # Before the checkpoint: a saved step must not lack its line.
         copy_now(self._run.workdir, open_store, METRICS_FILE)
 
+    def amend_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds to the line of the last step, or writes one for the step that the run starts at."""
+        self._metrics_writer.amend(step, metrics)
+        copy_now(self._run.workdir, open_store, METRICS_FILE)
+
     def save(self, step: int, state: TrainState) -> None:
         """Commits a checkpoint: the train state and the data cursor."""
         meta = {

@@ -63,8 +63,8 @@ def follow_learner(
                 None, batches, cfg.algorithm, steps, state, model.frozen, mesh=mesh, seed=cfg.seed
             )
             step += 1
-            checkpointer.save(step, state, {})
             policy_of(state, model)
+            checkpointer.save(step, state, {})
         steps_here = max(1, step - first_step)
         line = key_values("followed", step=step, host_cpu_s_a_step=host_cpu_s / steps_here)
         print(line, flush=True)

@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,6 +50,32 @@ class StepReport:
 
 # Returns a reason to end the run after this step, or nothing.
 OnStep = Callable[[StepReport], str | None]
+Policy = Mapping[str, np.ndarray]  # what is trained, by leaf
+
+
+class Judged(NamedTuple):
+    """What a judge says of the policy of a step.
+
+    Attributes:
+      policy: for the actors: this one, or the last good one.
+      of_step: whose policy that is.
+      metrics: of its evaluation, if it was evaluated; by name, as in metrics.jsonl.
+      ended: a reason to end the run after this step, or nothing.
+    """
+
+    policy: Policy
+    of_step: int
+    metrics: Mapping[str, float] = {}
+    ended: str = ""
+
+
+# Called with (step, policy) at the start, and after every step before its checkpoint is saved: a
+# run that is killed meanwhile repeats the step.
+Judge = Callable[[int, Policy], Judged]
+
+
+def all_are_good(step: int, policy: Policy) -> Judged:
+    return Judged(policy, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +99,7 @@ def run_learner(
     on_ready: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda report: None,
     on_wait: Callable[[float], None] = lambda seconds: None,
+    judge: Judge = all_are_good,
     replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
     """Trains until cfg.learner.steps are done or `stop` is set; continues from the last checkpoint.
@@ -83,6 +110,7 @@ def run_learner(
       cluster: the learner's processes.
       on_step: called after every step, before the callbacks of the config.
       on_wait: called with the seconds when a step has waited one minute for records, two, four, ...
+      judge: decides which policy the actors get.
       on_ready: called once the policy that the run continues from is published. An actor that
         reads the manifest earlier may see the last policy of a run that has since been extended.
       replace_advantages: for tests; with zeros the policy must not change.
@@ -120,8 +148,10 @@ def run_learner(
         ended = books.ended(cfg.learner.steps)
         if books.is_fresh:
             books.save(step, state)
-        policy = policy_of(state, model)
-        books.publish(step, policy)
+        judged = judge(step, policy_of(state, model))
+        if judged.metrics:
+            books.amend_metrics(step, judged.metrics)
+        books.publish(step, judged.policy)
         cluster.tell(PUBLISHED, str(step))
         on_ready()
 
@@ -130,7 +160,7 @@ def run_learner(
         while step < cfg.learner.steps and not stop.is_set() and not ended:
             # ---------------------------------------------------------------- take
             step_started_s, cpu_started_s = time.monotonic(), time.process_time()
-            groups, taken = _take(cfg, books, own_rewards, step, policy, stop, on_wait)
+            groups, taken = _take(cfg, books, own_rewards, step, judged.policy, stop, on_wait)
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
@@ -150,7 +180,8 @@ def run_learner(
             step += 1
             learnt_s = time.monotonic() - step_started_s - waited_s
 
-            # ---------------------------------------------------------------- save, publish
+            # ------------------------------------------------------- judge, save, publish
+            judged = judge(step, policy_of(state, model))
             flops = step_flops(num_weights, tokens, cfg.algorithm)
             metrics |= {
                 **_describe(taken, cfg.algorithm, step - 1),
@@ -160,19 +191,20 @@ def run_learner(
                 **books.describe(),
                 **_speed(saved_s, waited_s, learnt_s, tokens),
                 **utilisation(flops, learnt_s, mesh.devices.flatten().tolist()),
+                **judged.metrics,
+                "offpolicy/steps_kept_back": step - judged.of_step,
                 "learner/lr": learner_state.learning_rate(schedule, state),
                 "compile/count": steps.compile_count(),
             }
             report = StepReport(step, metrics, taken)
             ended = next((why for call in callbacks if (why := call(report))), "")
-            if ended:
+            if ended := ended or judged.ended:
                 books.end(cfg.learner.steps, ended)
             # This order makes a SIGKILL at any point harmless, see `bookkeeping`.
             books.write_metrics(step, metrics)
             saving_s = time.monotonic()
             books.save(step, state)
-            policy = policy_of(state, model)
-            books.publish(step, policy)
+            books.publish(step, judged.policy)
             books.delete_used()
             saved_s = time.monotonic() - saving_s
             progress.update(
@@ -227,7 +259,7 @@ def _take(
     books: Bookkeeping,
     own_rewards: OwnRewards,
     step: int,
-    policy: Mapping[str, np.ndarray],
+    policy: Policy,
     stop: threading.Event,
     on_wait: Callable[[float], None],
 ) -> tuple[list[Group], list[Group]]:

@@ -18,6 +18,7 @@ from uirl_jax.learner.loop import LearnerResult
 from uirl_jax.players import BackgroundLoop, Players
 from uirl_jax.roles.actor import start_actors
 from uirl_jax.roles.eval import keep_best, note_result
+from uirl_jax.roles.judge import judging
 from uirl_jax.roles.learner import check_finished, learn, make_cold_start, make_mesh
 from uirl_jax.roles.verifier import bundled_server
 from uirl_jax.run import Run
@@ -88,7 +89,10 @@ def run_all(
                 stack.enter_context(start_actors(run, others))
 
         try:
-            result = learn(run, model, mesh, stop, begin_acting, replace_advantages, cluster)
+            with judging(run, model, background, stop, cluster) as judge:
+                result = learn(
+                    run, model, mesh, stop, begin_acting, replace_advantages, cluster, judge
+                )
         finally:
             background.start(_set(async_stop))
             if acting:
@@ -101,7 +105,8 @@ def run_all(
         if cfg.learner.steps:  # without steps the model is the one evaluated last
             measured = background.run(run.measure(players, "after", stop))
             note_result(run, result.step, measured)
-            keep_best(run, players, version, adapters, measured)
+            if cfg.publish.gate == "none":  # else the judge has
+                keep_best(run, players, version, adapters, measured)
         peak_rss_gib = metrics.peak_rss_gib()  # while the verifier is still running
     _conclude(run, result, peak_rss_gib)
     cluster.tell(CONCLUDED, "")

@@ -47,7 +47,7 @@ def run_eval_role(
             keep_best(run, players, version, adapters, result)
             return result
 
-    with _own_verifier(run) as run:
+    with own_verifier(run) as run:
         result = asyncio.run(measure(run))
     print(evaluation.format_table([result]), flush=True)
 
@@ -73,7 +73,7 @@ def run_suite(
             async with contenders.playing(run, checkpoint) as (players, contender):
                 played[contender.name] = await players.play_suite(suite, directory, contender, stop)
 
-    with _own_verifier(run) as run:
+    with own_verifier(run) as run:
         asyncio.run(play(run))
     scores, comparisons = evaluation.conclude(directory, played)
     print(evaluation.format_scores(scores))
@@ -83,7 +83,7 @@ def run_suite(
 
 
 @contextlib.contextmanager
-def _own_verifier(run: Run) -> Iterator[Run]:
+def own_verifier(run: Run) -> Iterator[Run]:
     """The run with a bundled server of its own, if it plays on one: the run's may be busy."""
     if not run.cfg.verifier.is_bundled:
         yield run
@@ -94,35 +94,49 @@ def _own_verifier(run: Run) -> Iterator[Run]:
             yield run
 
 
-def note_result(run: Run, step: int, result: evaluation.EvalResult) -> None:
-    """Writes an evaluation into metrics.jsonl and TensorBoard, once."""
-    scalars = {
+def scalars_of(result: evaluation.EvalResult) -> dict[str, float]:
+    """What metrics.jsonl has of an evaluation."""
+    return {
         "eval/success": result.rate,
+        "eval/success_low": result.low,
         "eval/reward": result.mean_reward,
         "eval/turns": result.mean_turns,
+        "eval/mistakes": result.mistakes,
         "eval/env_errors": result.env_errors,
     }
+
+
+def note_result(run: Run, step: int, result: evaluation.EvalResult) -> None:
+    """Writes an evaluation into metrics.jsonl and TensorBoard, once."""
     known = any(
         row["step"] == step and "eval/success" in row for row in metrics.read_metrics(run.workdir)
     )
     with metrics.MetricsWriter(run.workdir) as writer:
         if not known and step >= (writer.last_step or 0):
-            writer.amend(step, scalars)
+            writer.amend(step, scalars_of(result))
 
 
 def keep_best(
-    run: Run, players: Players, version: int, adapters: Adapters, result: evaluation.EvalResult
+    run: Run,
+    players: Players,
+    version: int,
+    adapters: Adapters,
+    result: evaluation.EvalResult,
+    *,
+    anyway: bool = False,
 ) -> None:
     """Exports the adapters of the policy with the best evaluation so far to best/version_<n>/.
 
     The first of several equal ones stays. best/best.json names it, with its result.
+
+    Args: anyway: this one is exported whatever the others' success, as it passed a gate.
     """
     store = open_store(run.workdir)
     try:
         best = json.loads(store.read(BEST_FILE))["rate"]
     except (OSError, ValueError, KeyError, TypeError):
         best = -1.0
-    if not adapters or result.attempts == 0 or result.rate <= best:
+    if not adapters or result.attempts == 0 or not (anyway or result.rate > best):
         return
     target = run.workdir / "best" / f"version_{version}"
     shutil.rmtree(target, ignore_errors=True)  # of a process that was killed here

@@ -1,5 +1,6 @@
 """The learner: one process, or one of several on several hosts."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,12 @@ from uirl_jax.learner.bookkeeping import RunDirectory
 from uirl_jax.learner.cluster import ALONE, Cluster
 from uirl_jax.learner.cold_start import run_cold_start
 from uirl_jax.learner.follow import follow_learner
-from uirl_jax.learner.loop import LearnerResult, run_learner
+from uirl_jax.learner.loop import Judge, LearnerResult, all_are_good, run_learner
 from uirl_jax.learner.training import TrainingConfig
 from uirl_jax.models import sharding
+from uirl_jax.players import BackgroundLoop
+from uirl_jax.roles.eval import own_verifier
+from uirl_jax.roles.judge import judging
 from uirl_jax.run import Run
 from uirl_jax.shards import plan
 
@@ -32,7 +36,13 @@ def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) 
     model = run.load_model(mesh, Path(run.cfg.model.path))
     if run.cfg.cold_start.steps:
         model = make_cold_start(run, model, mesh, stop)
-    result = learn(run, model, mesh, stop, cluster=cluster)
+    with contextlib.ExitStack() as stack:
+        background = BackgroundLoop()
+        if run.cfg.evaluation.every:
+            run = stack.enter_context(own_verifier(run))
+            stack.enter_context(background)
+        judge = stack.enter_context(judging(run, model, background, stop, cluster))
+        result = learn(run, model, mesh, stop, judge=judge, cluster=cluster)
     if cluster.leads:
         run.log("learner_ended", step=result.step, **result.accounting)
     check_finished(run, result, cluster)
@@ -56,6 +66,7 @@ def learn(
     on_ready: Callable[[], None] = lambda: None,
     replace_advantages: Advantages | None = None,
     cluster: Cluster = ALONE,
+    judge: Judge = all_are_good,
 ) -> LearnerResult:
     """Runs the learner, or one process of it, on this thread."""
     training = training_of(run, model)
@@ -83,6 +94,7 @@ def learn(
             on_ready=on_ready,
             on_step=watcher,
             on_wait=watcher.waiting,
+            judge=judge,
             replace_advantages=replace_advantages,
         )
 

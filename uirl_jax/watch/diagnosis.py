@@ -137,6 +137,8 @@ def drift(evidence: Evidence) -> str:
     found = evidence.least("offpolicy/drift")
     if found < MAX_DRIFT or evidence.most("offpolicy/staleness") > 0:
         return ""
+    if evidence.most("offpolicy/steps_kept_back") > 0:
+        return ""  # actors sample with the last good policy
     return (
         f"actor and learner disagree about the same policy by {found:.2g} nats a token "
         "(offpolicy/drift): different weights, temperature or chat template. With a sampling "

@@ -1,0 +1,175 @@
+"""publish.gate: which policies are kept back, on made-up counts; and a run as a user starts it."""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs import quickstart
+from tests import command_world
+from tests.command_world import SHIPPED_MODEL
+from tests.sample_trajectories import make_trajectory
+from uirl_jax import evaluation, policy_sync
+from uirl_jax.errors import UirlError
+from uirl_jax.evaluation import gate
+from uirl_jax.evaluation.statistics import EvalResult
+from uirl_jax.learner.bookkeeping import read_adapters
+from uirl_jax.store import open_store
+from uirl_jax.types import Action, TaskSpec
+from uirl_jax.verifiers.dialects import WRONG
+
+CONFIG = Path(quickstart.__file__)
+
+
+def result(successes: int, attempts: int = 100, mistakes: int = 0) -> EvalResult:
+    counted = dataclasses.asdict(evaluation.rate(successes, attempts))
+    return EvalResult(
+        **counted,
+        stage="version_1",
+        per_task={},
+        env_errors=0,
+        missing=0,
+        stop_reasons={},
+        mean_reward=0.0,
+        mean_turns=1.0,
+        finished_unix_s=0.0,
+        mistakes=mistakes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("new", "good", "tolerance", "said"),
+    [
+        (result(50), None, 0.0, ""),
+        (result(0, 0), None, 0.0, "no episode of its evaluation ended"),
+        (result(50), result(50), 0.0, ""),
+        (result(49), result(50), 0.0, "lower bound of its success 0.394 (49 of 100)"),
+        (result(49), result(50), 0.011, ""),
+        (result(5, 10), result(50), 0.0, "the last good policy's 0.404 (50 of 100)"),
+        (result(60, mistakes=1), result(50), 0.0, "1 mistakes that cannot be taken back"),
+        (result(60, mistakes=2), result(50, mistakes=2), 0.0, ""),
+    ],
+)
+def test_policy_is_kept_back_for_less_success_or_more_mistakes(new, good, tolerance, said):
+    reason = evaluation.objection(new, good, tolerance)
+    assert said in reason and bool(reason) == bool(said)
+
+
+def test_decisions_survive_their_file_and_forget_what_was_taken_back(tmp_path):
+    store = open_store(tmp_path)
+    assert evaluation.read_decisions(store) == evaluation.Decisions()
+    decisions = evaluation.Decisions().after(0, result(50), 0.0)
+    decisions = decisions.after(10, result(40), 0.0).after(20, result(30), 0.0)
+    assert decisions.version == 0 and [r.version for r in decisions.rejected] == [10, 20]
+    evaluation.write_decisions(store, decisions)
+    assert evaluation.read_decisions(store) == decisions
+    assert [r.version for r in decisions.until(15).rejected] == [10]
+    better = decisions.after(30, result(60), 0.0)
+    assert (better.version, better.rejected) == (30, ())
+    assert better.until(20) == evaluation.Decisions(), "the good one itself was taken back"
+    for text in ("[]", "{", '{"good": {"version": 1}, "rejected": []}'):
+        (tmp_path / gate.GATE_FILE).write_text(text)
+        with pytest.raises(UirlError, match=r"gate\.json: not the decisions of a gate"):
+            evaluation.read_decisions(store)
+
+
+def test_mistakes_and_false_claims_are_counted():
+    tasks = [TaskSpec("web/form", seed, "", 2) for seed in (1, 2)]
+    wrong, claimed = (
+        dataclasses.replace(make_trajectory(f"e{task.seed}"), task=task, success=False)
+        for task in tasks
+    )
+    turn = dataclasses.replace(wrong.turns[-1], progress={WRONG: 2})
+    wrong = dataclasses.replace(wrong, turns=[*wrong.turns[:-1], turn])
+    end = dataclasses.replace(claimed.turns[-1], action=Action("terminate", text="success"))
+    claimed = dataclasses.replace(claimed, turns=[*claimed.turns[:-1], end])
+    counted = evaluation.count("before", tasks, [wrong, claimed])
+    assert (counted.mistakes, counted.false_claims) == (2, 1)
+
+
+def flags(*more: str, gate: str = "actors") -> tuple[str, ...]:
+    return (
+        *("--config.evaluation.every=1", "--config.evaluation.episodes=40"),
+        *("--config.learner.steps=3", "--config.learner.groups_per_step=2"),
+        *("--config.learner.optimizer.lr=0.3", "--config.learner.optimizer.warmup_steps=0"),
+        *(f"--config.publish.gate={gate}", *more),
+    )
+
+
+def arrays_of_manifest(workdir: Path) -> tuple[int, dict[str, np.ndarray]]:
+    store = open_store(workdir)
+    manifest = policy_sync.read_manifest(store)
+    assert manifest is not None
+    return manifest.version, policy_sync.load(store, manifest, manifest.base_hash)
+
+
+def test_gate_keeps_policies_that_lost_success_from_actors_and_survives_a_kill(tmp_path):
+    """The learning rate destroys the policy in one step: actors stay with the base."""
+    workdir = tmp_path / "run"
+    with (tmp_path / "log").open("wb") as log:
+        started = command_world.start(
+            command_world.command(workdir, SHIPPED_MODEL, *flags(), config=CONFIG), log
+        )
+        deadline_s = time.monotonic() + 300
+        while not (workdir / "eval" / "version_2.json").exists() and time.monotonic() < deadline_s:
+            assert started.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        os.kill(started.pid, signal.SIGKILL)
+        started.wait()
+    done = command_world.run(workdir, SHIPPED_MODEL, *flags(), config=CONFIG)
+    assert done.returncode == 0, done.stderr
+    results = evaluation.read_results(workdir)
+    assert results["before"].successes > 0 == results["version_1"].successes
+    assert results["after"].successes == results["before"].successes
+
+    decisions = evaluation.read_decisions(open_store(workdir))
+    assert (decisions.version, decisions.good) == (0, results["before"])
+    assert [each.version for each in decisions.rejected] == [1, 2, 3]
+    version, published = arrays_of_manifest(workdir)
+    learnt, base = (read_adapters(workdir, step)[1] for step in (3, None))
+    assert version == 3 and published.keys() == learnt.keys()
+    assert any(array.any() for name, array in base.items() if "lora_b" in name)
+    assert not any(array.any() for name, array in published.items() if "lora_b" in name)
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["eval/success"] for row in rows[1:3]] == [0.0, 0.0]
+    assert [row["offpolicy/steps_kept_back"] for row in rows[1:]] == [1, 2, 3]
+    assert json.loads((workdir / "best" / "best.json").read_text())["version"] == 0
+
+
+def test_gate_ends_a_run_after_its_patience_and_says_why(tmp_path):
+    workdir = tmp_path / "run"
+    asked = flags("--config.publish.patience=2", gate="export")
+    done = command_world.run(workdir, SHIPPED_MODEL, *asked, config=CONFIG)
+    assert done.returncode == 0, done.stderr
+    assert "event=policy_kept_back version=2 good=0" in done.stdout
+    assert "event=ended_early step=2" in done.stdout and "publish.patience=2" in done.stdout
+    # Actors have it all the same.
+    version, published = arrays_of_manifest(workdir)
+    assert version == 2
+    assert any(array.any() for name, array in published.items() if "lora_b" in name)
+    again = command_world.run(workdir, SHIPPED_MODEL, *asked, config=CONFIG)
+    assert again.returncode == 0 and "event=policy_kept_back" not in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (("publish.gate=export",), "publish.gate='export': decides by evaluations"),
+        (("publish.patience=1",), "nothing is kept back with publish.gate='none'"),
+        (
+            ("evaluation.every=2", "actor.policy_lag=1", "learner.max_staleness=1"),
+            "the engine holds an earlier policy with actor.policy_lag=1",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_the_start(tmp_path, flag, said):
+    asked = [f"--config.{each}" for each in flag]
+    done = command_world.run(tmp_path / "run", SHIPPED_MODEL, *asked, config=CONFIG)
+    assert done.returncode == 1 and said in done.stderr
+    assert not (tmp_path / "run").exists()
