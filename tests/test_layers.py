@@ -11,7 +11,7 @@ PACKAGE = ROOT / "uirl_jax"
 # A room may import the rooms of lower layers, and its own layer only where ALLOWED says so.
 LAYERS = (
     {"errors"},
-    {"types", "seeds", "platform_flags", "untrusted", "assets", "user_code"},
+    {"types", "seeds", "platform_flags", "untrusted", "assets", "user_code", "trackers"},
     {"store"},
     {"rl", "models", "actions", "metrics"},
     {"families"},

@@ -145,6 +145,12 @@ def test_clipped_policy_loss_metrics_are_the_sums_that_they_say():
         "actor/entropy": e["entropies_bt"][inside].sum(),
         "actor/old_kl": (ratio - 1 - np.log(ratio)).sum(),
     }
+    bins = np.histogram(
+        np.clip(np.exp(e["logprobs_bt"] - e["behaviour_bt"])[inside], 0.01, 3.99),
+        losses.RATIO_EDGES,
+    )[0]
+    assert np.count_nonzero(bins) > 3
+    expected |= {f"{losses.RATIOS}/{number}": count for number, count in enumerate(bins)}
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4), name
 

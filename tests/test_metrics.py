@@ -20,7 +20,7 @@ from uirl_jax.metrics import MetricsWriter, Progress, key_values, read_metrics
 
 
 def write_steps(workdir: Path, steps: range) -> None:
-    with MetricsWriter(workdir, tensorboard=False) as writer:
+    with MetricsWriter(workdir, trackers=()) as writer:
         for step in steps:
             writer.write(step, {"reward/mean": step / 10})
 
@@ -45,7 +45,7 @@ class Clock:
 
 
 def test_write_numbers_of_any_kind_are_read_back(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, trackers=()) as writer:
         writer.write(1, {"actor/policy_loss": np.float32(0.5), "a/b/mean": 2, "c/d": np.array(-1)})
     (row,) = read_metrics(tmp_path)
     assert row.pop("time_unix_s") > 1.7e9
@@ -86,7 +86,7 @@ def test_start_after_kill_at_any_byte_keeps_whole_lines(tmp_path: Path) -> None:
     ends = [m.end() for m in re.finditer(b"\n", whole)]
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        MetricsWriter(tmp_path, tensorboard=False).close()
+        MetricsWriter(tmp_path, trackers=()).close()
         assert path.read_bytes() == whole[: max([e for e in ends if e <= cut], default=0)], cut
 
 
@@ -102,7 +102,7 @@ def test_start_after_garbage_at_the_end_goes_on(tmp_path: Path, tail: bytes) -> 
 
 def test_truncate_from_restart_takes_no_step_twice(tmp_path: Path) -> None:
     write_steps(tmp_path, range(1, 8))
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, trackers=()) as writer:
         assert writer.truncate_from(5) == 3
         for step in range(5, 10):
             writer.write(step, {"reward/mean": 2.0})
@@ -114,7 +114,7 @@ def test_truncate_from_restart_takes_no_step_twice(tmp_path: Path) -> None:
 def test_truncate_from_later_step_leaves_the_file_alone(tmp_path: Path) -> None:
     write_steps(tmp_path, range(1, 4))
     before = (tmp_path / "metrics.jsonl").stat()
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, trackers=()) as writer:
         assert writer.truncate_from(4) == 0
         assert writer.last_step == 3
     assert (tmp_path / "metrics.jsonl").stat().st_ino == before.st_ino
@@ -128,7 +128,7 @@ def test_truncate_from_replacement_fails_keeps_every_line(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, trackers=()) as writer:
         monkeypatch.setattr(metrics.os, "replace", full)
         with pytest.raises(UirlError, match=r"metrics\.jsonl: cannot be written \(No space left"):
             writer.truncate_from(2)
@@ -141,7 +141,7 @@ def test_write_disk_full_in_mid_line_leaves_no_torn_line(
 ) -> None:
     write_steps(tmp_path, range(1, 3))
     really_write = os.write
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, trackers=()) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(metrics.os, "write", lambda fd, data: really_write(fd, data[:7]))
             with pytest.raises(UirlError, match="free disk space"):

@@ -110,10 +110,10 @@ def evaluate_stage(workdir: Path, stage: str, quality: float, n: int = 6, **host
 def write_metrics(workdir: Path, steps: int) -> None:
     """Curves as a run of the quickstart leaves them."""
     rng = np.random.default_rng(0)
-    with MetricsWriter(workdir / COLD_START_DIR, tensorboard=False) as writer:
+    with MetricsWriter(workdir / COLD_START_DIR, trackers=()) as writer:
         for step in range(10, 10 * steps, 10):
             writer.write(step, {"sft/loss": 4.0 * np.exp(-step / 200) + 0.3 + rng.normal(0, 0.03)})
-    with MetricsWriter(workdir, tensorboard=False) as writer:
+    with MetricsWriter(workdir, trackers=()) as writer:
         for step in range(1, steps + 1):
             share = 1 / (1 + np.exp(-(step - steps / 2.5) / (steps / 9)))
             success = float(np.clip(0.4 + 0.56 * share + rng.normal(0, 0.04), 0, 1))

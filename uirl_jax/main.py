@@ -170,7 +170,14 @@ def _own_files(role: str, number: int) -> mirror.Own:
         logs = (f"logs/learner-{number}.log", f"logs/verifier-{number}.log")
         return mirror.Own(f"learner-{number}", (*logs, *sampled))
     pages = (METRICS_FILE, SUMMARY_FILE, "report.html", "findings.json")
-    folders = ("cold_start/*", "tb/*", "logs/learner.log", "logs/verifier.log")
+    folders = (
+        "cold_start/*",
+        "tb/*",
+        "wandb/*",
+        "profile/*",
+        "logs/learner.log",
+        "logs/verifier.log",
+    )
     written = (*pages, *folders, *of_evaluation, *sampled)
     return mirror.Own("learner", written, read=("logs/actor-*.jsonl",), lease=LEARNER)
 

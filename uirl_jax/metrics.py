@@ -1,4 +1,4 @@
-"""Writes the metrics of a run to metrics.jsonl, TensorBoard and a progress line on the console.
+"""Writes the metrics of a run to metrics.jsonl, to trackers and to a progress line on the console.
 
 The learner has the only `MetricsWriter` of a workdir and writes one line per step. A cold start has
 its own steps and its own writer, in `cold_start/` of the workdir. The caller chooses the metrics;
@@ -15,18 +15,16 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsFloat, TextIO
 
-from tensorboardX import SummaryWriter
-
 from uirl_jax.errors import TrainingError, UirlError
 from uirl_jax.store.files import write_atomically
+from uirl_jax.trackers import TENSORBOARD_DIR, Histogram, TensorBoard, Tracker
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tb"
 COLD_START_DIR = "cold_start"
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")
@@ -74,18 +72,23 @@ def last_object(path: Path) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """Appends one line per step to metrics.jsonl, and the same scalars to TensorBoard's files.
+    """Appends one line per step to metrics.jsonl, and tells trackers the same.
 
     A restart from the checkpoint of step s calls `truncate_from(s + 1)` before the first `write`,
     which removes the lines of repeated steps, so that no step appears twice. A SIGKILL during a
     write leaves a torn last line, which the next start removes.
+
+    Args: trackers: closed here; None: TensorBoard's files in the workdir.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, tensorboard: bool = True) -> None:
+    def __init__(
+        self, workdir: str | os.PathLike[str], *, trackers: Sequence[Tracker] | None = None
+    ) -> None:
         """Raises: UirlError: the workdir cannot be written."""
         self._path = Path(workdir) / METRICS_FILE
-        self._tensorboard_dir = Path(workdir) / TENSORBOARD_DIR if tensorboard else None
-        self._tensorboard: SummaryWriter | None = None
+        self._trackers: list[Tracker] = (
+            [TensorBoard(Path(workdir) / TENSORBOARD_DIR)] if trackers is None else list(trackers)
+        )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -116,6 +119,11 @@ class MetricsWriter:
             step: the first step that will be repeated.
         Returns: the number of dropped lines.
         """
+        dropped = self._replace_from(step)
+        self._tell(lambda tracker: tracker.restart())
+        return dropped
+
+    def _replace_from(self, step: int) -> int:
         rows = [(line, _parse_line(line)) for line in self._path.read_bytes().splitlines(True)]
         kept = [(line, row) for line, row in rows if row is not None and row["step"] < step]
         if len(kept) < len(rows):
@@ -123,22 +131,36 @@ class MetricsWriter:
             os.close(self._fd)
             self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
         self.last_step = max((row["step"] for _, row in kept), default=None)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
         return len(rows) - len(kept)
 
-    def write(self, step: int, scalars: Mapping[str, SupportsFloat]) -> None:
+    def write(
+        self,
+        step: int,
+        scalars: Mapping[str, SupportsFloat],
+        histograms: Mapping[str, Histogram] | None = None,
+        images: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Writes the scalars of one step; if it raises, none of them.
 
         Args:
             step: greater than every step written so far.
             scalars: `group/name` -> a number or a 0-d array.
+            histograms, images: for the trackers alone; images are encoded files.
         Raises:
             TrainingError: a value is NaN or infinite; such a step stops the run.
             UirlError: the disk is full.
             ValueError: a name that is not `group/name`, or a step that is not a later one.
         """
+        values, unix_s = self._append_row(step, scalars)
+        self._tell(lambda tracker: tracker.scalars(step, values, unix_s))
+        if histograms:
+            self._tell(lambda tracker: tracker.histograms(step, histograms))
+        if images:
+            self._tell(lambda tracker: tracker.images(step, images))
+
+    def _append_row(
+        self, step: int, scalars: Mapping[str, SupportsFloat]
+    ) -> tuple[dict[str, float], float]:
         values = {name: float(value) for name, value in scalars.items()}
         broken = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
         if broken:
@@ -157,32 +179,38 @@ class MetricsWriter:
         row = {"step": int(step), "time_unix_s": round(now_unix_s, 3), **values}
         self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
         self.last_step = int(step)
-        if self._tensorboard_dir is not None:
-            if self._tensorboard is None:
-                # purge_step makes TensorBoard hide values that a killed process wrote for this and
-                # later steps. The suffix makes the file name unique within a second; otherwise an
-                # older file could be overwritten.
-                self._tensorboard = SummaryWriter(
-                    str(self._tensorboard_dir),
-                    purge_step=step,
-                    flush_secs=10,
-                    filename_suffix=f".{os.getpid()}.step{step}",
-                )
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step, walltime=now_unix_s)
+        return values, now_unix_s
 
-    def amend(self, step: int, scalars: Mapping[str, SupportsFloat]) -> None:
+    def amend(
+        self,
+        step: int,
+        scalars: Mapping[str, SupportsFloat],
+        images: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Adds scalars to the line of the last step, or writes a later step.
 
         For an evaluation, which ends after the step that it belongs to. Raises: as `write`.
         """
         if step != self.last_step:
-            self.write(step, scalars)
+            self.write(step, scalars, images=images)
             return
         row = read_metrics(self._path.parent)[-1]
-        self.truncate_from(step)
         kept = {name: value for name, value in row.items() if "/" in name}
-        self.write(step, {**kept, **scalars})
+        self._replace_from(step)
+        _, unix_s = self._append_row(step, {**kept, **scalars})
+        added = {name: float(value) for name, value in scalars.items()}
+        self._tell(lambda tracker: tracker.more(step, added, unix_s))
+        if images:
+            self._tell(lambda tracker: tracker.images(step, images))
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        """A tracker that fails is left out from then on: metrics.jsonl has everything."""
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # of other people's packages, disks and networks
+                self._trackers.remove(tracker)
+                print(tracker_failed(type(tracker).__name__, error), flush=True)
 
     def _append(self, line: bytes) -> None:
         size_bytes = os.fstat(self._fd).st_size
@@ -198,9 +226,8 @@ class MetricsWriter:
             ) from error
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        self._tell(lambda tracker: tracker.close())
+        self._trackers.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -274,6 +301,12 @@ def key_values(event: str, **fields: object) -> str:
     model or verifier cannot start a new line or send terminal control codes.
     """
     return " ".join(f"{key}={_value(value)}" for key, value in {"event": event, **fields}.items())
+
+
+def tracker_failed(name: str, error: Exception) -> str:
+    """A log line."""
+    reason = f"{type(error).__name__}: {error}"[:300]
+    return key_values("tracker_failed", tracker=name, reason=reason)
 
 
 def _value(value: object) -> str:

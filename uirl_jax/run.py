@@ -41,6 +41,7 @@ from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
 from uirl_jax.store.local import LocalStore
 from uirl_jax.store.mirror import fetch_directory
+from uirl_jax.trackers import TENSORBOARD_DIR, TensorBoard, Tracker, WeightsAndBiases
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import own_rules
 from uirl_jax.verifiers.client.token import read_token
@@ -49,8 +50,8 @@ from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
-# Sections that say where a run computes and not what: a restart may change them.
-PLACEMENT = ("mesh", "cluster")
+# Sections that say where a run computes and is shown, and not what: a restart may change them.
+PLACEMENT = ("mesh", "cluster", "tracking")
 
 
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
@@ -217,6 +218,20 @@ class Run:
     @property
     def curriculum(self) -> Curriculum:
         return Curriculum(self.cfg.curriculum, self.cfg.kinds, self.cfg.seed)
+
+    def open_trackers(self) -> list[Tracker]:
+        """Where metrics go besides metrics.jsonl. One that cannot start is said and left out."""
+        cfg = self.cfg.tracking
+        opened: list[Tracker] = []
+        if cfg.tensorboard:
+            opened.append(TensorBoard(self.workdir / TENSORBOARD_DIR))
+        if cfg.wandb != "off":
+            config = json.loads(reading.resolved_config_json(self.cfg))
+            try:
+                opened.append(WeightsAndBiases(cfg, self.workdir, self.run_id, config))
+            except Exception as error:  # no network, no key
+                print(metrics.tracker_failed(WeightsAndBiases.__name__, error), flush=True)
+        return opened
 
     def log(self, event: str, **fields: object) -> None:
         print(metrics.key_values(event, **fields), flush=True)

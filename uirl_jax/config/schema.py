@@ -23,6 +23,7 @@ from uirl_jax.models.blocks import Remat
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.models.quantization import Quantize
 from uirl_jax.players import PlayConfig
+from uirl_jax.trackers import TrackingConfig
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.client.transport import ClientLimits
@@ -166,6 +167,7 @@ class RunConfig:
     cold_start: ColdStartConfig = dataclasses.field(default_factory=ColdStartConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         faults = []

@@ -2,7 +2,8 @@
 
 `play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files; `gate`
 decides whether a policy may be published. `suite` is the content of a tasks.json, `suite_play`
-plays it, `outcome`, `scores` and `paired` count. `tables` formats text. Other packages import all
+plays it, `outcome`, `scores` and `paired` count. `tables` formats
+text, `pictures` draws turns. Other packages import all
 names from here: `from uirl_jax import evaluation`.
 """
 
@@ -15,6 +16,7 @@ from uirl_jax.evaluation.gate import (
     write_decisions,
 )
 from uirl_jax.evaluation.paired import Comparison, compare
+from uirl_jax.evaluation.pictures import pictures
 from uirl_jax.evaluation.play import KEPT_EPISODES, RunTasks, eval_tasks, evaluate
 from uirl_jax.evaluation.results import (
     CHANCE,
@@ -84,6 +86,7 @@ __all__ = [
     "format_table",
     "objection",
     "open_suite",
+    "pictures",
     "play_suite",
     "rate",
     "read_decisions",

@@ -234,6 +234,7 @@ def update(
     mesh: jax.sharding.Mesh | None,
     seed: int,
     replace_advantages: Advantages | None = None,
+    on_advantages: Callable[[list[np.ndarray]], None] = lambda token_advantages: None,
 ) -> tuple[TrainState, dict[str, float], int]:
     """The updates of one step, by all processes of the learner together. The state is donated.
 
@@ -242,6 +243,7 @@ def update(
         advantages and weights for all.
       batches: of each update; a process's own rows are enough.
       seed, replace_advantages: see `learn`.
+      on_advantages: told those of every token, an array for each record.
     Returns: as `learn`; the number of tokens is of the batches that are here.
     """
     started_s = time.monotonic()
@@ -265,7 +267,7 @@ def update(
                 weights = _weights(minibatch.trajectories, cfg)
                 minibatch.batches = batching.fill(minibatch.batches, weights_bt=weights)
         else:
-            _fill_in_advantages(chosen.groups, minibatches, cfg, replace_advantages)
+            on_advantages(_fill_in_advantages(chosen.groups, minibatches, cfg, replace_advantages))
     _from_first_process(minibatches, cfg)
 
     filled_s = time.monotonic()
@@ -353,8 +355,11 @@ def _fill_in_advantages(
     minibatches: Sequence[_Minibatch],
     cfg: AlgorithmConfig,
     replace_advantages: Advantages | None,
-) -> None:
-    """Sets advantages and weights in the batches; with a critic also values and returns."""
+) -> list[np.ndarray]:
+    """Sets advantages and weights in the batches; with a critic also values and returns.
+
+    Returns: the advantages of every record's tokens.
+    """
     lengths = [rewards.turn_lengths(record) for group in groups for record in group]
     kl = None
     if cfg.kl_in_reward:
@@ -413,6 +418,7 @@ def _fill_in_advantages(
             **{name: values[members] for name, values in fields.items()},
         )
         first += len(minibatch.trajectories)
+    return token_advantages
 
 
 def find_estimator(cfg: AdvantageConfig) -> Callable[..., list[np.ndarray]]:

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from uirl_jax.store import open_store
 from uirl_jax.store.bucket import is_address
 from uirl_jax.store.lease import learner_fence
 from uirl_jax.store.mirror import copy_now
+from uirl_jax.trackers import Histogram, Tracker
 
 CHECKPOINTS = "checkpoints"  # below the workdir
 # The data cursor: the JSON part of a checkpoint.
@@ -68,6 +69,8 @@ class RunDirectory:
     # Where a run without checkpoints of its own starts: the workdir of another run.
     resume_from: Path | None = None
     resume_step: int | None = None  # None: its newest checkpoint
+    # Where metrics go besides metrics.jsonl; None: TensorBoard's files.
+    open_trackers: Callable[[], Sequence[Tracker]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,15 +204,23 @@ class Bookkeeping:
         curriculum = self._curriculum.describe(self._tallies)
         return {**actor_metrics(self._run.workdir), **curriculum, **accounts}
 
-    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the step's metrics line."""
-        self._metrics_writer.write(step, metrics)
+    def write_metrics(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        histograms: Mapping[str, Histogram],
+        images: Mapping[str, bytes],
+    ) -> None:
+        """Writes the step's metrics line; trackers get histograms and images too."""
+        self._metrics_writer.write(step, metrics, histograms, images)
         # Before the checkpoint: a saved step must not lack its line.
         copy_now(self._run.workdir, open_store, METRICS_FILE)
 
-    def amend_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def amend_metrics(
+        self, step: int, metrics: Mapping[str, float], images: Mapping[str, bytes]
+    ) -> None:
         """Adds to the line of the last step, or writes one for the step that the run starts at."""
-        self._metrics_writer.amend(step, metrics)
+        self._metrics_writer.amend(step, metrics, images)
         copy_now(self._run.workdir, open_store, METRICS_FILE)
 
     def save(self, step: int, state: TrainState) -> None:
@@ -301,7 +312,9 @@ def restore(
     policy_sync.seal(open_store(run.workdir))
     with (
         restored_state(run, model, state, keep) as (checkpointer, state, meta, is_fresh),
-        MetricsWriter(run.workdir) as metrics_writer,
+        MetricsWriter(
+            run.workdir, trackers=None if run.open_trackers is None else run.open_trackers()
+        ) as metrics_writer,
     ):
         metrics_writer.truncate_from(int(state.step) + 1)
         books = Bookkeeping(

@@ -6,6 +6,7 @@ a SIGKILL at any point harmless.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -27,11 +28,14 @@ from uirl_jax.learner.cluster import ALONE, Cluster
 from uirl_jax.learner.hosts import ENDED, PUBLISHED, STOPPED, Hosts
 from uirl_jax.learner.mfu import step_flops, utilisation, weights_in_products
 from uirl_jax.learner.own_rewards import OwnRewards
+from uirl_jax.learner.profiling import Profiler
 from uirl_jax.learner.replay import is_replayed
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.learner.training import LearnerConfig, TrainingConfig, prepare
 from uirl_jax.metrics import Progress, key_values
+from uirl_jax.rl.losses import RATIO_EDGES, RATIOS
 from uirl_jax.store import open_store
+from uirl_jax.trackers import Histogram
 from uirl_jax.types import Trajectory
 
 # A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
@@ -61,12 +65,14 @@ class Judged(NamedTuple):
       of_step: whose policy that is.
       metrics: of its evaluation, if it was evaluated; by name, as in metrics.jsonl.
       ended: a reason to end the run after this step, or nothing.
+      images: of a few turns of the evaluation, by name; for the trackers.
     """
 
     policy: Policy
     of_step: int
     metrics: Mapping[str, float] = {}
     ended: str = ""
+    images: Mapping[str, bytes] = {}
 
 
 # Called with (step, policy) at the start, and after every step before its checkpoint is saved: a
@@ -100,6 +106,7 @@ def run_learner(
     on_step: OnStep = lambda report: None,
     on_wait: Callable[[float], None] = lambda seconds: None,
     judge: Judge = all_are_good,
+    profile_steps: Sequence[int] = (),
     replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
     """Trains until cfg.learner.steps are done or `stop` is set; continues from the last checkpoint.
@@ -111,6 +118,7 @@ def run_learner(
       on_step: called after every step, before the callbacks of the config.
       on_wait: called with the seconds when a step has waited one minute for records, two, four, ...
       judge: decides which policy the actors get.
+      profile_steps: the first and the last that are traced; see `profiling`.
       on_ready: called once the policy that the run continues from is published. An actor that
         reads the manifest earlier may see the last policy of a run that has since been extended.
       replace_advantages: for tests; with zeros the policy must not change.
@@ -126,6 +134,7 @@ def run_learner(
     callbacks = (on_step, *find_callbacks(cfg.learner.callbacks))
     steps, schedule, state = prepare(cfg, model, mesh)
     num_weights = weights_in_products(model)
+    advantages: list[np.ndarray] = []  # of the step's tokens, for its histogram
     update = functools.partial(
         algorithm.update,
         cfg=cfg.algorithm,
@@ -134,11 +143,16 @@ def run_learner(
         mesh=mesh,
         seed=cfg.seed,
         replace_advantages=replace_advantages,
+        on_advantages=advantages.extend,
     )
     store = open_store(run.workdir)
     hosts = Hosts(cluster, store, run.run_id, mesh, model.inputs, cfg.learner.batch)
     keep = cfg.learner.keep
-    with bookkeeping.restore(run, model, cfg.curriculum, state, keep) as (books, state):
+    profiler = Profiler(run.workdir, profile_steps)
+    with (
+        contextlib.closing(profiler),
+        bookkeeping.restore(run, model, cfg.curriculum, state, keep) as (books, state),
+    ):
         step = int(state.step)
         if books.is_fresh and step >= cfg.learner.steps > 0:
             raise ConfigError(
@@ -150,7 +164,7 @@ def run_learner(
             books.save(step, state)
         judged = judge(step, policy_of(state, model))
         if judged.metrics:
-            books.amend_metrics(step, judged.metrics)
+            books.amend_metrics(step, judged.metrics, judged.images)
         books.publish(step, judged.policy)
         cluster.tell(PUBLISHED, str(step))
         on_ready()
@@ -159,6 +173,7 @@ def run_learner(
         saved_s = 0.0
         while step < cfg.learner.steps and not stop.is_set() and not ended:
             # ---------------------------------------------------------------- take
+            profiler.begin(step + 1)
             step_started_s, cpu_started_s = time.monotonic(), time.process_time()
             groups, taken = _take(cfg, books, own_rewards, step, judged.policy, stop, on_wait)
             if stop.is_set():
@@ -182,6 +197,8 @@ def run_learner(
 
             # ------------------------------------------------------- judge, save, publish
             judged = judge(step, policy_of(state, model))
+            histograms = _histograms(taken, advantages, metrics)
+            advantages.clear()
             flops = step_flops(num_weights, tokens, cfg.algorithm)
             metrics |= {
                 **_describe(taken, cfg.algorithm, step - 1),
@@ -201,7 +218,7 @@ def run_learner(
             if ended := ended or judged.ended:
                 books.end(cfg.learner.steps, ended)
             # This order makes a SIGKILL at any point harmless, see `bookkeeping`.
-            books.write_metrics(step, metrics)
+            books.write_metrics(step, metrics, histograms, judged.images)
             saving_s = time.monotonic()
             books.save(step, state)
             books.publish(step, judged.policy)
@@ -341,6 +358,21 @@ def _useless_groups(
         )
     print(key_values("nothing_to_learn", **fields), flush=True)
     return list(useless)
+
+
+def _histograms(
+    groups: Sequence[Group], advantages: Sequence[np.ndarray], metrics: dict[str, float]
+) -> dict[str, Histogram]:
+    """Of a step's rewards, advantages and ratios; takes the bins of the ratios out of `metrics`."""
+    found = {"reward/episodes": Histogram.of([r.reward for group in groups for r in group])}
+    if advantages:
+        found["advantage/tokens"] = Histogram.of(np.concatenate(advantages))
+    edges = np.array(RATIO_EDGES)
+    shares = [metrics.pop(f"{RATIOS}/{number}", 0.0) for number in range(len(edges) - 1)]
+    if any(shares):  # not of a loss of one's own
+        counts = np.round(np.array(shares) * metrics["learner/tokens"])
+        found["offpolicy/ratios"] = Histogram(counts, edges)
+    return found
 
 
 def _mean_reward(groups: Sequence[Group]) -> float:

@@ -22,6 +22,10 @@ from uirl_jax.errors import ConfigError, UserCodeError
 
 # Guards against overflow of exp in float32; a ratio of exp(20) is never meaningful.
 MAX_LOG_RATIO = 20.0
+# Of the histogram of policy / behaviour: how many tokens lie between two edges is the metric
+# f"{RATIOS}/{n}". The first and last bin take all beyond.
+RATIOS = "ratios"
+RATIO_EDGES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.97, 1.03, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -140,8 +144,18 @@ def clipped_policy_loss(
         "offpolicy/drift": total(jnp.abs(old_bt - behaviour_bt)),
         "offpolicy/weight": total(correction_bt),
         "offpolicy/weight_squared": total(jnp.square(correction_bt)),
+        **{
+            f"{RATIOS}/{number}": total(is_in_bt.astype(jnp.float32))
+            for number, is_in_bt in enumerate(_in_bins(log_ratio(logprobs_bt, behaviour_bt)))
+        },
     }
     return loss, metrics
+
+
+def _in_bins(log_ratio_bt: jax.Array) -> list[jax.Array]:
+    """Whether each ratio is in each bin of RATIO_EDGES; the outermost take all beyond."""
+    bin_bt = jnp.searchsorted(jnp.log(jnp.array(RATIO_EDGES[1:-1])), log_ratio_bt, side="right")
+    return [bin_bt == number for number in range(len(RATIO_EDGES) - 1)]
 
 
 PolicyLoss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]

@@ -111,9 +111,9 @@ def note_result(run: Run, step: int, result: evaluation.EvalResult) -> None:
     known = any(
         row["step"] == step and "eval/success" in row for row in metrics.read_metrics(run.workdir)
     )
-    with metrics.MetricsWriter(run.workdir) as writer:
+    with metrics.MetricsWriter(run.workdir, trackers=run.open_trackers()) as writer:
         if not known and step >= (writer.last_step or 0):
-            writer.amend(step, scalars_of(result))
+            writer.amend(step, scalars_of(result), evaluation.pictures(run.workdir, result.stage))
 
 
 def keep_best(

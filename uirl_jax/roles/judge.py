@@ -76,7 +76,8 @@ class RunJudge:
         result = self._measure(f"version_{step}", step, policy)
         metrics = scalars_of(result) | {"time/evaluation_s": time.monotonic() - started_s}
         reason = self._decide(step, policy, result)
-        return self._judged(step, policy, metrics, reason)
+        images = evaluation.pictures(self._run.workdir, result.stage)
+        return self._judged(step, policy, metrics, reason)._replace(images=images)
 
     def _begin(self, step: int, policy: Policy) -> Judged:
         """The policy that the run starts or goes on with. The base is the first good one."""

@@ -70,7 +70,9 @@ def learn(
 ) -> LearnerResult:
     """Runs the learner, or one process of it, on this thread."""
     training = training_of(run, model)
-    directory = RunDirectory(run.workdir, run.run_id, run.resume_from, run.resume_step)
+    directory = RunDirectory(
+        run.workdir, run.run_id, run.resume_from, run.resume_step, run.open_trackers
+    )
     log = "learner.log" if cluster.leads else f"learner-{cluster.index}.log"
     with jax.set_mesh(mesh), metrics.output_kept(run.workdir / "logs" / log):
         if not cluster.leads:
@@ -95,6 +97,7 @@ def learn(
             on_step=watcher,
             on_wait=watcher.waiting,
             judge=judge,
+            profile_steps=run.cfg.tracking.profile_steps,
             replace_advantages=replace_advantages,
         )
 
