@@ -376,6 +376,26 @@ def test_gpu_machines_are_planned_by_formula_and_rows_cut_the_memory():
     assert "by formula" in plan_report.format_plan(whole)
 
 
+def test_int8_base_is_planned_as_it_is_held():
+    """Every projection takes a byte a weight, and a scale a channel; embeddings stay bfloat16."""
+    planned = plan_programs.find_model("Qwen2-VL-2B-Instruct")
+    machine = plan_machines.find_machine("gpu:1xRTX4090")
+    cfg = plan_search.with_changes(run_config(grpo_qwen2vl_2b), rows=1)
+    held = {
+        quantize: plans.make_plan(
+            dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, quantize=quantize)),
+            planned,
+            machine,
+            (),
+            print,
+        )["resident_bytes"]["weights"]
+        for quantize in ("none", "int8")
+    }
+    text = 28 * (2 * 1536 * (1536 + 256) + 3 * 1536 * 8960)
+    tower = 32 * 12 * 1280**2 + 5120 * (5120 + 1536)
+    assert held["none"] - held["int8"] == pytest.approx(text + tower, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("topology", "message"),
     [

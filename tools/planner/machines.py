@@ -29,6 +29,7 @@ class Chip:
     source: str
 
 
+_PCIE = 32e9  # 4.0 x16, one direction
 _CLOUD = "cloud.google.com/tpu/docs"
 _GIB, _GB = 2**30, 1e9
 # HBM of the TPUs: what libtpu leaves to a program of 16, 95 and 32 GiB. Interconnect: half of the
@@ -46,9 +47,21 @@ CHIPS = {
     "H200": Chip(
         "H200 SXM", _PEAK["NVIDIA H200"], 141 * _GB, 4800e9, 450e9, "nvidia.com, H200 datasheet"
     ),
+    "L4": Chip("L4", _PEAK["NVIDIA L4"], 24 * _GB, 300e9, _PCIE, "nvidia.com, L4 datasheet"),
+    "L40S": Chip(
+        "L40S", _PEAK["NVIDIA L40S"], 48 * _GB, 864e9, _PCIE, "nvidia.com, L40S datasheet"
+    ),
+    "RTX4090": Chip(
+        "GeForce RTX 4090",
+        _PEAK["NVIDIA GeForce RTX 4090"],
+        24 * _GB,
+        1008e9,
+        _PCIE,
+        "nvidia.com, Ada architecture paper",
+    ),
 }
 TPUS = ("v5e", "v5p", "v6e")
-GPUS = ("A100", "H100", "H200")
+GPUS = ("A100", "H100", "H200", "L4", "L40S", "RTX4090")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +90,17 @@ HOSTS = {
     "A100": (Host("a2-ultragpu-8g", 8, 1360 * _GB),),
     "H100": (Host("a3-highgpu-8g", 8, 1872 * _GB),),
     "H200": (Host("a3-ultragpu-8g", 8, 2952 * _GB),),
+    "L4": (Host("g2-standard-96", 8, 384 * _GB),),
+    # Not Google Cloud's: a server and a workstation as they are sold.
+    "L40S": (Host("server", 8, 1024 * _GB),),
+    "RTX4090": (Host("workstation", 4, 256 * _GB),),
 }
 _FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 # Of a v5p any three sizes that libtpu knows.
 SLICES = {"v5e": _FLAT_SLICES, "v6e": _FLAT_SLICES}
 _ACCEPTED = (
     "v5e:2x4, v5e:4x4, v5p:2x2x1, v6e:2x4 (any slice of v5e, v5p or v6e), 2xv5e:4x4 (two slices), "
-    "gpu:8xH100 (of A100, H100 or H200)"
+    "gpu:8xH100 (of A100, H100, H200, L4, L40S or RTX4090)"
 )
 
 

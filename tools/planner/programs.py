@@ -34,6 +34,7 @@ from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
 from uirl_jax.models import hub, sharding
 from uirl_jax.models.lora import LoRAParam
+from uirl_jax.models.quantization import quantized
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
 
@@ -148,8 +149,9 @@ def _abstract_leaves(
     optimizer_cfg: learner_state.OptimizerConfig,
     steps: int,
 ) -> tuple[nnx.GraphDef, nnx.State, optax.GradientTransformation, learner_state.TrainState]:
+    family = FAMILIES[model_type]
     model = nnx.eval_shape(
-        lambda: FAMILIES[model_type].make_model(
+        lambda: family.make_model(
             model_cfg,
             lora=cfg.lora,
             rngs=nnx.Rngs(0),
@@ -157,6 +159,8 @@ def _abstract_leaves(
             remat=cfg.remat,
         )
     )
+    if cfg.quantize == "int8":
+        model = quantized(model, family.weights.projections)
     graphdef, lora, frozen = nnx.split(model, LoRAParam, ...)
     optimizer = learner_state.make_optimizer(optimizer_cfg.resolved("adapters"), steps)
     state = jax.eval_shape(lambda tree: learner_state.init_state(tree, optimizer), lora)

@@ -24,6 +24,9 @@ PEAK_FLOPS_PER_S = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,  # after L40S, whose name begins with it
+    "NVIDIA GeForce RTX 4090": 165e12,
 }
 
 
