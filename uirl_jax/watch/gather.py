@@ -44,9 +44,10 @@ class RunFiles:
         return [result for result in self.results if result.stage != evaluation.CHANCE]
 
 
-def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
+def read_run(workdir: str | os.PathLike[str], *, with_episodes: bool = True) -> RunFiles:
     """Reads a workdir; missing files give empty fields, unreadable ones a note.
 
+    Args: with_episodes: whether the kept episodes of the stages are read too.
     Raises: UirlError: the workdir is not a directory.
     """
     root = Path(workdir)
@@ -70,6 +71,8 @@ def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
         episodes={},
         notes=notes,
     )
+    if not with_episodes:
+        return run
     stages = [result.stage for result in run.played]
     return dataclasses.replace(run, episodes=_read_episodes(root, stages, notes))
 
