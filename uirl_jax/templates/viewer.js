@@ -87,7 +87,7 @@ class EpisodeList {
     this.form = byId("filters");
     this.table = byId("list");
     this.view = byId("view");
-    this.spacer = byId("spacer");
+    this.body = byId("rows");
     this.found = byId("found");
     this.newer = byId("newer");
     this.rows = new Map(); // index in the list -> its element
@@ -145,7 +145,7 @@ class EpisodeList {
     this.total = answer.total;
     this.windows = new Map([[0, answer.rows]]);
     this.newer.hidden = true;
-    this.spacer.style.height = `${this.total * ROW_PX}px`;
+    this.body.style.height = `${this.total * ROW_PX}px`;
     this.table.setAttribute("aria-rowcount", String(this.total + 1));
     const text = `${number(this.total)} of ${number(this.upto)} episodes`;
     if (this.found.textContent !== text) this.found.textContent = text;
@@ -189,11 +189,11 @@ class EpisodeList {
 
   // A screen reader reads the rows in the order of the document.
   order() {
-    let last = this.spacer;
+    let next = this.body.firstElementChild;
     for (const index of [...this.rows.keys()].sort((a, b) => a - b)) {
       const row = this.rows.get(index);
-      if (last.nextElementSibling !== row && !row.contains(document.activeElement)) last.after(row);
-      last = row;
+      if (next === row) next = row.nextElementSibling;
+      else if (!row.contains(document.activeElement)) this.body.insertBefore(row, next);
     }
   }
 
@@ -270,7 +270,7 @@ class EpisodeList {
   }
 
   onKey(event) {
-    const page = Math.max(1, Math.floor(this.view.clientHeight / ROW_PX) - 1);
+    const page = Math.max(1, Math.floor(this.view.clientHeight / ROW_PX) - 2);
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page };
     let target = this.active;
     if (event.key in steps) target += steps[event.key];
@@ -285,7 +285,7 @@ class EpisodeList {
   go(index) {
     this.active = index;
     const top = index * ROW_PX;
-    const bottom = top + ROW_PX - this.view.clientHeight;
+    const bottom = top + 2 * ROW_PX - this.view.clientHeight; // one row is the heading
     if (this.view.scrollTop > top) this.view.scrollTop = top;
     else if (this.view.scrollTop < bottom) this.view.scrollTop = bottom;
     this.draw();

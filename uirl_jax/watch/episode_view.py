@@ -186,6 +186,8 @@ def versions_text(lowest: int, highest: int) -> str:
 def choices(index: EpisodeIndex, row: Row) -> dict[str, list[Choice]]:
     """Episodes to compare with, by how they are related; empty lists are left out."""
     group = [other for other in index.group_of(row) if other is not row]
+    # First those that ended otherwise: they are why a group has a signal.
+    group.sort(key=lambda other: other.summary.success == row.summary.success)
     same = [other for other in index.instance_of(row) if other is not row and other not in group]
     taken = {other.key for other in (row, *group, *same)}
     task = [other for other in index.versions_of(row) if other.key not in taken]

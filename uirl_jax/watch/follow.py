@@ -58,7 +58,7 @@ class ShardCounts:
     """What lies in the shards, by place, and how old it is.
 
     Attributes:
-      waiting: (versions behind the current policy, episodes) of shards/, ascending.
+      waiting: (versions behind the current policy, episodes) of shards/ that are not trained on.
       damaged: (name, problem) of shards that cannot be read to their end.
       quarantined: (name, reason).
       version: of the current policy; None: none is published.
@@ -157,7 +157,7 @@ class Follower:
         manifest = _object(self.directory / policy_sync.MANIFEST)
         version = manifest.get("version")
         version = version if isinstance(version, int) else None
-        shards = self._count(run, version)
+        shards = self._count(run, version, trained_groups(manifest))
         shown = (signature, [(actor.name, actor.health) for actor in actors], shards)
         self.snapshot = Snapshot(
             run=run,
@@ -193,7 +193,9 @@ class Follower:
 
     # ------------------------------------------------------------------------ shards
 
-    def _count(self, run: gather.RunFiles, version: int | None) -> ShardCounts:
+    def _count(
+        self, run: gather.RunFiles, version: int | None, trained: Sequence[tuple[int, int]]
+    ) -> ShardCounts:
         shards: collections.Counter[str] = collections.Counter()
         episodes: collections.Counter[str] = collections.Counter()
         gone: collections.Counter[str] = collections.Counter()
@@ -202,7 +204,11 @@ class Follower:
             episodes[row.place] += 1
             gone[row.place] += row.shard.is_gone
             is_waiting = row.place == TRAINING and row.shard.name.startswith(f"{SHARDS}/")
-            if version is not None and is_waiting and not row.shard.is_gone:
+            if version is None or not is_waiting or row.shard.is_gone:
+                continue
+            group = row.summary.group_id
+            number = int(group) if group.isdecimal() and len(group) < 19 else -1
+            if not any(first <= number < stop for first, stop in trained):
                 waiting[max(0, version - row.summary.lowest_version)] += 1
         for shard in self.index.shards.values():
             shards[shard.place] += not shard.is_gone
@@ -282,6 +288,17 @@ def _health(
     if not numbers.get("actor/running"):
         return "waiting", "no episode is running: it waits for a newer policy"
     return "playing", f"{numbers['actor/running']:.0f} episodes are running"
+
+
+def trained_groups(manifest: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """[first, stop) of the groups that the learner has used, as a manifest says; untrusted."""
+    extra = manifest.get("extra")
+    found = extra.get("groups_trained") if isinstance(extra, dict) else None
+    return [
+        (one[0], one[1])
+        for one in (found if isinstance(found, list) else ())
+        if isinstance(one, list) and len(one) == 2 and all(type(n) is int for n in one)
+    ]
 
 
 def _object(path: Path) -> dict[str, Any]:

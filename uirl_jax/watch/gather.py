@@ -133,8 +133,11 @@ def machine_facts() -> dict[str, str]:
     return facts
 
 
-def run_facts(run: RunFiles) -> dict[str, str]:
-    """Label -> value: steps, time, memory, seed and machine. Values are untrusted text."""
+def run_facts(run: RunFiles, *, on_its_machine: bool = True) -> dict[str, str]:
+    """Label -> value: steps, time, memory, seed and machine. Values are untrusted text.
+
+    Args: on_its_machine: whether this process is the run's, and its machine too.
+    """
     facts: dict[str, str] = {}
     if run.rows:
         facts["steps"] = str(run.rows[-1]["step"])
@@ -144,7 +147,7 @@ def run_facts(run: RunFiles) -> dict[str, str]:
         facts["peak memory"] = f"{run.summary['peak_rss_gib']:.2f} GiB"
     if "seed" in run.summary:
         facts["seed"] = str(run.summary["seed"])
-    machine = run.summary.get("facts") or machine_facts()
+    machine = run.summary.get("facts") or (machine_facts() if on_its_machine else {})
     return facts | {key: str(value) for key, value in machine.items()}
 
 

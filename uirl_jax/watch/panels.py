@@ -91,16 +91,20 @@ def environment() -> jinja2.Environment:
         "stage": evaluation.stage_label,
         "duration": format_duration,
         "number": charts.format_value,
+        "count": lambda number: f"{number:,.0f}",
     }
     made.globals["chart"] = charts
     return made
 
 
-def run_panels(run: gather.RunFiles, name: str) -> dict[str, Any]:
+def run_panels(run: gather.RunFiles, name: str, *, on_its_machine: bool = True) -> dict[str, Any]:
     """What the templates of both pages show of a run, by the names that they use.
 
-    Args: name: of the run, for the title.
+    Args:
+      name: of the run, for the title.
+      on_its_machine: see `gather.run_facts`.
     """
+    facts = gather.run_facts(run, on_its_machine=on_its_machine)
     return {
         "name": name,
         "status": _status(run),
@@ -109,7 +113,7 @@ def run_panels(run: gather.RunFiles, name: str) -> dict[str, Any]:
         "tasks": sorted({label for result in run.results for label in result.per_task}),
         "sections": _curves(run.rows, run.cold_rows),
         "accounting": gather.accounting(run),
-        "facts": {key: visible(value) for key, value in gather.run_facts(run).items()},
+        "facts": {key: visible(value) for key, value in facts.items()},
         "config": json.dumps(run.config, indent=2) if run.config else "",
         "notes": [visible(note) for note in run.notes],
         "findings": [

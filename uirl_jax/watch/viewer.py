@@ -108,7 +108,7 @@ class Viewer:
                     .render(
                         snapshot=snapshot,
                         max_reasons=MAX_REASONS,
-                        **panels.run_panels(snapshot.run, snapshot.name),
+                        **panels.run_panels(snapshot.run, snapshot.name, on_its_machine=False),
                     )
                 )
             )
