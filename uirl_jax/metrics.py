@@ -7,6 +7,7 @@ names are `group/name`, such as `actor/policy_loss`, `actor/kl_loss`, `reward/me
 """
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -18,12 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, TextIO
-
-from tensorboardX import SummaryWriter
+from typing import TYPE_CHECKING, Any, SupportsFloat, TextIO
 
 from uirl_jax.errors import TrainingError, UirlError
 from uirl_jax.store.files import write_atomically
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tb"
@@ -86,6 +88,9 @@ class MetricsWriter:
         self._path = Path(workdir) / METRICS_FILE
         self._tensorboard_dir = Path(workdir) / TENSORBOARD_DIR if tensorboard else None
         self._tensorboard: SummaryWriter | None = None
+        if tensorboard:
+            # Only here: it imports torch where there is one (1.7 s), and a reader needs neither.
+            importlib.import_module("tensorboardX")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -162,6 +167,8 @@ class MetricsWriter:
                 # purge_step makes TensorBoard hide values that a killed process wrote for this and
                 # later steps. The suffix makes the file name unique within a second; otherwise an
                 # older file could be overwritten.
+                from tensorboardX import SummaryWriter
+
                 self._tensorboard = SummaryWriter(
                     str(self._tensorboard_dir),
                     purge_step=step,

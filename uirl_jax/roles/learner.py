@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractMesh
 
-from uirl_jax import metrics, watch
+from uirl_jax import metrics
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, StoppedError
 from uirl_jax.families import loading
@@ -21,6 +21,7 @@ from uirl_jax.learner.training import TrainingConfig
 from uirl_jax.models import sharding
 from uirl_jax.run import Run
 from uirl_jax.shards import plan
+from uirl_jax.watch.diagnosis import Watcher
 
 
 def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) -> None:
@@ -72,7 +73,7 @@ def learn(
                 mesh=mesh,
                 on_ready=on_ready,
             )
-        watcher = watch.Watcher(run.workdir, run.cfg.learner.steps)
+        watcher = Watcher(run.workdir, run.cfg.learner.steps)
         return run_learner(
             training,
             model,

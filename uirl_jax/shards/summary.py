@@ -16,12 +16,13 @@ from uirl_jax.shards import example, framing, record
 from uirl_jax.types import StopReason
 
 _MAX_NAME_CHARS = 200  # of a task and a variant: a row of a list, not a place for texts
-_NAMES = frozenset(
-    (
+_NAMES = {
+    name.encode(): name
+    for name in (
         *("kind", "episode_id", "group_id", "task", "stop_reason", "success", "turns", "actor_id"),
         *("reward_started_duration", "turns/policy_versions"),
     )
-)
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import markupsafe
 from uirl_jax import evaluation
 from uirl_jax.metrics import format_duration
 from uirl_jax.watch import charts, frames, gather
-from uirl_jax.watch.diagnosis import read_findings
+from uirl_jax.watch.findings import read_findings
 from uirl_jax.watch.frames import visible
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
