@@ -8,6 +8,7 @@ const ROW_PX = 36; // as .row in viewer.css
 const WINDOW = 100; // rows asked for at a time
 const SPARE = 8; // rows drawn above and below what is seen
 const KEPT_WINDOWS = 60;
+const FOCUSABLE = "a, summary, [tabindex]";
 
 const byId = (id) => document.getElementById(id);
 const number = (value) => value.toLocaleString("en-US");
@@ -60,10 +61,12 @@ function followRun() {
       const old = parts.querySelector(`[data-part="${CSS.escape(name)}"]`);
       const html = part.innerHTML;
       if (old && source.get(name) === html) continue;
-      if (old && old.contains(document.activeElement)) {
-        waits = true; // whoever reads it with the keyboard keeps it
+      const selection = document.getSelection();
+      if (old && !selection.isCollapsed && old.contains(selection.anchorNode)) {
+        waits = true; // somebody is copying from it
         continue;
       }
+      const focused = old ? [...old.querySelectorAll(FOCUSABLE)].indexOf(document.activeElement) : -1;
       source.set(name, html);
       const open = old ? [...old.querySelectorAll("details")].map((one) => one.open) : [];
       const placed = document.adoptNode(part);
@@ -72,6 +75,7 @@ function followRun() {
       });
       if (old) old.replaceWith(placed);
       else parts.append(placed);
+      if (focused >= 0) placed.querySelectorAll(FOCUSABLE)[focused]?.focus({ preventScroll: true });
     }
     for (const old of [...parts.querySelectorAll("[data-part]")]) {
       if (!names.has(old.dataset.part)) old.remove();
@@ -109,7 +113,6 @@ class EpisodeList {
       this.reload();
       this.view.scrollTop = 0;
     });
-    window.addEventListener("popstate", () => location.reload());
     window.addEventListener("resize", () => this.draw());
     this.query = this.read();
   }
