@@ -7,6 +7,8 @@ passed over are not checked. A record that is opened is decoded and checked whol
 import dataclasses
 import io
 import json
+import math
+import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,13 +18,10 @@ from uirl_jax.shards import example, framing, record
 from uirl_jax.types import StopReason
 
 _MAX_NAME_CHARS = 200  # of a task and a variant: a row of a list, not a place for texts
-_NAMES = {
-    name.encode(): name
-    for name in (
-        *("kind", "episode_id", "group_id", "task", "stop_reason", "success", "turns", "actor_id"),
-        *("reward_started_duration", "turns/policy_versions"),
-    )
-}
+_NAMES = (
+    *("kind", "episode_id", "group_id", "task", "stop_reason", "success", "turns", "actor_id"),
+    *("reward_started_duration", "turns/policy_versions"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +74,8 @@ def _summary(payload: bytes, offset: int) -> Summary:
     found = example.decode_some(payload, _NAMES)
     try:
         task = json.loads(found["task"][0])
-        reward, started_unix_s, _ = np.frombuffer(found["reward_started_duration"][0], "<f8")
-        versions = np.frombuffer(found["turns/policy_versions"][0], "<i4")
+        reward, started_unix_s, _ = struct.unpack("<3d", found["reward_started_duration"][0])
+        versions = np.frombuffer(found["turns/policy_versions"][0], "<i4").tolist()
         summary = Summary(
             offset=offset,
             size_bytes=len(payload) + framing.FRAME_BYTES,
@@ -88,17 +87,17 @@ def _summary(payload: bytes, offset: int) -> Summary:
             seed=int(task["seed"]),
             stop_reason=_text(found, "stop_reason"),
             success=bool(found["success"][0]),
-            reward=float(reward),
-            started_unix_s=float(started_unix_s),
+            reward=reward,
+            started_unix_s=started_unix_s,
             turns=int(found["turns"][0]),
-            lowest_version=int(versions.min(initial=2**31 - 1)) if len(versions) else -1,
-            highest_version=int(versions.max(initial=-1)),
+            lowest_version=min(versions, default=-1),
+            highest_version=max(versions, default=-1),
         )
-    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise RecordError(f"the record at byte {offset} is no episode ({error!r})") from None
     if found["kind"] != [b"trajectory"] or summary.stop_reason not in _REASONS:
         raise RecordError(f"the record at byte {offset} is no episode")
-    if not np.isfinite([reward, started_unix_s]).all():
+    if not (math.isfinite(reward) and math.isfinite(started_unix_s)):
         raise RecordError(f"the record at byte {offset} has a reward or a time that is not finite")
     return summary
 
