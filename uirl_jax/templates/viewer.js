@@ -8,6 +8,7 @@ const ROW_PX = 36; // as .row in viewer.css
 const WINDOW = 100; // rows asked for at a time
 const SPARE = 8; // rows drawn above and below what is seen
 const KEPT_WINDOWS = 60;
+const ORDER_MS = 100;
 const FOCUSABLE = "a, summary, [tabindex]";
 
 const byId = (id) => document.getElementById(id);
@@ -101,6 +102,7 @@ class EpisodeList {
     this.upto = null; // of the index: the list stands still while the run grows
     this.active = 0; // where the keyboard is
     this.query = "";
+    this.ordering = 0; // the timer
     this.version = 0; // of the answers: late ones are dropped
     this.view.addEventListener("scroll", () => this.draw(), { passive: true });
     this.view.addEventListener("keydown", (event) => this.onKey(event));
@@ -186,11 +188,14 @@ class EpisodeList {
       const row = this.free.pop() || this.make();
       this.rows.set(index, row);
       this.fill(row, index);
+      if (!row.isConnected) this.body.append(row);
     }
-    this.order();
+    clearTimeout(this.ordering);
+    this.ordering = setTimeout(() => this.order(), ORDER_MS);
   }
 
-  // A screen reader reads the rows in the order of the document.
+  // A screen reader reads the rows in the order of the document. Moving elements costs more than
+  // filling them, so it is done when the scrolling pauses.
   order() {
     let next = this.body.firstElementChild;
     for (const index of [...this.rows.keys()].sort((a, b) => a - b)) {
