@@ -184,7 +184,7 @@ def test_run_page_has_the_panels_of_the_report(made, tmp_path):
     assert "in progress, 20 steps done" in shown
     assert "Since step 5: all rewards are <equal>." in shown
     assert "playing 8 episodes are running" in shown
-    assert "silent no report for 10m" in shown
+    assert "silent no report since " in shown
     assert "hunter2" not in text and "(hidden)" in shown
 
 
@@ -800,3 +800,53 @@ def test_viewer_starts_without_jax_and_torch():
         (sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, env=os.environ
     )
     assert run.stdout.split() == [] and run.returncode == 0, run.stderr
+
+
+def test_any_value_in_the_small_files_leaves_the_pages(tmp_path):
+    """Every value of the JSON files, one after the other, is of another type or size."""
+    world.make_run(tmp_path, groups=1, steps=2)
+    summary_of_a_run = {
+        "train_seconds": 3.0, "peak_rss_gib": 1.0, "seed": 1, "facts": {"a": "b"},
+        "episodes": {"published": 2, "trained": 2, "stale": 0, "quarantined": 0, "duplicate": 0,
+                     "pending": 0, "lost": 0, "env_error": 0, "identity_holds": True},
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary_of_a_run))
+    names = ("config.json", "findings.json", "summary.json", "metrics.jsonl", "eval/before.json")
+    names += ("policy/manifest.json", "logs/actor-a0.jsonl")
+    odd = (None, [], {}, "x" + BIDI, -1, 10**400, float("nan"), float("inf"), True, [[1, 2]])
+    rng = np.random.default_rng(0)
+
+    def paths(value, path=()):
+        yield path
+        if isinstance(value, dict | list):
+            for key in value if isinstance(value, dict) else range(len(value)):
+                yield from paths(value[key], (*path, key))
+
+    def changed(value, path, new):
+        if not path:
+            return new
+        copy = dict(value) if isinstance(value, dict) else list(value)
+        copy[path[0]] = changed(copy[path[0]], path[1:], new)
+        return copy
+
+    async def test(asked):
+        key = await key_of(asked, "place=training")
+        count = 0
+        for name in names:
+            file = tmp_path / name
+            whole = file.read_bytes()
+            content = json.loads(whole.splitlines()[-1] if name.endswith("l") else whole)
+            for path in paths(content):
+                new = odd[rng.integers(len(odd))]
+                file.write_text(json.dumps(changed(content, path, new)) + "\n")
+                await asyncio.to_thread(asked.follower.look)
+                assert asked.follower.index.trouble == "", (name, path, new)
+                for page in ("/", f"/episode/{key}", "/api/state"):
+                    status, text, _ = await asked.get(page)
+                    assert status == 200, (name, path, new, page)
+                    assert BIDI not in text
+                count += 1
+            file.write_bytes(whole)
+        return count
+
+    assert ask(tmp_path, test) > 120

@@ -30,7 +30,13 @@ def read_results(workdir: str | os.PathLike[str]) -> dict[str, EvalResult]:
         try:
             flat = json.loads(path.read_bytes())
             flat["per_task"] = {label: Rate(**rate) for label, rate in flat["per_task"].items()}
-            results.append(EvalResult(**flat))
+            result = EvalResult(**flat)
+            if not isinstance(result.stage, str) or type(result.finished_unix_s) not in (
+                int,
+                float,
+            ):
+                raise TypeError("stage is no text, or finished_unix_s no number")
+            results.append(result)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UirlError(
                 f"{path}: not a result of this version ({type(error).__name__}: {error}); "

@@ -10,7 +10,7 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
-import math
+import logging
 import os
 import tempfile
 import threading
@@ -21,7 +21,7 @@ from typing import Any
 
 from uirl_jax import policy_sync
 from uirl_jax.errors import ConfigError, UirlError
-from uirl_jax.metrics import format_duration, last_object
+from uirl_jax.metrics import last_object
 from uirl_jax.shards.queue import QUARANTINE
 from uirl_jax.shards.reader import SHARDS
 from uirl_jax.store import Store, open_store
@@ -30,6 +30,8 @@ from uirl_jax.store.local import LocalStore
 from uirl_jax.watch import gather
 from uirl_jax.watch.episode_index import TRAINING, EpisodeIndex
 from uirl_jax.watch.frames import visible
+
+logger = logging.getLogger(__name__)
 
 LOCAL_EVERY_S, BUCKET_EVERY_S = 2.0, 15.0
 SILENT_S = 60.0  # an actor reports every 10 s
@@ -49,7 +51,7 @@ class Actor:
     name: str
     health: str  # playing, waiting, failing, silent, ended
     text: str  # the same in words
-    seen: str  # "12s ago"
+    seen: str  # "18:05:10 UTC": an age would be wrong a second later
     numbers: Mapping[str, float]
 
 
@@ -127,7 +129,11 @@ class Follower:
     def _follow(self) -> None:
         while not self._over.is_set():
             started_s = time.monotonic()
-            self.look()
+            try:
+                self.look()
+            except Exception:  # the pages go on with what was found before
+                logger.exception("event=look_failed")
+                self.index.trouble = "The viewer has made an error; its log has the details."
             # A slow look is not followed by the next at once: the run needs the machine.
             took_s = time.monotonic() - started_s
             self._over.wait(max(self._every_s - took_s, self._every_s / 4, 0.01))
@@ -254,24 +260,35 @@ def read_actors(logs: Path, *, is_ended: bool, now_s: float | None = None) -> li
         numbers = {
             name: float(value)
             for name, value in report.items()
-            if isinstance(value, int | float) and math.isfinite(value)
+            if isinstance(value, int | float) and abs(value) < 1e15  # also no NaN
         }
         age_s = max(0.0, now_s - numbers.get("unix_s", 0.0)) if "unix_s" in numbers else None
-        health, text = _health(numbers, report, age_s, is_ended)
+        seen = "never" if age_s is None else _clock(now_s - age_s, now_s)
+        health, text = _health(numbers, report, age_s, seen, is_ended)
         actors.append(
             Actor(
                 name=visible(path.stem.removeprefix("actor-"), 80),
                 health=health,
                 text=visible(text, 300),
-                seen="never" if age_s is None else f"{format_duration(age_s)} ago",
+                seen=seen,
                 numbers=collections.defaultdict(float, numbers),
             )
         )
     return actors
 
 
+def _clock(unix_s: float, now_s: float) -> str:
+    """A time of today, with the date for another day."""
+    form = "%H:%M:%S UTC" if now_s - unix_s < 12 * 3600 else "%Y-%m-%d %H:%M UTC"
+    return time.strftime(form, time.gmtime(unix_s))
+
+
 def _health(
-    numbers: Mapping[str, float], report: Mapping[str, Any], age_s: float | None, is_ended: bool
+    numbers: Mapping[str, float],
+    report: Mapping[str, Any],
+    age_s: float | None,
+    seen: str,
+    is_ended: bool,
 ) -> tuple[str, str]:
     """One word, and a sentence that says why."""
     if age_s is None:
@@ -279,7 +296,7 @@ def _health(
     if is_ended:
         return "ended", "the run has ended"
     if age_s > SILENT_S:
-        return "silent", f"no report for {format_duration(age_s)}: it was killed, or hangs"
+        return "silent", f"no report since {seen}: it was killed, or hangs"
     broken, played = numbers.get("actor/env_error", 0.0), numbers.get("actor/published", 0.0)
     if broken >= 10 and broken >= played:
         reasons = report.get("env_error_reasons")

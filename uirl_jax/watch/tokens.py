@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from uirl_jax.errors import ConfigError, ModelError, TrainingError
+from uirl_jax.errors import ModelError, UirlError
 from uirl_jax.models import hub
 from uirl_jax.rl import advantages, rewards
 from uirl_jax.types import Trajectory, Turn
@@ -169,9 +169,12 @@ def advantages_of(
         reward = rewards.RewardConfig(**_section(algorithm, "reward"))
         token_rewards = [rewards.token_rewards(member, reward) for member in members]
         lengths = [rewards.turn_lengths(member) for member in members]
-        found = advantages.group_advantages(token_rewards, lengths, cfg)
-    except (ConfigError, TrainingError, TypeError, ValueError, AttributeError) as error:
+        with np.errstate(over="ignore", invalid="ignore"):  # the values are checked below
+            found = advantages.group_advantages(token_rewards, lengths, cfg)
+    except (UirlError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         return Advantages(None, f"Advantages are unknown: {without_invisible(str(error))[:200]}.")
+    if not all(np.isfinite(advantages_s).all() for advantages_s in found):
+        return Advantages(None, "Advantages are unknown: with this config they are not finite.")
     own = next(n for n, member in enumerate(members) if member.episode_id == episode_id)
     return Advantages(
         found[own],
