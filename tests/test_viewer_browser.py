@@ -237,6 +237,27 @@ def test_run_that_grows_is_followed_without_losing_the_place(tmp_path):
     asyncio.run(run())
 
 
+def test_who_comes_back_from_an_episode_finds_the_list_as_it_was(made):
+    async def run():
+        async with opened(made, size=(1280, 600)) as it:
+            page = it.page
+            await it.goto("/episodes?place=training")
+            await page.get_by_text("24 of 29 episodes").wait_for()
+            await page.locator("#view").evaluate("view => { view.scrollTop = 400; }")
+            await it.until(f"{ROWS}.every(row => row.querySelector('a').href)")
+            link = page.locator("#rows .row[aria-rowindex='18'] a")
+            href = await link.get_attribute("href")
+            await link.click()
+            await page.locator(".turn-view").first.wait_for()
+            await page.go_back()
+            await page.get_by_text("24 of 29 episodes").wait_for()
+            await it.until(FOCUSED, "18")
+            assert await page.evaluate("document.activeElement.getAttribute('href')") == href
+            assert await page.evaluate("document.getElementById('view').scrollTop") == 400
+
+    asyncio.run(run())
+
+
 def test_list_of_thousands_has_few_elements_and_right_rows(tmp_path):
     group = world.make_group(0, 0)
     writer = world.writer_of(open_store(tmp_path))

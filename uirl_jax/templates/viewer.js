@@ -116,6 +116,16 @@ class EpisodeList {
       this.view.scrollTop = 0;
     });
     window.addEventListener("resize", () => this.draw());
+    // Who comes back from an episode finds the list as it was.
+    window.addEventListener("pagehide", () => {
+      const place = { upto: this.upto, top: this.view.scrollTop, active: this.active };
+      history.replaceState(place, "");
+    });
+    this.body.addEventListener("focusin", (event) => {
+      const row = event.target.closest(".row");
+      if (row) this.active = Number(row.getAttribute("aria-rowindex")) - 2;
+    });
+    this.place = history.state;
     this.query = this.read();
   }
 
@@ -144,7 +154,9 @@ class EpisodeList {
 
   async reload() {
     const version = ++this.version;
-    const answer = await (await ask(this.address(0, WINDOW, null))).json();
+    const place = this.place;
+    this.place = null;
+    const answer = await (await ask(this.address(0, WINDOW, place && place.upto))).json();
     if (version !== this.version) return;
     this.upto = answer.upto;
     this.total = answer.total;
@@ -157,6 +169,10 @@ class EpisodeList {
     this.active = Math.min(this.active, Math.max(0, this.total - 1));
     for (const [index, row] of this.rows) this.fill(row, index);
     this.draw();
+    if (place) {
+      this.view.scrollTop = place.top;
+      this.go(Math.min(place.active, Math.max(0, this.total - 1)));
+    }
   }
 
   onState(state) {
