@@ -344,10 +344,11 @@ def test_list_stands_still_while_the_run_grows(tmp_path):
         before = await asked.rows()
         writer.publish(world.make_group(1, 0))
         await asyncio.to_thread(asked.follower.look)
-        return before, await asked.rows("upto=4"), await asked.rows()
+        asked_before, other = await asked.rows("upto=4"), await asked.rows("upto=4&order=oldest")
+        return before, asked_before, other, await asked.rows()
 
-    before, same, after = ask(tmp_path, test)
-    assert same["rows"] == before["rows"] and same["newer"] == 4
+    before, same, other, after = ask(tmp_path, test)
+    assert same["rows"] == before["rows"] == other["rows"][::-1] and same["newer"] == 4
     assert after["total"] == 8 and after["rows"][4:] == before["rows"]
 
 
