@@ -28,11 +28,12 @@ from tests.buckets import point_to
 from tests.sample_trajectories import LAYOUT as SAMPLE_LAYOUT
 from tests.sample_trajectories import make_trajectory
 from tests.test_report import Page, words
+from tools import viewer as command
 from tools.bucket_emulator import emulator
 from uirl_jax import watch
 from uirl_jax.errors import ConfigError, RecordError, ShardError
 from uirl_jax.shards import record, summary
-from uirl_jax.store import open_store
+from uirl_jax.store import mirror, open_store
 from uirl_jax.types import Trajectory
 from uirl_jax.watch import follow, frames, tokens, viewer
 from uirl_jax.watch.episode_index import EpisodeIndex
@@ -743,10 +744,16 @@ def test_no_address_becomes_a_path(made):
 # ---------------------------------------------------------------- buckets and the command
 
 
-def test_run_in_a_bucket_is_shown(monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", ["gs", "s3", "linked"])
+def test_run_in_a_bucket_is_shown(monkeypatch, tmp_path, kind):
+    address = f"{'s3' if kind == 's3' else 'gs'}://runs/far"
+    workdir = address
+    if kind == "linked":
+        workdir = str(tmp_path / "linked")
+        mirror.link(Path(workdir), address)
     with emulator() as service:
         point_to(service, monkeypatch)
-        store = open_store("gs://runs/far")
+        store = open_store(address)
         made = tmp_path / "made"
         world.make_run(made, groups=2)
         for path in made.rglob("*"):
@@ -760,17 +767,18 @@ def test_run_in_a_bucket_is_shown(monkeypatch, tmp_path):
             await asyncio.to_thread(asked.follower.look)
             return first, await asked.page("/"), await asked.page(f"/episode/{key}")
 
-        first, second, episode = ask("gs://runs/far", test)
+        first, second, episode = ask(workdir, test)
     shown = words(parsed(first).text)
-    assert "gs://runs/far" in shown and "in progress, 20 steps done" in shown
+    assert ("linked" if kind == "linked" else address) in shown
+    assert "in progress, 20 steps done" in shown
     assert "playing 8 episodes" in shown and "all rewards are <equal>" in shown
     assert "Since step 7: something new" in words(parsed(second).text)
     assert "Turn 1" in words(parsed(episode).text)
 
 
 def test_command_prints_its_address_and_ends_with_ctrl_c(made):
-    command = (sys.executable, "-m", "tools.viewer", f"--workdir={made[0]}")
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    arguments = (sys.executable, "-m", "tools.viewer", f"--workdir={made[0]}")
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             address = process.stdout.readline().strip()
             assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
@@ -780,10 +788,23 @@ def test_command_prints_its_address_and_ends_with_ctrl_c(made):
             process.kill()
 
 
+def test_token_comes_from_a_file_the_environment_or_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
+    assert command.read_token("", "127.0.0.1") is None
+    drawn = {command.read_token("", "0.0.0.0") for _ in range(3)}
+    assert len(drawn) == 3 and all(len(token or "") >= 24 for token in drawn)
+    monkeypatch.setenv(command.TOKEN_VARIABLE, "of-the-environment")
+    assert command.read_token("", "127.0.0.1") == "of-the-environment"
+    (tmp_path / "token").write_text("of-the-file\n")
+    assert command.read_token(str(tmp_path / "token"), "127.0.0.1") == "of-the-file"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        command.read_token(str(tmp_path / "nowhere"), "127.0.0.1")
+
+
 def test_command_with_wrong_arguments_is_one_line(tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = (sys.executable, "-m", "tools.viewer", *arguments)
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        parts = (sys.executable, "-m", "tools.viewer", *arguments)
+        return subprocess.run(parts, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     missing = run(f"--workdir={tmp_path}/nowhere")
     assert missing.returncode != 0 and missing.stderr.count("\n") == 1
