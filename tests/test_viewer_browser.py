@@ -16,7 +16,7 @@ import pytest
 
 from tests import viewer_world as world
 from tests.chromium import needs_chromium
-from tests.test_viewer import ATTACK
+from tests.viewer_world import ATTACK
 from uirl_jax.metrics import MetricsWriter
 from uirl_jax.store import open_store
 from uirl_jax.watch import viewer

@@ -17,7 +17,7 @@ import aiohttp
 import numpy as np
 from tokenizers import Tokenizer
 
-from tests.test_report import KINDS, evaluate_stage, play, write_metrics
+from tests.test_report import KINDS, Page, evaluate_stage, play, write_metrics
 from uirl_jax import assets
 from uirl_jax.policy_sync import MANIFEST
 from uirl_jax.shards.record import TokenLayout
@@ -55,6 +55,8 @@ ALGORITHM = {
     "replay": False,
 }
 GROUP_SIZE = 4
+BIDI = "\u202e"
+ATTACK = f"<script>alert(1)</script>\"' onload=alert(2) <img src=x onerror=alert(3)>{BIDI}gnp.exe"
 
 
 def with_tokens(trajectory: Trajectory, version: int) -> Trajectory:
@@ -228,6 +230,34 @@ async def looking_at(workdir: str | Path, **options: Any) -> AsyncIterator[Asked
             yield Asked(session, address, follower)
     finally:
         follower.close()
+
+
+def ask(workdir: str | Path, test, **options):
+    """The result of a coroutine function that is given a running viewer."""
+
+    async def run():
+        async with looking_at(workdir, **options) as asked:
+            return await test(asked)
+
+    return asyncio.run(run())
+
+
+async def key_of(asked: Asked, query: str) -> str:
+    return (await asked.rows(query))["rows"][0]["key"]
+
+
+def parsed(text: str) -> Page:
+    """A page of the viewer, checked: its own script alone, and no handler or style in a tag."""
+    page = Page(text)
+    scripts = [attrs for tag, attrs in page.tags if tag == "script"]
+    assert scripts in ([], [{"src": "/static/viewer.js", "defer": None}])
+    assert not [tag for tag, _ in page.tags if tag in ("iframe", "object", "base", "embed")]
+    for _, attrs in page.tags:
+        assert "style" not in attrs and not [name for name in attrs if name.startswith("on")]
+        for name in ("src", "href", "action"):
+            assert (attrs.get(name) or "/").startswith(("/", "?", "#")), attrs
+    assert BIDI not in text
+    return page
 
 
 if __name__ == "__main__":
