@@ -130,7 +130,7 @@ def decode(payload: bytes) -> dict[str, list[bytes] | list[int]]:
 def decode_some(payload: bytes, names: Sequence[str]) -> dict[str, list]:
     """The features of these names alone, for lists of many records; the others are not checked.
 
-    A third of the time of `decode`. Raises RecordError for what is no Example.
+    Raises RecordError for what is no Example.
     """
     try:
         features = _MapExample.FromString(payload).features.feature
