@@ -99,7 +99,7 @@ def test_watcher_says_it_once_with_examples_and_when_it_is_over(tmp_path, capsys
     found = json.loads((tmp_path / "findings.json").read_text())
     assert list(found) == ["format_errors"] and found["format_errors"]["since_step"] == 5
     page = write_report(tmp_path).read_text()
-    assert "<h3>Diagnosis</h3>" in page and "Since step 5: 100% of the episodes" in page
+    assert "<h2>Diagnosis</h2>" in page and "Since step 5: 100% of the episodes" in page
     # A restart says nothing twice; a run that has recovered says so.
     again = Watcher(tmp_path, steps=100)
     for step in range(8, 14):

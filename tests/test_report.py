@@ -32,7 +32,7 @@ from uirl_jax.metrics import COLD_START_DIR, MetricsWriter
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers.tasks import desktop
-from uirl_jax.watch import charts, draw, gather
+from uirl_jax.watch import charts, frames, gather
 
 LAYOUT = TokenLayout(vocab_size=100, image_token_id=7)
 KINDS = (
@@ -333,11 +333,11 @@ def test_report_episodes_before_and_after_are_the_same_instance(page: Page) -> N
 
 
 def test_report_mark_is_where_the_action_was() -> None:
-    mark = draw._mark(Action("click", x=30, y=40), 224, 168)
-    assert mark == draw._Mark(30.5, 40.5, None, None, off_screen=False)
-    drag = draw._mark(Action("drag", x=1, y=2, x2=300, y2=4), 224, 168)
-    assert drag == draw._Mark(1.5, 2.5, 223.5, 4.5, off_screen=True)
-    assert draw._mark(Action("type", text="x"), 224, 168) is None
+    mark = frames.mark(Action("click", x=30, y=40), 224, 168)
+    assert mark == frames.Mark(30.5, 40.5, None, None, off_screen=False)
+    drag = frames.mark(Action("drag", x=1, y=2, x2=300, y2=4), 224, 168)
+    assert drag == frames.Mark(1.5, 2.5, 223.5, 4.5, off_screen=True)
+    assert frames.mark(Action("type", text="x"), 224, 168) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"<svg onload=alert(1)>", b"\x89PNG\r\n\x1a\n", b"GIF89a"])
@@ -345,7 +345,7 @@ def test_report_bytes_that_are_no_screenshot_leave_a_blank(data: bytes) -> None:
     trajectory = play(TaskSpec("desktop/click_button", 1), 1.0, 0)
     key = trajectory.turns[0].image_keys[-1]
     broken = dataclasses.replace(trajectory, images={key: data})
-    frame = draw._frame(1, broken.turns[0], broken)
+    frame = frames.frame(1, broken.turns[0], broken)
     assert frame.source == "" and frame.mark is None and "no screenshot" in frame.alt
 
 

@@ -11,13 +11,15 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from PIL import Image
-from tensorboardX import SummaryWriter
 
 from uirl_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 TENSORBOARD_DIR = "tb"
 WANDB_DIR = "wandb"
@@ -107,7 +109,10 @@ class TensorBoard:
     """TensorBoard's event files, without TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        # Only here: it imports torch where there is one (1.7 s), and a reader needs neither.
+        import tensorboardX
+
+        self._directory, self._make = directory, tensorboardX.SummaryWriter
         self._writer: SummaryWriter | None = None
 
     def scalars(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
@@ -154,7 +159,7 @@ class TensorBoard:
             # purge_step makes TensorBoard hide values that a killed process wrote for this and
             # later steps. The suffix makes the file name unique within a second; otherwise an
             # older file could be overwritten.
-            self._writer = SummaryWriter(
+            self._writer = self._make(
                 str(self._directory),
                 purge_step=step,
                 flush_secs=10,

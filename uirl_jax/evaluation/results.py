@@ -43,7 +43,11 @@ def to_result(flat: Mapping[str, Any]) -> EvalResult:
     Raises: TypeError, KeyError, AttributeError: others.
     """
     per_task = {label: Rate(**rate) for label, rate in flat["per_task"].items()}
-    return EvalResult(**{**flat, "per_task": per_task})
+    result = EvalResult(**{**flat, "per_task": per_task})
+    whole = isinstance(result.stage, str) and type(result.finished_unix_s) in (int, float)
+    if not whole:
+        raise TypeError("stage is no text, or finished_unix_s no number")
+    return result
 
 
 def forget_after(workdir: str | os.PathLike[str], version: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractMesh
 
-from uirl_jax import metrics, watch
+from uirl_jax import metrics
 from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.errors import ConfigError, StoppedError
 from uirl_jax.families import loading
@@ -25,6 +25,7 @@ from uirl_jax.roles.eval import own_verifier
 from uirl_jax.roles.judge import judging
 from uirl_jax.run import Run
 from uirl_jax.shards import plan
+from uirl_jax.watch.diagnosis import Watcher
 
 
 def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) -> None:
@@ -85,7 +86,7 @@ def learn(
                 mesh=mesh,
                 on_ready=on_ready,
             )
-        watcher = watch.Watcher(run.workdir, run.cfg.learner.steps)
+        watcher = Watcher(run.workdir, run.cfg.learner.steps)
         return run_learner(
             training,
             model,

@@ -23,12 +23,14 @@ _DTYPES = {"<i4": 4, "<i8": 8, "<f4": 4, "<f8": 8}
 _MAX_ITEMS = 2**26  # per dimension of an array, also if another dimension is 0
 
 
-def _example_class() -> type[Any]:
+def _example_class(*, is_map: bool = False) -> type[Any]:
     """The message class of an Example, with the numbers and types of the source.
 
     Two differences change no byte. Entries are a list and not a map, and the lists of a feature
     are not a oneof: so `decode` sees a name that comes twice, and a feature with two lists. And
     all fields say whether they were there, which proto3's do not.
+
+    Args: is_map: entries are a map, as in the source: a few are found without touching the others.
     """
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="uirl_jax/example.proto", syntax="proto2")
@@ -54,12 +56,26 @@ def _example_class() -> type[Any]:
                 added.type = kind
             if kind == field.TYPE_INT64:
                 added.options.packed = True
+    if is_map:
+        _make_map(file)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
 
 
+def _make_map(file: descriptor_pb2.FileDescriptorProto) -> None:
+    """Turns the list of entries into a map; protobuf wants its entry inside the message."""
+    features = next(one for one in file.message_type if one.name == "Features")
+    entry = features.nested_type.add()
+    entry.CopyFrom(next(one for one in file.message_type if one.name == "Entry"))
+    entry.name = "FeatureEntry"
+    entry.field[0].type = descriptor_pb2.FieldDescriptorProto.TYPE_STRING  # of a map, no bytes
+    entry.options.map_entry = True
+    features.field[0].type_name = "FeatureEntry"
+
+
 _Example = _example_class()
+_MapExample = _example_class(is_map=True)
 
 
 def encode(features: Mapping[str, Feature]) -> bytes:
@@ -109,6 +125,23 @@ def decode(payload: bytes) -> dict[str, list[bytes] | list[int]]:
             raise RecordError(f"feature {name!r} has {2 * of_bytes} lists, expected one")
         features[name] = list((feature.bytes_list if of_bytes else feature.int64_list).value)
     return features
+
+
+def decode_some(payload: bytes, names: Sequence[str]) -> dict[str, list]:
+    """The features of these names alone, for lists of many records; the others are not checked.
+
+    Raises RecordError for what is no Example.
+    """
+    try:
+        features = _MapExample.FromString(payload).features.feature
+    except message.DecodeError as error:
+        raise RecordError(f"not a tf.train.Example: {error}") from None
+    found: dict[str, list] = {}
+    for name in names:
+        if name in features:  # reading a map of protobuf adds what is not there
+            feature = features[name]
+            found[name] = list(feature.bytes_list.value or feature.int64_list.value)
+    return found
 
 
 class Fields:

@@ -19,8 +19,8 @@ from uirl_jax.metrics import key_values, last_object, read_metrics
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import StopReason
 from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.watch.findings import FINDINGS_FILE, read_findings
 
-FINDINGS_FILE = "findings.json"
 WINDOW = 5
 MAX_EXAMPLES = 3
 # Nats a token between actor and learner at staleness 0, where rounding gives 1e-6 to 1e-2.
@@ -250,17 +250,6 @@ class Watcher:
             else "episodes are being played: actor/turns and actor/episode_s say how slowly"
         )
         print(key_values("waiting_for_records", seconds=round(seconds), text=text), flush=True)
-
-
-def read_findings(workdir: Path) -> dict[str, dict[str, object]]:
-    """{rule: {"since_step": 5, "text": ...}} of findings.json; {} if there is none."""
-    try:
-        found = json.loads((workdir / FINDINGS_FILE).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
-        return {}
-    return found
 
 
 def env_error_reasons(logs: Path) -> list[str]:

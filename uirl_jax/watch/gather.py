@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from uirl_jax.types import TaskSpec, Trajectory
 
 VERSIONS_OF = ("uirl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 
+_MOST = 1e300  # of a number that is drawn
+_RATE_FIELDS = dataclasses.fields(evaluation.Rate)
 _SECRET = re.compile(r"(^|_)(token|secret|password|api_key)$")
 
 
@@ -44,9 +46,10 @@ class RunFiles:
         return [result for result in self.results if result.stage != evaluation.CHANCE]
 
 
-def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
+def read_run(workdir: str | os.PathLike[str], *, with_episodes: bool = True) -> RunFiles:
     """Reads a workdir; missing files give empty fields, unreadable ones a note.
 
+    Args: with_episodes: whether the kept episodes of the stages are read too.
     Raises: UirlError: the workdir is not a directory.
     """
     root = Path(workdir)
@@ -54,22 +57,28 @@ def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
         raise UirlError(f"{root}: no such directory; give the workdir of a run")
     notes: list[str] = []
     summary = _read_object(root / evaluation.SUMMARY_FILE, notes)
+    fault = _fault_of_summary(summary)
+    if fault:
+        notes.append(f"summary.json has a {fault!r} that is not what a run writes: left out")
+        summary = {}
     config = _read_object(root / "config.json", notes)
     try:
-        results = list(evaluation.read_results(root).values())
+        results = _checked_results(evaluation.read_results(root).values(), notes)
     except UirlError as error:
         notes.append(str(error))
         results = []
     run = RunFiles(
         root=root,
-        rows=read_metrics(root),
-        cold_rows=read_metrics(root / COLD_START_DIR),
+        rows=_drawable(read_metrics(root)),
+        cold_rows=_drawable(read_metrics(root / COLD_START_DIR)),
         summary=summary,
         config=without_secrets(config),
         results=results,
         episodes={},
         notes=notes,
     )
+    if not with_episodes:
+        return run
     stages = [result.stage for result in run.played]
     return dataclasses.replace(run, episodes=_read_episodes(root, stages, notes))
 
@@ -86,6 +95,49 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
         return content
     notes.append(f"{path.name} is not a JSON object and is left out")
     return {}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of a JSON file can be drawn; not so NaN, which Python's JSON reads."""
+    return type(value) in (int, float) and abs(value) < _MOST
+
+
+def _drawable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl without what is no number."""
+    return [
+        {name: value for name, value in row.items() if _is_number(value)}
+        for row in rows
+        if _is_number(row["step"]) and abs(row["step"]) < 2**53
+    ]
+
+
+def _fault_of_summary(summary: dict[str, Any]) -> str:
+    """The first key of a summary that has not the type that a run writes; empty: none."""
+    for name in ("train_seconds", "peak_rss_gib"):
+        if not _is_number(summary.get(name, 0)):
+            return name
+    if not isinstance(summary.get("facts", {}), dict):
+        return "facts"
+    counts = ("published", *evaluation.FATES, "lost", "env_error")
+    found = summary.get("episodes", dict.fromkeys((*counts, "identity_holds"), 0))
+    is_whole = isinstance(found, dict) and "identity_holds" in found
+    return "" if is_whole and all(_is_number(found.get(n)) for n in counts) else "episodes"
+
+
+def _checked_results(
+    results: Iterable[evaluation.EvalResult], notes: list[str]
+) -> list[evaluation.EvalResult]:
+    """The results whose numbers are numbers."""
+    kept = []
+    for result in results:
+        rates = (result, *result.per_task.values())
+        numbers = [getattr(rate, field.name) for rate in rates for field in _RATE_FIELDS]
+        numbers += [result.env_errors, result.missing]
+        if isinstance(result.stage, str) and all(map(_is_number, numbers)):
+            kept.append(result)
+        else:
+            notes.append(f"the result of stage {str(result.stage)[:80]!r} is left out: no numbers")
+    return kept
 
 
 def _read_episodes(
@@ -130,8 +182,11 @@ def machine_facts() -> dict[str, str]:
     return facts
 
 
-def run_facts(run: RunFiles) -> dict[str, str]:
-    """Label -> value: steps, time, memory, seed and machine. Values are untrusted text."""
+def run_facts(run: RunFiles, *, on_its_machine: bool = True) -> dict[str, str]:
+    """Label -> value: steps, time, memory, seed and machine. Values are untrusted text.
+
+    Args: on_its_machine: whether this process is the run's, and its machine too.
+    """
     facts: dict[str, str] = {}
     if run.rows:
         facts["steps"] = str(run.rows[-1]["step"])
@@ -141,7 +196,7 @@ def run_facts(run: RunFiles) -> dict[str, str]:
         facts["peak memory"] = f"{run.summary['peak_rss_gib']:.2f} GiB"
     if "seed" in run.summary:
         facts["seed"] = str(run.summary["seed"])
-    machine = run.summary.get("facts") or machine_facts()
+    machine = run.summary.get("facts") or (machine_facts() if on_its_machine else {})
     return facts | {key: str(value) for key, value in machine.items()}
 
 
