@@ -179,7 +179,7 @@ def tags_of(card: str) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_changes_nothing_of_the_card(tmp_path, text):
-    """Wherever a run can put text: the card has the same elements and the same head as with `x y`."""
+    """Wherever a run can put text: the card has the elements and the head of one with `x y`."""
 
     def card_with(text: str, folder: str) -> str:
         workdir = tmp_path / folder
