@@ -6,15 +6,20 @@ import io
 import json
 
 import pytest
+from ml_collections import ConfigDict
 from PIL import Image
 
 from tests import actor_world as world
+from tests import tiny_config
 from tests.sample_trajectories import LAYOUT, make_trajectory
 from tools import replay
 from uirl_jax.actor.rollout import RolloutSetup, run_episode
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.families.screens import image_key
+from uirl_jax.run import open_run
 from uirl_jax.shards.writer import write_shard
-from uirl_jax.types import TaskSpec, Trajectory
+from uirl_jax.types import Judgement, Rule, TaskSpec, Trajectory
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.server import supervisor
 
@@ -198,6 +203,57 @@ def test_pixels_are_counted_by_hand():
     sizes = replay.compare_pixels(black, Image.new("RGB", (5, 4)))
     assert sizes.share == 1.0 and str(sizes) == "the screenshot had 10x4 pixels, now 5x4"
     assert replay.draw_difference(black, Image.new("RGB", (5, 4))).size == (10, 4)
+
+
+def test_other_renderer_is_noted_and_no_difference(episode, shard_of, url, capsys):
+    drawn = dataclasses.replace(episode, renderer="chromium-1")
+    assert run(shard_of(drawn), drawn, f"--verifier={url}") == 0
+    printed = capsys.readouterr().out
+    assert "before the first turn: pages were drawn by chromium-1, now by none" in printed
+
+
+def workdir_with(root, shard, **verifier):
+    """A workdir of a run with this section `verifier`, and the shard in it."""
+    cfg = tiny_config.get_config()
+    cfg.model.path = "asset:tiny-ui-base"
+    cfg.verifier = ConfigDict(verifier)
+    open_run(root, reading.from_config(RunConfig, cfg))
+    (root / "shards").mkdir()
+    shard.rename(root / "shards" / "a0.tfrecord")
+    return root
+
+
+def test_config_of_a_workdir_says_where_and_how(episode, shard_of, url, tmp_path, capsys):
+    dead = workdir_with(tmp_path / "dead", shard_of(episode), urls=("http://127.0.0.1:9",))
+    assert run(dead, episode) == replay.NOT_COMPARED
+    assert "127.0.0.1:9" in capsys.readouterr().err
+    assert run(dead, episode, f"--verifier={url}") == 0  # the flag comes first
+    slow = workdir_with(tmp_path / "slow", shard_of(episode), action_delay_s=1000.0 / 17)
+    assert run(slow, episode, f"--verifier={url}") == 1
+    assert "turn 1: click fails now: " in (printed := capsys.readouterr().out)
+    assert "delay is 58.8" in printed  # more than the server allows
+    containers = {"runtime": "docker", "image": "x"}
+    held = workdir_with(
+        tmp_path / "held", shard_of(episode), dialect="g2a", containers=ConfigDict(containers)
+    )
+    assert run(held, episode) == replay.NOT_COMPARED
+    assert "the run played in containers" in capsys.readouterr().err
+
+
+def test_own_rule_of_a_workdir_judges_again(episode, shard_of, url, tmp_path, capsys):
+    """The record was judged by the server; a rule of the config decides progress now."""
+    root = tmp_path / "own"
+    cfg = tiny_config.get_config()
+    cfg.model.path = "asset:tiny-ui-base"
+    cfg.tasks[0].rule = "tests.test_replay_tool:ends_at_once"
+    open_run(root, reading.from_config(RunConfig, cfg))
+    shard_of(episode).rename(root / "a0.tfrecord")
+    assert run(root, episode, f"--verifier={url}") == 1
+    assert "turn 1: progress: done was false, now true" in capsys.readouterr().out
+
+
+def ends_at_once(task: TaskSpec) -> Rule:
+    return Rule("", lambda progress, turns: Judgement(True, 0.5, False))
 
 
 def no_turn(episode):

@@ -452,7 +452,8 @@ def report(found: Found) -> str:
         rows = histogram(differences)
         most = max(count for _, count in rows)
         lines += [
-            f"  {name:12} {count:8}  {'#' * math.ceil(_BAR * count / most)}" for name, count in rows
+            f"  {name:12} {count:8}  {'#' * math.ceil(_BAR * count / most)}".rstrip()
+            for name, count in rows
         ]
         lines.append("the largest:")
         lines += [

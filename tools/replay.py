@@ -37,6 +37,7 @@ from uirl_jax.store.files import new_directory
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers import dialects
+from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.server import supervisor
@@ -164,11 +165,8 @@ async def replay(
     """
     session = await client.create(trajectory.task)
     try:
-        if session.instruction != trajectory.instruction:
-            was, now = (
-                repr(printable(text, 100)) for text in (trajectory.instruction, session.instruction)
-            )
-            yield Compared(0, other=f"the instruction was {was}, now {now}"), None
+        if before := _compare_opening(trajectory, session):
+            yield before, None
         screenshot = await client.screenshot(session.id)
         for number, turn in enumerate(trajectory.turns, start=1):
             # The newest screenshot always stays in a context, as its last.
@@ -195,6 +193,20 @@ async def replay(
     finally:
         with contextlib.suppress(VerifierError):  # the verifier's idle timeout ends the session
             await client.delete(session.id)
+
+
+def _compare_opening(trajectory: Trajectory, session: Session) -> Compared | None:
+    """What the verifier says of itself before the first turn; None where nothing differs."""
+    other = note = ""
+    if session.instruction != trajectory.instruction:
+        was, now = (
+            repr(printable(text, 100)) for text in (trajectory.instruction, session.instruction)
+        )
+        other = f"the instruction was {was}, now {now}"
+    if trajectory.renderer and session.renderer != trajectory.renderer:
+        names = (printable(name or "none", 40) for name in (trajectory.renderer, session.renderer))
+        note = "pages were drawn by {}, now by {} (docs/bundled_server.md)".format(*names)
+    return Compared(0, other=other, note=note) if other or note else None
 
 
 def _decoded(screenshot: bytes) -> Image.Image:
@@ -315,11 +327,10 @@ def report(trajectory: Trajectory, found: Sequence[Compared]) -> str:
     lines = [f"episode {printable(trajectory.episode_id)}: {_task(trajectory.task)}"]
     differing = [compared for compared in found if compared.differences]
     for compared in differing[:_SHOWN]:
-        where = f"turn {compared.turn}" if compared.turn else "before the first turn"
-        lines += [f"  {where}: {line}" for line in compared.differences]
+        lines += [f"  {_where(compared)}: {line}" for line in compared.differences]
     if len(differing) > _SHOWN:
         lines.append(f"  and {len(differing) - _SHOWN} more turns; --json has all")
-    lines += [f"  turn {one.turn}: {one.note}" for one in found if one.note]
+    lines += [f"  {_where(one)}: {one.note}" for one in found if one.note]
     played = sum(compared.turn > 0 for compared in found)
     if not differing:
         lines.append(f"same: pixels and progress of {_turns(played)}")
@@ -331,6 +342,10 @@ def report(trajectory: Trajectory, found: Sequence[Compared]) -> str:
             f"{_turns(played)} played"
         )
     return "\n".join(lines)
+
+
+def _where(compared: Compared) -> str:
+    return f"turn {compared.turn}" if compared.turn else "before the first turn"
 
 
 def _turns(count: int) -> str:
