@@ -149,6 +149,18 @@ def test_config_shows_what_differs_and_neither_addresses_nor_secrets(tmp_path):
     assert shown == {"learner.steps": 1, "seed": 3}
 
 
+@pytest.mark.parametrize(("rank", "asked"), [(1, 1), (3, 8), (16, 16), (100, 128), (512, 512)])
+def test_server_is_asked_for_a_rank_that_it_takes(tmp_path, rank, asked):
+    """vLLM's --max-lora-rank is one of a few numbers."""
+    model = dataclasses.replace(config().model, lora=LoraConfig(rank=rank))
+    card = card_of(tmp_path, cfg=config(model=model))
+    assert f"--max-lora-rank {asked} " in card and "tower-connector" not in card
+    assert "--enable-tower-connector-lora" in card_of(tmp_path, trains_vision=True)
+    assert "chat-template" not in card
+    (tmp_path / "chat_template.jinja").touch()
+    assert "--chat-template agent/chat_template.jinja" in card_of(tmp_path)
+
+
 def test_data_counts_the_episodes_of_the_run(tmp_path):
     assert "not counted yet, because the run has not ended" in card_of(tmp_path)
     counts = dict.fromkeys(("trained", "stale", "quarantined", "duplicate", "pending"), 0)

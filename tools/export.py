@@ -151,7 +151,8 @@ def export(
     else:
         loading.save_merged(base_dir, cfg.model.adapters, adapters, out, chat=chat)
     name, format_name = out.resolve().name, chat.format.name
-    described = model_card.Export(kind, name, what, cfg, workdir, base, format_name)
+    vision = any(path.partition("/")[0] in family.vision_parts for path in arrays)
+    described = model_card.Export(kind, name, what, cfg, workdir, base, format_name, vision)
     model_card.write(out, described)
     return f"{what} on {base_dir}"
 

@@ -33,7 +33,7 @@ _LEFT_OUT = (
     *("engine.openai.adapters_dir", "engine.openai.adapters_dir_there"),
 )
 _PUNCTUATION = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@])")
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Export:
     workdir: Path
     base: Base
     action_format: str
+    trains_vision: bool = False  # adapters outside of the text tower
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -260,12 +261,15 @@ def _use(export: Export, has_template: bool) -> list[str]:
             f'model = PeftModel.from_pretrained(base, "{name}")',
         ]
         ours = f'uirl_jax.VLM.from_pretrained("{base}", adapter="{name}")'
+        options = [f"--lora-modules agent={name}"]
+        if export.trains_vision:
+            options = ["--enable-tower-connector-lora", *options]
+        if has_template:
+            options += [f"--chat-template {name}/{_TEMPLATE}"]
         serve = [
             f"vllm serve {base} --enable-lora --max-lora-rank {_vllm_rank(export.lora)} \\",
-            f"  --lora-modules agent={name}",
+            f"  {' '.join(options)}",
         ]
-        if has_template:
-            serve = [*serve[:-1], f"{serve[-1]} --chat-template {name}/{_TEMPLATE}"]
     else:
         loading += [f'model = AutoModelForImageTextToText.from_pretrained("{name}")']
         ours = f'uirl_jax.VLM.from_pretrained("{name}")'
