@@ -120,14 +120,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def body(export: Export, has_template: bool) -> str:
     """Args: has_template: whether the directory has a chat template of its own."""
-    kind = "LoRA adapter" if export.kind == "adapter" else "model with the adapter merged into it"
+    kind = "A LoRA adapter"
+    if export.kind != "adapter":
+        kind = "A vision-language model with its LoRA adapter merged into it"
     if export.lora is None:
-        kind = "model with all weights trained"
+        kind = "A vision-language model, trained in all its weights"
     lines = [
         f"# {plain(export.name)}",
         "",
-        f"A {kind} for operating user interfaces, trained by reinforcement learning with uirl_jax: "
-        f"{plain(export.what)}.",
+        f"{kind}, that operates user interfaces: {plain(export.what)} of a run of uirl_jax, by "
+        "reinforcement learning.",
         "",
         *_base(export),
         *_evaluation(export.workdir),
