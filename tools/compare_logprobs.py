@@ -5,10 +5,11 @@
     python -m tools.compare_logprobs runs/quickstart --episode=3f2a
 
 For every sampled token: the recorded logprob of the whole distribution (before top-p and top-k),
-and the learner's of the same token, policy version and temperature, by the learner's own program.
-The mean is what the metric offpolicy/drift is at staleness 0. A version's adapters are taken from
-policy/, checkpoints/ or best/; version 0 is the base. Exit code 1: a difference is above --limit;
-2: nothing could be compared. The workdir is only read.
+and the learner's of the same token, policy version and temperature, by the program that recomputes
+old logprobs. The mean is the metric offpolicy/drift at staleness 0; in bfloat16 of runs with
+several updates a step, because with one the metric is of the gradient's pass, which rounds in other
+places. A version's adapters are taken from policy/, checkpoints/ or best/; version 0 is the base.
+Exit code 1: a difference is above --limit; 2: nothing could be compared. The workdir is only read.
 """
 
 import argparse
