@@ -85,6 +85,25 @@ def test_actor_and_learner_agree_and_what_is_gone_is_named(workdir, tmp_path, ca
     assert sum(found["histogram"].values()) == found["tokens"] == sum(rows.values())
 
 
+def test_mean_is_the_drift_that_the_learner_reported(finished, tmp_path):
+    """Of the step that learnt from a version's episodes, computed by another program."""
+    _, found = compared(finished, tmp_path)
+    rows = {row["episode_id"]: row for row in found["episodes"]}
+    drifts = command_world.metric_by_step(finished, "offpolicy/drift")
+    for version in (0, 2, 3):
+        trained = [
+            rows[one.episode_id]
+            for path in finished.rglob("*.tfrecord")
+            for one in read_shard(path)[1]
+            if one.actor_id != "eval" and one.policy_versions == (version, version)
+        ]
+        assert len(trained) == command_world.GROUPS * command_world.MEMBERS
+        total = sum(row["mean"] * row["tokens"] for row in trained)
+        mean = total / sum(row["tokens"] for row in trained)
+        # Both are rounding errors, of the same products.
+        assert mean == pytest.approx(drifts[version], rel=0.2) and 0 < mean < 1e-5
+
+
 def test_one_wrong_logprob_is_found_with_its_token(workdir, tmp_path, capsys):
     path, header, trajectories = shard_of_version(workdir, 2)
     victim = trajectories[1]
