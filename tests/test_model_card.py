@@ -125,6 +125,23 @@ def test_evaluations_have_wilson_intervals_of_their_counts(tmp_path):
     assert "Not readable: " in card_of(tmp_path) and "<b>" not in card_of(tmp_path)
 
 
+def test_suites_have_a_row_for_each_policy(tmp_path):
+    for name, content in (
+        ("base", {"all": {"success": {"successes": 48, "attempts": 200}}}),
+        ("version_120", {"all": {"success": {"successes": 199, "attempts": 200}}}),
+        ("odd", {"all": {"success": {"successes": "<b>", "attempts": 200}}}),
+        ("other", ["x"]),
+    ):
+        folder = tmp_path / "eval" / "suites" / "desk|top" / name
+        folder.mkdir(parents=True)
+        (folder / "scores.json").write_text(json.dumps(content))
+    card = card_of(tmp_path)
+    assert r"| desk\|top | `version_120` | 99.5% | 97.2% to 99.9% | 199/200 |" in card
+    assert r"| desk\|top | `base` | 24.0% | 18.6% to 30.4% | 48/200 |" in card
+    assert "<b>" not in card and "`odd`" not in card and "`other`" not in card
+    assert "`before`" not in card  # no stage was evaluated
+
+
 def test_config_shows_what_differs_and_neither_addresses_nor_secrets(tmp_path):
     cfg = config()
     verifier = dataclasses.replace(

@@ -17,6 +17,7 @@ from uirl_jax import evaluation
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import UirlError
 from uirl_jax.evaluation.statistics import EvalResult, wilson_interval
+from uirl_jax.evaluation.suite_play import SCORES_FILE, SUITES_DIR
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.untrusted.json import printable
 from uirl_jax.watch.gather import machine_facts, without_secrets
@@ -32,6 +33,7 @@ _LEFT_OUT = (
     *("engine.openai.url", "engine.openai.api_key_env", "engine.openai.model"),
     *("engine.openai.adapters_dir", "engine.openai.adapters_dir_there"),
 )
+_SCORES = f"{SUITES_DIR}/*/*/{SCORES_FILE}"  # of one policy on one suite
 _PUNCTUATION = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@])")
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be
 
@@ -177,16 +179,26 @@ def _evaluation(workdir: Path) -> list[str]:
     except (UirlError, OSError) as error:
         return [*lines, f"Not readable: {plain(error)}", ""]
     rows = [row for result in results for row in _rates(result)]
-    if not rows:
+    suites = [row for path in sorted(workdir.glob(_SCORES)) for row in _suite(path)]
+    if not rows and not suites:
         return [*lines, "None was made.", ""]
-    head = ("stage", "task", "success", "95 % interval", "episodes")
-    lines += [
-        "Held-out instances of the run's tasks, which were never trained on. `before` is the base, "
-        "`after` the last policy, `version_N` policy version N, `random` random actions.",
-        "",
-        *table(head, rows),
-        "Intervals are Wilson's.",
-    ]
+    if rows:
+        head = ("stage", "task", "success", "95 % interval", "episodes")
+        lines += [
+            "Held-out instances of the run's tasks, which were never trained on. `before` is the "
+            "base, `after` the last policy, `version_N` policy version N, `random` random actions.",
+            "",
+            *table(head, rows),
+        ]
+    if suites:
+        head = ("suite", "policy", "success", "95 % interval", "episodes")
+        lines += [
+            "Suites. Several episodes of an instance are not independent: their interval is too "
+            "narrow.",
+            "",
+            *table(head, suites),
+        ]
+    lines += ["Intervals are Wilson's."]
     if renderers := {name for result in results for name in result.renderers}:
         lines += ["", f"Pages were drawn by: {plain(', '.join(sorted(map(str, renderers))))}."]
     return [*lines, ""]
@@ -197,19 +209,33 @@ def _rates(result: EvalResult) -> Iterator[tuple[str, ...]]:
     if len(result.per_task) > 1:
         parts += list(result.per_task.items())
     for task, rate in parts:
-        successes, attempts = rate.successes, rate.attempts
-        if type(successes) is not int or type(attempts) is not int:
-            continue
-        if not 0 <= successes <= attempts or not attempts:
-            continue
-        low, high = wilson_interval(successes, attempts)
-        yield (
-            code(result.stage),
-            code(task),
-            f"{100 * successes / attempts:.1f}%",
-            f"{100 * low:.1f}% to {100 * high:.1f}%",
-            f"{successes}/{attempts}",
-        )
+        if shown := _shown_rate(rate.successes, rate.attempts):
+            yield (code(result.stage), code(task), *shown)
+
+
+def _suite(path: Path) -> Iterator[tuple[str, ...]]:
+    """The row of one policy's scores.json; none for a file that is not one."""
+    try:
+        success = json.loads(path.read_bytes())["all"]["success"]
+        shown = _shown_rate(success["successes"], success["attempts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if shown:
+        yield (code(path.parent.parent.name), code(path.parent.name), *shown)
+
+
+def _shown_rate(successes: Any, attempts: Any) -> tuple[str, ...]:
+    """Share, interval and counts; empty for counts that cannot be."""
+    if type(successes) is not int or type(attempts) is not int:
+        return ()
+    if not 0 <= successes <= attempts or not attempts:
+        return ()
+    low, high = wilson_interval(successes, attempts)
+    return (
+        f"{100 * successes / attempts:.1f}%",
+        f"{100 * low:.1f}% to {100 * high:.1f}%",
+        f"{successes}/{attempts}",
+    )
 
 
 def _data(export: Export) -> list[str]:
