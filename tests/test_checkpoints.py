@@ -207,9 +207,12 @@ def test_restore_after_a_flipped_bit_in_array_data_falls_back(tmp_path: Path) ->
     flip_bit(sizes[max(sizes)], contents.index(state["noise"].tobytes()[1000:1100]) + 50)
     with Checkpointer(tmp_path, read_only=True) as checkpointer:
         restored = checkpointer.restore_latest(abstract)
+        damage = f"{tmp_path}/2: checksum of 1 arrays does not match, first noise"
+        with pytest.raises(CheckpointError, match=f"^{damage}$"):
+            checkpointer.restore(abstract, 2)  # asked for by its step: nothing falls back
     assert restored.step == 1
     assert_same(restored.arrays, state)
-    assert restored.skipped == [f"{tmp_path}/2: checksum of 1 arrays does not match, first noise"]
+    assert restored.skipped == [damage]
 
 
 def empty(step: Path) -> None:

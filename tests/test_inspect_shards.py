@@ -53,6 +53,22 @@ def test_list_and_verify_tell_the_whole_from_the_damaged(shard, capsys):
     assert "2 shards, 1 damaged" in capsys.readouterr().out
 
 
+def test_list_of_episodes_has_the_ids_that_extract_takes(shard, capsys):
+    broken = shard.with_name("a1.tfrecord")
+    broken.write_bytes(shard.read_bytes()[:-40])
+    assert inspect_shards.main(["list", "--episodes", str(shard.parent)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[1] == (
+        "episode1: desktop/click_button popup seed 7, completed, reward 1, "
+        "2 turns of versions 0 to 0"
+    )
+    assert len(printed.out.splitlines()) == 4 and f"passed over: {broken}" in printed.err
+    assert inspect_shards.main(["list", "--episodes", "--json", str(shard)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["episode_id"] for row in rows] == ids(EPISODES)
+    assert {row["shard"] for row in rows} == {str(shard)} and rows[0]["turns"] == 2
+
+
 def test_extract_writes_the_episode_and_its_screenshots(shard, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["extract", str(shard.parent), "--episode=episode2", f"--out={out}"]

@@ -7,8 +7,9 @@ Takes the newest published policy of the run; with --source=checkpoint the newes
 is whole, with --checkpoint=120 that of step 120. Both kinds of export hold the run's prompts and
 action format (uirl_chat.json). `merged` adds the adapters to the original weights, in float32,
 whatever the run held its frozen weights in, writes them in the dtype that the original files have,
-and copies the tokenizer's and processor's files. The run may go on meanwhile; its workdir is only
-read.
+and copies the tokenizer's and processor's files. README.md is a model card: `hf upload OWNER/NAME
+DIR` publishes the directory. --base-model names the base on the hub where model.path is a
+directory. The run may go on meanwhile; its workdir is only read.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tools import model_card
 from uirl_jax import policy_sync
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
@@ -31,6 +33,7 @@ from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.run import completed
 from uirl_jax.store import open_store
+from uirl_jax.untrusted.json import printable
 
 
 def read_run(workdir: Path) -> RunConfig:
@@ -77,18 +80,42 @@ def checkpointed_adapters(workdir: Path, step: int | None) -> tuple[str, dict[st
     return f"the checkpoint of step {found}", adapters
 
 
+def described_base(cfg: RunConfig, named: str) -> model_card.Base:
+    """What a card says of the base.
+
+    Args: named: --base-model; empty: model.path, where that is a name on the hub.
+    Raises: ConfigError: `named` is no such name.
+    """
+    found = hub.repository_of(named or cfg.model.path)
+    if named and found is None:
+        raise ConfigError(
+            f"--base-model={printable(named)}: expected a name on the Hugging Face hub, "
+            "owner/name or owner/name@revision"
+        )
+    repository, revision = found or ("", "")
+    of_cold_start = bool(cfg.cold_start.steps) and not named
+    return model_card.Base(repository, revision, of_cold_start)
+
+
 def export(
-    kind: str, workdir: Path, out: Path, source: str = "policy", step: int | None = None
+    kind: str,
+    workdir: Path,
+    out: Path,
+    source: str = "policy",
+    step: int | None = None,
+    base_model: str = "",
 ) -> str:
     """Writes `out`; returns what was exported, in words.
 
     Args:
       step: of the checkpoint; None: the newest.
+      base_model: the base's name on the hub; empty: model.path, where that is one.
     Raises: UirlError for everything that a user can get wrong.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out={out}: is there already; give a new or an empty directory")
     cfg = read_run(workdir)
+    base = described_base(cfg, base_model)
     add_own(cfg.model.family)
     base_dir = base_of(workdir, cfg)
     family = family_of(base_dir)
@@ -117,26 +144,36 @@ def export(
             model,
             out,
             family.weights,
-            base_model=base_dir.resolve(),
+            base_model=base.loadable or base_dir.resolve(),
             base_hash=weights.base_hash(base_dir),
         )
         chat_config.write(out, chat, family.chat)
     else:
         loading.save_merged(base_dir, cfg.model.adapters, adapters, out, chat=chat)
+    name, format_name = out.resolve().name, chat.format.name
+    vision = any(path.partition("/")[0] in family.vision_parts for path in arrays)
+    described = model_card.Export(kind, name, what, cfg, workdir, base, format_name, vision)
+    model_card.write(out, described)
     return f"{what} on {base_dir}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.export", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("kind", choices=("adapter", "merged"), help="adapters alone, or a model")
     parser.add_argument("--workdir", type=Path, required=True, help="of the run")
     parser.add_argument("--out", type=Path, required=True, help="a directory that is made")
     parser.add_argument("--source", choices=("policy", "checkpoint"), default="policy")
     parser.add_argument("--checkpoint", type=int, help="its step; means --source=checkpoint")
+    parser.add_argument("--base-model", default="", help="the base's owner/name on the hub")
     args = parser.parse_args(argv)
     source = "checkpoint" if args.checkpoint is not None else args.source
     try:
-        what = export(args.kind, args.workdir, args.out, source, args.checkpoint)
+        what = export(args.kind, args.workdir, args.out, source, args.checkpoint, args.base_model)
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,6 +1,7 @@
 """Looks at shards of trajectories: list, verify, extract an episode, repair a damaged shard.
 
     python -m tools.inspect_shards list runs/quickstart
+    python -m tools.inspect_shards list runs/quickstart/eval/after --episodes
     python -m tools.inspect_shards verify runs/quickstart/quarantine
     python -m tools.inspect_shards extract runs/quickstart --episode=3f2a --out=episode
     python -m tools.inspect_shards repair runs/quickstart/quarantine/a0.tfrecord --out=whole
@@ -59,6 +60,40 @@ def list_shards(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
             "turns": sum(len(one.turns) for one in trajectories),
             "tasks": dict(collections.Counter(one.task.name for one in trajectories)),
         }
+
+
+def list_episodes(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """A row for every episode. Damaged shards are passed over."""
+    for path in paths:
+        try:
+            trajectories = read_shard(path)[1]
+        except ShardError as error:
+            print(f"passed over: {error}", file=sys.stderr)
+            continue
+        for one in trajectories:
+            yield {
+                "episode_id": one.episode_id,
+                "task": one.task.name,
+                "variant": one.task.variant,
+                "seed": one.task.seed,
+                "stop_reason": str(one.stop_reason),
+                "success": one.success,
+                "reward": one.reward,
+                "turns": len(one.turns),
+                "versions": list(one.policy_versions),
+                "shard": str(path),
+            }
+
+
+def _print_episodes(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        variant = f" {row['variant']}" if row["variant"] else ""
+        task = printable(f"{row['task']}{variant} seed {row['seed']}", 120)
+        low, high = row["versions"]
+        print(
+            f"{printable(row['episode_id'])}: {task}, {row['stop_reason']}, reward "
+            f"{row['reward']:g}, {row['turns']} turns of versions {low} to {high}"
+        )
 
 
 def _without(path: Path, error: ShardError) -> str:
@@ -173,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="a line for every shard")
     listing.add_argument("--json", action="store_true", help="an object for every shard instead")
+    listing.add_argument("--episodes", action="store_true", help="a line for every episode instead")
     verify = commands.add_parser("verify", help="exit code 1 if one is damaged")
     one = commands.add_parser("extract", help="an episode as JSON and pictures")
     one.add_argument("--episode", required=True, help="the start of its id")
@@ -190,6 +226,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "extract":
             extract(find_episode(paths, args.episode), args.out)
             print(args.out / "episode.json")
+            return 0
+        if args.command == "list" and args.episodes:
+            rows = list(list_episodes(paths))
+            if args.json:
+                print("\n".join(map(json.dumps, rows)))
+            else:
+                _print_episodes(rows)
             return 0
         rows = list(list_shards(paths))
         damaged = [row for row in rows if "problem" in row]

@@ -238,6 +238,27 @@ def load(
         raise PolicyError(f"{where}: not a safetensors file: {error}") from error
 
 
+def load_version(store: Store, version: int) -> dict[str, np.ndarray] | None:
+    """The arrays of a version that is still kept, the current one or an older one; None: it is not.
+
+    Only the manifest has a checksum, so that of an older version is not checked.
+
+    Raises: PolicyError: the file cannot be read, or is not safetensors.
+    """
+    for kind in ("adapters", "weights"):
+        name = f"{POLICY}/{version}/{kind}.safetensors"
+        where = store.location(name)
+        try:
+            return _read_safetensors(store.read(name))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise PolicyError(f"{where}: cannot be read: {error}") from error
+        except (safetensors.SafetensorError, ValueError, KeyError) as error:
+            raise PolicyError(f"{where}: not a safetensors file: {error}") from error
+    return None
+
+
 async def watch(
     store: Store, poll_s: float = 1.0, *, after_version: int = -1
 ) -> AsyncIterator[Manifest]:

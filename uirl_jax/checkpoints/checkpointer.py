@@ -245,7 +245,12 @@ class Checkpointer:
         wanted = array_format.named_leaves(abstract)
         body = self._read_undamaged(step)
         self._check_fits(step, body["arrays"], wanted)
-        leaves = self._read_arrays(step, body["arrays"], wanted)
+        try:
+            leaves = self._read_arrays(step, body["arrays"], wanted)
+        except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # as in restore_latest
+            raise CheckpointError(f"{self._directory / str(step)}: {one_line(error)}") from error
         arrays = jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
         return Restored(step=step, arrays=arrays, meta=body["meta"], skipped=[])
 

@@ -14,7 +14,7 @@ from uirl_jax.learner import step as learner_step
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.bookkeeping import Keep
 from uirl_jax.learner.curriculum import Curriculum
-from uirl_jax.learner.state import TrainState
+from uirl_jax.learner.state import CriticConfig, TrainState
 from uirl_jax.shards import batching
 
 
@@ -62,6 +62,22 @@ class TrainingConfig:
     seed: int = 0  # of the adapters' dropout and the order of minibatches
 
 
+def step_config(
+    cfg: TrainingConfig, model: PolicyModel, critic: CriticConfig | None = None
+) -> learner_step.StepConfig:
+    """What determines a run's compiled programs. Args: critic: of a run that has one."""
+    return learner_step.StepConfig(
+        cfg.algorithm.loss,
+        critic,
+        vision_trainable=model.trains_vision,
+        use_reference=cfg.algorithm.use_reference,
+        recompute_old=cfg.algorithm.recompute_old,
+        temperature=cfg.temperature,
+        forbidden_ids=cfg.forbidden_ids,
+        dropout_seed=cfg.seed,
+    )
+
+
 def prepare(
     cfg: TrainingConfig, model: PolicyModel, mesh: jax.sharding.Mesh
 ) -> tuple[learner_step.Steps, optax.Schedule, TrainState]:
@@ -80,16 +96,7 @@ def prepare(
         critic = learner_state.init_critic(model.cfg.hidden_size, critic_optimizer)
     rules = model.family.weights.sharding_rules
     state = learner_state.init_state(model.trainable, optimizer, mesh, rules, critic=critic)
-    step_cfg = learner_step.StepConfig(
-        algorithm_cfg.loss,
-        critic_cfg,
-        vision_trainable=model.trains_vision,
-        use_reference=algorithm_cfg.use_reference,
-        recompute_old=algorithm_cfg.recompute_old,
-        temperature=cfg.temperature,
-        forbidden_ids=cfg.forbidden_ids,
-        dropout_seed=cfg.seed,
-    )
+    step_cfg = step_config(cfg, model, critic_cfg)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     steps = learner_step.make_steps(model.graphdef, optimizer, step_cfg, shardings)
     return steps, schedule, state

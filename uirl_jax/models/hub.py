@@ -89,6 +89,14 @@ def model_directory(name: str | Path, *, weights: bool = True) -> Path:
     return found
 
 
+def repository_of(name: str | Path) -> tuple[str, str] | None:
+    """(owner/name, revision or "") that a model's name stands for; None: a directory here."""
+    parts = _NAME.fullmatch(str(name))
+    if parts is None or assets.find(name).is_dir():
+        return None
+    return parts["repo"], parts["revision"] or ""
+
+
 def is_hub_name(name: str | Path) -> bool:
     """Whether a name asks for the hub, whatever directories there are."""
     return str(name).startswith("hf:/")

@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,24 @@ def stored_dtype(model_dir: str | Path) -> jnp.dtype:
     raise ModelError(
         f"{model_dir}: weights of dtype {stored}, expected one of {[*weight_files.DTYPE_NAMES]}"
     )
+
+
+def stored_dtypes(
+    model_dir: str | Path, leaves: Sequence[Leaf], table: WeightTable
+) -> dict[str, np.dtype]:
+    """By path, the dtype that holds a leaf's tensors exactly: float32 where they have several.
+
+    Leaves without a tensor in the files are left out. Raises: ModelError.
+    """
+    stored = _stored_tensors(Path(model_dir), table)
+    names = {stored_name: name for name, stored_name in weight_files.DTYPE_NAMES.items()}
+    found = {}
+    for leaf in leaves:
+        kinds = {stored[name].dtype_name for name in leaf.tensors if name in stored}
+        if kinds and kinds <= names.keys():
+            [kind, *others] = kinds
+            found[leaf.path] = np.dtype(jnp.dtype("float32" if others else names[kind]))
+    return found
 
 
 def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str:

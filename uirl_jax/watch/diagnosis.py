@@ -142,7 +142,8 @@ def drift(evidence: Evidence) -> str:
     return (
         f"actor and learner disagree about the same policy by {found:.2g} nats a token "
         "(offpolicy/drift): different weights, temperature or chat template. With a sampling "
-        "server, compare its settings with docs/openai_server.md; quantised weights drift too"
+        "server, compare its settings with docs/openai_server.md; quantised weights drift too. "
+        "python -m tools.compare_logprobs WORKDIR shows which tokens"
     )
 
 
