@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from configs import quickstart
 from tests import command_world
 from tests.command_world import SHIPPED_MODEL
 from tests.sample_trajectories import make_trajectory
+from tools import export
 from uirl_jax import evaluation, policy_sync
-from uirl_jax.errors import UirlError
+from uirl_jax.errors import PolicyError, UirlError
 from uirl_jax.evaluation import gate
 from uirl_jax.evaluation.statistics import EvalResult
 from uirl_jax.learner.bookkeeping import read_adapters
@@ -108,7 +110,7 @@ def arrays_of_manifest(workdir: Path) -> tuple[int, dict[str, np.ndarray]]:
     return manifest.version, policy_sync.load(store, manifest, manifest.base_hash)
 
 
-def test_gate_keeps_policies_that_lost_success_from_actors_and_survives_a_kill(tmp_path):
+def test_gate_keeps_policies_that_lost_success_from_actors_and_survives_a_kill(tmp_path, capsys):
     """The learning rate destroys the policy in one step: actors stay with the base."""
     workdir = tmp_path / "run"
     with (tmp_path / "log").open("wb") as log:
@@ -141,6 +143,22 @@ def test_gate_keeps_policies_that_lost_success_from_actors_and_survives_a_kill(t
     assert [row["offpolicy/steps_kept_back"] for row in rows[1:]] == [1, 2, 3]
     assert json.loads((workdir / "best" / "best.json").read_text())["version"] == 0
 
+    # What actors have may be exported, and what best/ has; a checkpoint that failed may not.
+    for number, flags_of_source in enumerate(([], ["--source=best"])):
+        out = tmp_path / f"out{number}"
+        assert (
+            export.main(["adapter", f"--workdir={workdir}", f"--out={out}", *flags_of_source]) == 0
+        )
+        held = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+        assert held and not any(array.any() for name, array in held.items() if "lora_B" in name)
+    out = ["adapter", f"--workdir={workdir}", f"--out={tmp_path / 'failed'}", "--checkpoint=3"]
+    assert export.main(out) == 1
+    said = capsys.readouterr().err
+    assert "checkpoint of step 3 is kept back by publish.gate='actors': lower bound" in said
+    assert "version 0: export it with --source=best" in said
+    assert not (tmp_path / "failed").exists()
+    assert export.main([*out, "--ungated"]) == 0
+
 
 def test_gate_ends_a_run_after_its_patience_and_says_why(tmp_path):
     workdir = tmp_path / "run"
@@ -153,6 +171,8 @@ def test_gate_ends_a_run_after_its_patience_and_says_why(tmp_path):
     version, published = arrays_of_manifest(workdir)
     assert version == 2
     assert any(array.any() for name, array in published.items() if "lora_b" in name)
+    with pytest.raises(PolicyError, match="policy version 2 is kept back"):
+        export.export("adapter", workdir, tmp_path / "out")
     again = command_world.run(workdir, SHIPPED_MODEL, *asked, config=CONFIG)
     assert again.returncode == 0 and "event=policy_kept_back" not in again.stdout
 

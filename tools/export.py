@@ -4,12 +4,13 @@
     python -m tools.export merged --workdir=runs/quickstart --out=model      (Hugging Face's format)
 
 Takes the newest published policy of the run; with --source=checkpoint the newest checkpoint that
-is whole, with --checkpoint=120 that of step 120. Both kinds of export hold the run's prompts and
-action format (uirl_chat.json). `merged` adds the adapters to the original weights, in float32,
-whatever the run held its frozen weights in, writes them in the dtype that the original files have,
-and copies the tokenizer's and processor's files. README.md is a model card: `hf upload OWNER/NAME
-DIR` publishes the directory. --base-model names the base on the hub where model.path is a
-directory. The run may go on meanwhile; its workdir is only read.
+is whole, with --checkpoint=120 that of step 120, with --source=best the policy of best/. A policy
+that publish.gate keeps back is refused without --ungated. Both kinds of export hold the run's
+prompts and action format (uirl_chat.json). `merged` adds the adapters to the original weights, in
+float32, whatever the run held its frozen weights in, writes them in the dtype that the original
+files have, and copies the tokenizer's and processor's files. README.md is a model card: `hf upload
+OWNER/NAME DIR` publishes the directory. --base-model names the base on the hub where model.path is
+a directory. The run may go on meanwhile; its workdir is only read.
 """
 
 import argparse
@@ -17,17 +18,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from tools import model_card
-from uirl_jax import policy_sync
+from uirl_jax import evaluation, policy_sync
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, PolicyError, UirlError
 from uirl_jax.families import chat_config, loading
+from uirl_jax.families.border import Family
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
@@ -56,8 +59,16 @@ def base_of(workdir: Path, cfg: RunConfig) -> Path:
     return hub.model_directory(cfg.model.path)
 
 
-def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np.ndarray]]:
-    """What it is, and the arrays by leaf. Raises: PolicyError."""
+class Source(NamedTuple):
+    """What is exported: its words, its version, and the arrays by leaf."""
+
+    what: str
+    version: int
+    arrays: dict[str, np.ndarray]
+
+
+def published_adapters(workdir: Path, base_dir: Path) -> Source:
+    """Raises: PolicyError."""
     store = open_store(workdir)
     manifest = policy_sync.read_manifest(store)
     if manifest is None:
@@ -66,18 +77,44 @@ def published_adapters(workdir: Path, base_dir: Path) -> tuple[str, dict[str, np
         )
     base_hash = weights.base_hash(base_dir)
     adapters = policy_sync.load(store, manifest, base_hash)
-    return f"policy version {manifest.version}", adapters
+    return Source(f"policy version {manifest.version}", manifest.version, adapters)
 
 
-def checkpointed_adapters(workdir: Path, step: int | None) -> tuple[str, dict[str, np.ndarray]]:
-    """The same of the checkpoint of a step; None: the newest that is whole.
+def best_adapters(workdir: Path, family: Family, model_cfg: Any) -> Source:
+    """Of best/. Raises: PolicyError: there is none. ModelError: it is damaged."""
+    folders = sorted((workdir / "best").glob("version_*"))
+    if not folders or not folders[-1].name.removeprefix("version_").isdecimal():
+        raise PolicyError(f"{workdir / 'best'}: no policy; an evaluation writes it")
+    version = int(folders[-1].name.removeprefix("version_"))
+    arrays = dict(loading.load_adapter(folders[-1], family, model_cfg).arrays)
+    return Source(f"best policy, version {version},", version, arrays)
+
+
+def check_gate(workdir: Path, cfg: RunConfig, source: Source) -> None:
+    """Raises: PolicyError: the run's gate keeps the policy back."""
+    good = evaluation.read_decisions(open_store(workdir))
+    if cfg.publish.gate == "none" or source.version == good.version:
+        return
+    rejected = {each.version: each.reason for each in good.rejected}
+    reason = rejected.get(source.version, "it was not evaluated")
+    # The manifest's version counts steps; with this gate its adapters are the last good policy's.
+    if cfg.publish.gate == "actors" and source.what.startswith("policy"):
+        return
+    raise PolicyError(
+        f"{source.what} is kept back by publish.gate={cfg.publish.gate!r}: {reason}; the last good "
+        f"policy is version {good.version}: export it with --source=best, or add --ungated"
+    )
+
+
+def checkpointed_adapters(workdir: Path, step: int | None) -> Source:
+    """Of the checkpoint of a step; None: the newest that is whole.
 
     Raises: CheckpointError.
     """
     found, adapters, skipped = read_adapters(workdir, step)
     for line in skipped:
         print(f"skipped {line}")
-    return f"the checkpoint of step {found}", adapters
+    return Source(f"the checkpoint of step {found}", found, adapters)
 
 
 def described_base(cfg: RunConfig, named: str) -> model_card.Base:
@@ -104,12 +141,15 @@ def export(
     source: str = "policy",
     step: int | None = None,
     base_model: str = "",
+    *,
+    ungated: bool = False,
 ) -> str:
     """Writes `out`; returns what was exported, in words.
 
     Args:
       step: of the checkpoint; None: the newest.
       base_model: the base's name on the hub; empty: model.path, where that is one.
+      ungated: also a policy that publish.gate keeps back.
     Raises: UirlError for everything that a user can get wrong.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -133,9 +173,14 @@ def export(
     kind_of_leaf = loading.trained_kind(cfg.model.adapters)
     graphdef, abstract_adapters, abstract_base = nnx.split(abstract, kind_of_leaf, ...)
     if source == "policy":
-        what, arrays = published_adapters(workdir, base_dir)
+        found = published_adapters(workdir, base_dir)
+    elif source == "best":
+        found = best_adapters(workdir, family, model_cfg)
     else:
-        what, arrays = checkpointed_adapters(workdir, step)
+        found = checkpointed_adapters(workdir, step)
+    if not ungated:
+        check_gate(workdir, cfg, found)
+    what, _, arrays = found
     adapters = weights.adapters_from_numpy(arrays, abstract_adapters)
     chat = completed(cfg).chat
     if kind == "adapter":
@@ -167,13 +212,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("kind", choices=("adapter", "merged"), help="adapters alone, or a model")
     parser.add_argument("--workdir", type=Path, required=True, help="of the run")
     parser.add_argument("--out", type=Path, required=True, help="a directory that is made")
-    parser.add_argument("--source", choices=("policy", "checkpoint"), default="policy")
+    parser.add_argument("--source", choices=("policy", "checkpoint", "best"), default="policy")
     parser.add_argument("--checkpoint", type=int, help="its step; means --source=checkpoint")
     parser.add_argument("--base-model", default="", help="the base's owner/name on the hub")
+    parser.add_argument(
+        "--ungated", action="store_true", help="also a policy that publish.gate keeps back"
+    )
     args = parser.parse_args(argv)
     source = "checkpoint" if args.checkpoint is not None else args.source
     try:
-        what = export(args.kind, args.workdir, args.out, source, args.checkpoint, args.base_model)
+        what = export(
+            args.kind,
+            args.workdir,
+            args.out,
+            source,
+            args.checkpoint,
+            args.base_model,
+            ungated=args.ungated,
+        )
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

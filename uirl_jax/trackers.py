@@ -154,7 +154,7 @@ class TensorBoard:
             self._writer.close()
             self._writer = None
 
-    def _open(self, step: int) -> SummaryWriter:
+    def _open(self, step: int) -> "SummaryWriter":
         if self._writer is None:
             # purge_step makes TensorBoard hide values that a killed process wrote for this and
             # later steps. The suffix makes the file name unique within a second; otherwise an
