@@ -62,6 +62,7 @@ class Recipe:
     batch_rows: int  # conversations a step
     quality: float  # share of right demonstrations in the last stage
     seed: int  # of the weights and of the screens
+    telling_schedule: Literal["constant", "cosine"]  # of the stage's learning rate
     module: str  # whose command it is
 
 
@@ -357,6 +358,7 @@ def model_card(base: BaseModel, recipe: Recipe, parameters: int, minutes: float)
         [
             f"python -m {recipe.module} --family={base.family.model_type}",
             *(f"--{name}_steps={steps}" for name, steps in recipe.steps.items()),
+            f"--telling_schedule={recipe.telling_schedule}",
             f"--batch_rows={recipe.batch_rows} --quality={recipe.quality} --seed={recipe.seed}",
         ]
     )
@@ -382,7 +384,7 @@ def stages(recipe: Recipe) -> tuple[Stage, ...]:
     finding, telling, acting = (recipe.steps[name] for name in STAGE_STEPS)
     return (
         Stage("finding", finding, 200, 2e-3, 1.0, "constant"),
-        Stage("telling", telling, 20, 2e-3, 1.0, "constant"),
+        Stage("telling", telling, 20, 2e-3, 1.0, recipe.telling_schedule),
         Stage("acting", acting, 20, 1e-3, recipe.quality, "cosine"),
     )
 
@@ -419,11 +421,17 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
     add("--batch_rows", type=int, default=32, help="conversations a step")
     add("--quality", type=float, default=0.4, help="share of right clicks in the last stage")
     add("--seed", type=int, default=0, help="of the weights and of the screens")
+    add(
+        "--telling_schedule",
+        choices=("constant", "cosine"),
+        default="constant",
+        help="learning rate of the stage telling; cosine where its loss ends above 0.15",
+    )
     args = parser.parse_args()
     platform_flags.set_defaults()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     steps = {name: getattr(args, f"{name}_steps") for name in STAGE_STEPS}
-    recipe = Recipe(steps, args.batch_rows, args.quality, args.seed, module)
+    recipe = Recipe(steps, args.batch_rows, args.quality, args.seed, args.telling_schedule, module)
     workdir = args.workdir or Path(f"runs/base_model-{args.family}")
     train(bases[args.family], recipe, args.out, workdir)
 

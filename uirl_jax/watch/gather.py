@@ -19,6 +19,7 @@ from uirl_jax.errors import RecordError, ShardError, UirlError
 from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec, Trajectory
+from uirl_jax.watch.suites import SuiteScores, read_suites
 
 VERSIONS_OF = ("uirl_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 
@@ -37,6 +38,7 @@ class RunFiles:
     summary: dict[str, Any]  # {} until the run has ended
     config: dict[str, Any]  # without secrets
     results: list[evaluation.EvalResult]
+    suites: list[SuiteScores]
     episodes: dict[str, dict[TaskSpec, Trajectory]]  # by stage; stages without episodes are absent
     notes: list[str]  # files that are left out because they cannot be read
 
@@ -74,6 +76,7 @@ def read_run(workdir: str | os.PathLike[str], *, with_episodes: bool = True) -> 
         summary=summary,
         config=without_secrets(config),
         results=results,
+        suites=read_suites(root, notes),
         episodes={},
         notes=notes,
     )

@@ -111,6 +111,7 @@ def run_panels(run: gather.RunFiles, name: str, *, on_its_machine: bool = True) 
         "headline": _headline(run.played),
         "results": run.results,
         "tasks": sorted({label for result in run.results for label in result.per_task}),
+        "suites": run.suites,
         "sections": _curves(run.rows, run.cold_rows),
         "accounting": gather.accounting(run),
         "facts": {key: visible(value) for key, value in facts.items()},
