@@ -40,6 +40,12 @@ class _Panel:
 _PANELS = (
     _Panel("Reward", {"reward/mean": "mean of a step's episodes"}),
     _Panel("Success in training", {"success/mean": "share of episodes"}, "%", full_share=True),
+    _Panel(
+        "Success on held-out tasks",
+        {"eval/success": "share of episodes", "eval/success_low": "lower bound, 95 %"},
+        "%",
+        full_share=True,
+    ),
     _Panel("KL to the base model", {"actor/kl_loss": "per token"}),
     _Panel("Entropy", {"actor/entropy": "nats per token"}),
     _Panel("Clipped tokens", {"actor/clip_fraction": "share"}, "%"),
