@@ -1,10 +1,12 @@
 """Scores of suites on the pages of a run: counted again, compared, hostile and broken files."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from tests import viewer_world
 from uirl_jax import watch
 from uirl_jax.watch.suites import read_suites
 
@@ -82,3 +84,18 @@ def test_comparison_that_is_none_is_a_note(workdir, comparisons):
     (suite,) = read_suites(workdir, notes)
     assert suite.comparisons == []
     assert not notes if comparisons == "{}" else "no comparisons" in notes[0]
+
+
+def test_viewer_shows_a_suite_that_ends_while_it_is_open(tmp_path):
+    async def follow(asked):
+        assert "Suite clicks" not in await asked.page("/")
+        write_scores(tmp_path, "base", {"a/one": (4, 20), "a/two": (6, 20)})
+        async with asyncio.timeout(60):
+            while "Suite clicks" not in await asked.page("/"):
+                await asyncio.sleep(0.05)
+        write_scores(tmp_path, "version_4", {"a/one": (20, 20), "a/two": (6, 20)})
+        async with asyncio.timeout(60):
+            while "26 of 40" not in await asked.page("/"):
+                await asyncio.sleep(0.05)
+
+    viewer_world.ask(tmp_path, follow)

@@ -6,6 +6,7 @@ is one immutable `Snapshot`; `EpisodeIndex` grows beside it.
 """
 
 import collections
+import contextlib
 import dataclasses
 import fnmatch
 import hashlib
@@ -30,6 +31,7 @@ from uirl_jax.store.local import LocalStore
 from uirl_jax.watch import gather
 from uirl_jax.watch.episode_index import TRAINING, EpisodeIndex
 from uirl_jax.watch.frames import visible
+from uirl_jax.watch.suites import scores_files
 
 logger = logging.getLogger(__name__)
 
@@ -339,4 +341,8 @@ def _signature(directory: Path) -> str:
                         lines.append(f"{name} {stat.st_mtime_ns} {stat.st_size}")
         except OSError:
             continue
+    for path in scores_files(directory):
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            lines.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
     return "\n".join(sorted(lines))

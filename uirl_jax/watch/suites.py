@@ -56,6 +56,12 @@ def read_suites(workdir: Path, notes: list[str]) -> list[SuiteScores]:
     return found
 
 
+def scores_files(workdir: Path) -> list[Path]:
+    """All that `read_suites` reads."""
+    suites = workdir / SUITES_DIR
+    return [*suites.glob(f"*/{SCORES_FILE}"), *suites.glob(f"*/*/{SCORES_FILE}")]
+
+
 def _rate(scores: Any) -> evaluation.Rate:
     """Raises: ValueError, KeyError, TypeError."""
     successes, attempts = scores["success"]["successes"], scores["success"]["attempts"]
