@@ -207,7 +207,7 @@ def test_run_that_grows_is_followed_without_losing_the_place(tmp_path):
             await page.locator("summary", has_text="more curves").click()
             curve = "document.querySelector('.chart .line').getAttribute('d')"
             before = await page.evaluate(curve)
-            with MetricsWriter(tmp_path, tensorboard=False) as writer:
+            with MetricsWriter(tmp_path, trackers=()) as writer:
                 writer.write(4, {"reward/mean": 0.9, "success/mean": 0.9})
             world.write_manifest(tmp_path, 3)
             await page.get_by_text("in progress, 4 steps done").wait_for()
