@@ -72,6 +72,8 @@ def test_signals_that_look_alike_are_no_cause():
     # Drift of an older policy is staleness; failures alone are no lack of signal.
     late = rows(**{"offpolicy/drift": 0.5, "offpolicy/staleness": 1.0})
     assert diagnose(Evidence(late)) == {}
+    kept_back = rows(**{"offpolicy/drift": 0.5, "offpolicy/steps_kept_back": 2.0})
+    assert diagnose(Evidence(kept_back)) == {}
     assert diagnose(Evidence(rows(**{"success/mean": 0.0, "reward/mean": 0.0}))) == {}
     assert diagnose(Evidence([])) == {}
     assert diagnose(Evidence(rows(**{"success/mean": 1.0}))) == {}  # with signal: still learning

@@ -381,16 +381,12 @@ def test_int8_base_is_planned_as_it_is_held():
     planned = plan_programs.find_model("Qwen2-VL-2B-Instruct")
     machine = plan_machines.find_machine("gpu:1xRTX4090")
     cfg = plan_search.with_changes(run_config(grpo_qwen2vl_2b), rows=1)
-    held = {
-        quantize: plans.make_plan(
-            dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, quantize=quantize)),
-            planned,
-            machine,
-            (),
-            print,
-        )["resident_bytes"]["weights"]
-        for quantize in ("none", "int8")
-    }
+    held = {}
+    for quantize in ("none", "int8"):
+        model = dataclasses.replace(cfg.model, quantize=quantize)
+        changed = dataclasses.replace(cfg, model=model)
+        plan = plans.make_plan(changed, planned, machine, (), print)
+        held[quantize] = plan["resident_bytes"]["weights"]
     text = 28 * (2 * 1536 * (1536 + 256) + 3 * 1536 * 8960)
     tower = 32 * 12 * 1280**2 + 5120 * (5120 + 1536)
     assert held["none"] - held["int8"] == pytest.approx(text + tower, rel=0.01)

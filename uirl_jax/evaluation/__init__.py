@@ -2,14 +2,12 @@
 
 `play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files; `gate`
 decides whether a policy may be published. `suite` is the content of a tasks.json, `suite_play`
-plays it, `outcome`, `scores` and `paired` count. `tables` formats
-text, `pictures` draws turns. Other packages import all
-names from here: `from uirl_jax import evaluation`.
+plays it, `outcome`, `scores` and `paired` count. `tables` formats text, `pictures` draws turns.
+Other packages import all names from here: `from uirl_jax import evaluation`.
 """
 
 from uirl_jax.evaluation.gate import (
     Decisions,
-    Gate,
     PublishConfig,
     objection,
     read_decisions,
@@ -66,7 +64,6 @@ __all__ = [
     "Contender",
     "Decisions",
     "EvalResult",
-    "Gate",
     "Played",
     "PublishConfig",
     "Rate",

@@ -77,9 +77,6 @@ class Decisions:
     good: EvalResult | None = None
     rejected: tuple[Rejected, ...] = ()
 
-    def judged(self, version: int) -> bool:
-        return version in (self.version, *(each.version for each in self.rejected))
-
     def after(self, version: int, result: EvalResult, tolerance: float) -> Self:
         """With the decision on one more policy."""
         if reason := objection(result, self.good, tolerance):
