@@ -123,6 +123,10 @@ def test_gate_keeps_policies_that_lost_success_from_actors_and_survives_a_kill(t
             time.sleep(0.01)
         os.kill(started.pid, signal.SIGKILL)
         started.wait()
+    # An evaluation of a future that the restart repeats must not decide.
+    lost = json.loads((workdir / "eval" / "version_2.json").read_text())
+    lost |= {"stage": "version_3", **dataclasses.asdict(evaluation.rate(40, 40))}
+    (workdir / "eval" / "version_3.json").write_text(json.dumps(lost))
     done = command_world.run(workdir, SHIPPED_MODEL, *flags(), config=CONFIG)
     assert done.returncode == 0, done.stderr
     results = evaluation.read_results(workdir)
