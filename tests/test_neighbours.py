@@ -97,17 +97,28 @@ def test_screen_that_does_not_fit_the_engine_ends_the_episode_and_not_the_run(tm
     assert "event=verifier_mismatch" in capsys.readouterr().out
 
 
-def test_full_verifier_is_a_limit_and_not_a_fault(tmp_path, capsys):
+def test_full_verifier_is_a_limit_and_not_a_fault(tmp_path, capsys, monkeypatch):
+    refused = asyncio.Event()  # an episode has found no room
+    full = Fleet.full
+
+    def watched(*args):
+        full(*args)
+        refused.set()
+
+    class Patient(world.ScriptedEngine):
+        async def sample(self, request):
+            await refused.wait()  # else episodes may end before a third one begins
+            return await super().sample(request)
+
+    monkeypatch.setattr(Fleet, "full", watched)
+    engine = Patient(lambda turn: "click(60, 40)")
+
     async def run():
         publish(tmp_path, 0)
         queue = ShardQueue(open_store(tmp_path), RUN, BASE)
         async with (
             serve(limits=ServerLimits(max_sessions=2)) as port,
-            acting(tmp_path, f"http://127.0.0.1:{port}", any_click(), cfg=CFG) as (
-                actor,
-                stop,
-                _,
-            ),
+            acting(tmp_path, f"http://127.0.0.1:{port}", engine, cfg=CFG) as (actor, stop, _),
         ):
             await take(queue, 3, 0, actor=actor)
             stop.set()

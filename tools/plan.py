@@ -21,6 +21,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: the TPU is only compiled for
 
+import jax
 from absl import app, flags
 
 from tools.planner import machines, plans, programs, report
@@ -44,6 +45,8 @@ _TEXTS = flags.DEFINE_string("texts", None, "write the compiled programs into th
 
 def main(argv: list[str]) -> int:
     del argv
+    # Programs for chips that are not there cannot be read back from the cache.
+    jax.config.update("jax_enable_compilation_cache", False)
     started_s = time.monotonic()
 
     def say(line: str) -> None:

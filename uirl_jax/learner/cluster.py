@@ -354,15 +354,16 @@ class Cluster:
         index, host, reason, exit_code = failure
         where = "" if index == self.index else f" (process {index} on {host})"
         print(f"{reason}{where}", file=sys.stderr if exit_code else sys.stdout, flush=True)
+        sys.stdout.flush()
         self.tell(f"seen/{self.index}", "")
-        if self.leads:
+        if self.leads:  # JAX aborts a process that is alive when this one has ended
             deadline_s = time.monotonic() + _LAST_WORDS_S
-            others = [other for other in range(1, self.count) if other != index]
+            others = range(1, self.count)
             while time.monotonic() < deadline_s and any(
                 self.ask(f"seen/{other}") is None for other in others
             ):
                 time.sleep(_POLL_S / 4)
-        sys.stdout.flush()
+            time.sleep(_POLL_S)  # for the last of them, from its message to its end
         os._exit(exit_code)
 
 
