@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.any_action import any_action
 from uirl_jax import actions
-from uirl_jax.actions.coordinates import convert
+from uirl_jax.actions.coordinates import BINS, convert
 from uirl_jax.errors import ActionError, ConfigError
 from uirl_jax.types import Action
 
@@ -66,6 +66,17 @@ READ = [
         "<loc_97><loc_0><loc_0><loc_500> drag",
         Action("drag", x=125, y=0, x2=1, y2=400),
     ),
+    # By hand: bin 6 of 64 is from 120 to 140 of 1280, bin 32 from 400 to 412.5 of 800.
+    ("points_64", "<x_6><y_32> click", Action("click", x=130, y=406)),
+    ("points_64", "<x_63><y_63> move", Action("move", x=1270, y=794)),
+    ("points_32", "<x_3><y_16> 2 long_press", Action("long_press", x=140, y=412, seconds=2.0)),
+    ("points_32", "<x_3><y_0><x_0><y_16> drag", Action("drag", x=140, y=12, x2=20, y2=412)),
+    (
+        "points_64",
+        "up 5 <x_6><y_32> scroll",
+        Action("scroll", x=130, y=406, direction="up", amount=5),
+    ),
+    ("points_64", '"<x_1><y_2> click" type', Action("type", text="<x_1><y_2> click")),
     ("loc_1000", '"<loc_1><loc_2> click" type', Action("type", text="<loc_1><loc_2> click")),
     (
         "mobile_use",
@@ -182,6 +193,9 @@ REFUSED = [
     ("loc", "down 5 6 7 scroll", "0 places, expected 1"),
     ("loc", "<loc1024><loc0000> click", "y=1024 is off the screen, allowed: 0-1023"),
     ("loc", "<loc0512><loc0100>", "not an action"),
+    ("points_64", "<x_64><y_0> click", "x=64 is off the screen, allowed: 0-63"),
+    ("points_64", "<y_6><x_32> click", "1 arguments"),
+    ("points_32", "<x_6> click", "1 arguments"),
     ("loc_1000", "100 200 click", "0 places, expected 1 like <loc_100><loc_512>"),
     ("loc_1000", "<loc0512><loc0100> click", "1 arguments"),
     ("loc_1000", "<loc_0><loc_1000> click", "y=1000 is off the screen, allowed: 0-999"),
@@ -321,9 +335,7 @@ def test_round_trip_is_exact_where_the_space_has_a_unit_for_every_pixel(case):
     fmt, screen, image, action = case
     cursor = (action.x, action.y)
     text = actions.format_action(action, screen, fmt, image_size=image, cursor=cursor)
-    for before in (
-        ("", "Thought: hm\n\n") if fmt.markers and not fmt.name.startswith("loc") else ("",)
-    ):
+    for before in ("", "Thought: hm\n\n") if fmt.markers and fmt.name not in BINS else ("",):
         back = actions.parse(before + text, screen, fmt, image_size=image, cursor=cursor)
         assert back == action
 
@@ -349,13 +361,13 @@ def test_convert_agrees_with_exact_arithmetic_at_every_pixel(space):
 
     for screen_px, image_px in ((1280, 1288), (800, 812), (3120, 1092), (1, 28), (224, 224)):
         edge = {"pixels": screen_px, "image": image_px, "0-999": 999, "0-1000": 1000, "0-1": 1}
-        edge |= {"loc": 1024, "loc_1000": 1000}
+        edge |= {"loc": 1024, "loc_1000": 1000, "points_32": 32, "points_64": 64}
         for pixel in range(screen_px):
             said = convert(pixel, space, screen_px, image_px, to_screen=False)
             exact = Fraction(pixel) * edge[space] / screen_px
             if space == "loc":  # the far edge has no bin
                 exact = min(exact, Fraction(1023))
-            if space == "loc_1000":
+            if space in ("loc_1000", "points_32", "points_64"):
                 assert said == exact // 1
                 exact = Fraction(said)
             assert abs(Fraction(said) - exact) <= (Fraction(1, 2) if space != "0-1" else 0.0001)

@@ -30,9 +30,11 @@ NO_MARGINS = Margins()
 # 0-999     and 0-1000: parts of either axis (Qwen3-VL, UI-TARS, Qwen2-VL); 0-1: a fraction of it
 # loc       1024 bins of either axis: the bin next to a pixel, read as where it begins (PaliGemma)
 # loc_1000  1000 bins: the one that a pixel lies in, read as its middle (Florence-2)
+# points_32 and points_64: 32 and 64 bins, in the same way
 # All but pixels are of the screen with its margins.
-SPACES = ("pixels", "image", "0-999", "0-1000", "0-1", "loc", "loc_1000")
-BINS = {"loc": 1024, "loc_1000": 1000}
+BINS = {"loc": 1024, "loc_1000": 1000, "points_32": 32, "points_64": 64}
+SPACES = ("pixels", "image", "0-999", "0-1000", "0-1", *BINS)
+_MIDDLES = frozenset(BINS) - {"loc"}  # bins that are read as their middle
 FRACTION_DECIMALS = 4  # half a unit of the last is half a pixel of 10,000
 
 
@@ -84,15 +86,15 @@ def convert(
       The nearest pixel, at most the last one: the far edge lies one pixel outside. Or the nearest
       coordinate of the space: whole, but in 0-1 rounded to FRACTION_DECIMALS. There and back is
       exact where an axis, margins included, has no more pixels than the space has units (10,000 in
-      0-1), and within half a unit otherwise, at the far edge of loc within a whole one. loc_1000
-      gives the bin's number, within half of it.
+      0-1), and within half a unit otherwise, at the far edge of loc within a whole one. A bin that
+      is read as its middle gives its number, within half of it.
     """
     if space == "pixels":
         return value
     edge, framed_px = span(space, screen_px, image_px), margins[0] + screen_px + margins[1]
     if to_screen:
         exact = value * framed_px
-        if space == "loc_1000":  # halves down: of 1000 pixels the middle of n is n + 0.5
+        if space in _MIDDLES:  # halves down: of 1000 pixels the middle of loc_1000's n is n + 0.5
             nearest = -((edge - 2 * exact - framed_px) // (2 * edge))
             return max(0, min(screen_px - 1, int(nearest) - margins[0]))
         nearest = int(exact / edge + 0.5) if isinstance(value, float) else _nearest(exact, edge)
@@ -100,7 +102,7 @@ def convert(
     value += margins[0]
     if space == "0-1":
         return round(value / framed_px, FRACTION_DECIMALS)
-    if space == "loc_1000":
+    if space in _MIDDLES:
         return min(int(value * edge // framed_px), edge - 1)
     nearest = _nearest(value * edge, framed_px)
     return min(nearest, edge - 1) if space == "loc" else nearest

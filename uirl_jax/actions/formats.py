@@ -14,6 +14,8 @@ Action or raises ActionError with the reason; nothing is evaluated.
     ui_tars            UI-TARS 1.5                image
     loc                PaliGemma                  loc
     loc_1000           Florence-2                 loc_1000
+    points_32          <x_3><y_16> click          points_32
+    points_64          <x_6><y_32> click          points_64
 """
 
 import dataclasses
@@ -58,17 +60,24 @@ def _own(name: str, read: Callable, write: Callable, usage_of: Callable) -> Acti
     )
 
 
-def _places(places: loc.Places) -> ActionFormat:
+def _places(places: loc.Places, prompt: Prompt) -> ActionFormat:
     """No published model was taught actions in it: they are learnt by supervised training."""
     return ActionFormat(
         places.space,
         places.space,
         places.read,
         places.write,
-        lambda _: Prompt("", "Task: {instruction}\nDone: {history}\nAction:"),
+        lambda _: prompt,
         markers=places.tokens,
         own_space=True,
     )
+
+
+def _points(places: loc.Places) -> ActionFormat:
+    return _places(places, action_list(map(places.usage, KINDS), places.space))
+
+
+_ONE_TURN = Prompt("", "Task: {instruction}\nDone: {history}\nAction:")
 
 
 _COMPUTER_USE = ActionFormat(
@@ -121,8 +130,9 @@ _ALL = (
         ui_tars.KINDS,
         markers=(ui_tars.BOX_START, ui_tars.BOX_END),
     ),
-    _places(loc.LOC),
-    _places(loc.LOC_1000),
+    _places(loc.LOC, _ONE_TURN),
+    _places(loc.LOC_1000, _ONE_TURN),
+    *map(_points, loc.POINTS.values()),
 )
 FORMATS = {fmt.name: fmt for fmt in _ALL}
 TEXT = FORMATS["text"]

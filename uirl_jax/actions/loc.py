@@ -1,22 +1,25 @@
 """Places said by two tokens of the vocabulary, one for each axis, then what they are about.
 
-    loc       <loc0512><loc0100> click    the vertical one first (PaliGemma)
-    loc_1000  <loc_100><loc_512> click    the horizontal one first (Florence-2)
+    loc        <loc0512><loc0100> click    the vertical one first (PaliGemma)
+    loc_1000   <loc_100><loc_512> click    the horizontal one first (Florence-2)
+    points_64  <x_6><y_32> click           with tokens of its own for either axis
 
     "hello" type      down 100 <loc0512><loc0100> scroll
     <loc0000><loc0000><loc1023><loc1023> drag
 
 All else is as in the format `coordinates`. An axis has a fixed number of bins, whatever its length.
+No published model has the tokens of `points_32` and `points_64`: tools.add_point_tokens adds them.
 
 Source: arXiv:2407.07726, section 3.2.5; big_vision, configs/proj/paligemma/README.md;
-arXiv:2311.06242, section 4.1; transformers, models/florence2/processing_florence2.py.
+arXiv:2311.06242, section 4.1; transformers, models/florence2/processing_florence2.py. That few bins
+are enough for small pages: arXiv:2306.00245, appendix (32 by 32 on MiniWoB++).
 """
 
 import dataclasses
 import functools
 import re
 
-from uirl_jax.actions.arguments import read_coordinates, write_coordinates
+from uirl_jax.actions.arguments import read_coordinates, usage_coordinates, write_coordinates
 from uirl_jax.actions.coordinates import BINS
 from uirl_jax.actions.kinds import AXES, KINDS, quote
 from uirl_jax.errors import ActionError
@@ -29,15 +32,16 @@ class Places:
 
     Attributes:
       space: of coordinates.BINS.
-      token: of a bin, as a format string.
+      across, down: the token of a bin along x and along y, as format strings.
       digits: of a token's number, as a regular expression.
       vertical_first: of the two tokens of a place.
     """
 
     space: str
-    token: str
+    across: str
+    down: str
     digits: str
-    vertical_first: bool
+    vertical_first: bool = False
 
     @property
     def bins(self) -> int:
@@ -45,13 +49,26 @@ class Places:
 
     @functools.cached_property
     def tokens(self) -> tuple[str, ...]:
-        return tuple(self.token.format(place) for place in range(self.bins))
+        axes = dict.fromkeys((self.across, self.down))
+        return tuple(token.format(place) for token in axes for place in range(self.bins))
+
+    @property
+    def _order(self) -> tuple[str, str]:
+        return (self.down, self.across) if self.vertical_first else (self.across, self.down)
 
     @functools.cached_property
     def _pair(self) -> re.Pattern[str]:
-        before, _, after = self.token.partition("{")
-        one = f"{before}({self.digits}){after.partition('}')[2]}"
-        return re.compile(f"{one}{one} ?")
+        one = (
+            f"{before}({self.digits}){after.partition('}')[2]}"
+            for before, _, after in (token.partition("{") for token in self._order)
+        )
+        return re.compile("".join(one) + " ?")
+
+    def usage(self, kind: str) -> str:
+        """`direction amount [<x_N><y_N>] scroll`: how the format writes a kind, for a prompt."""
+        place = "".join(re.sub(r"\{.*\}", "N", token) for token in self._order)
+        words = re.sub(r"\bx2? y2?\b", place, usage_coordinates(kind))
+        return words.replace(f"{place} {place}", place + place)
 
     def read(self, text: str) -> Action:
         """The action in bins. Raises: ActionError."""
@@ -92,8 +109,10 @@ class Places:
         return " ".join([*parts, action.kind])
 
     def _place(self, across: int, down: int) -> str:
-        first, second = (down, across) if self.vertical_first else (across, down)
-        return self.tokens[first] + self.tokens[second]
+        values = (down, across) if self.vertical_first else (across, down)
+        return "".join(
+            token.format(value) for token, value in zip(self._order, values, strict=True)
+        )
 
     def _bin(self, value: str) -> int:
         if not (value.isdecimal() and int(value) < self.bins):
@@ -101,8 +120,11 @@ class Places:
         return int(value)
 
 
-LOC = Places("loc", "<loc{:04d}>", "[0-9]{4}", vertical_first=True)
-LOC_1000 = Places("loc_1000", "<loc_{}>", "[0-9]{1,4}", vertical_first=False)
+LOC = Places("loc", "<loc{:04d}>", "<loc{:04d}>", "[0-9]{4}", vertical_first=True)
+LOC_1000 = Places("loc_1000", "<loc_{}>", "<loc_{}>", "[0-9]{1,4}")
+POINTS = {
+    space: Places(space, "<x_{}>", "<y_{}>", "[0-9]{1,2}") for space in ("points_32", "points_64")
+}
 
 
 def _says_where(kind: str) -> bool:

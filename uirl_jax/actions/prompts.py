@@ -28,6 +28,8 @@ _SPACES = {
     "0-1": "from 0 to 1 over the whole width and height",
     "loc": "from 0 to 1023 over the whole width and height",
     "loc_1000": "from 0 to 999 over the whole width and height",
+    "points_32": "bins N from 0 to 31 over the whole width and height",
+    "points_64": "bins N from 0 to 63 over the whole width and height",
 }
 
 
