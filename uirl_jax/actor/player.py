@@ -8,7 +8,7 @@ import asyncio
 import collections
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from uirl_jax.actor.fleet import Fleet
@@ -17,7 +17,7 @@ from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.errors import VerifierFullError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
-from uirl_jax.types import StopReason, TaskSpec, Trajectory
+from uirl_jax.types import StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.untrusted import json as untrusted_json
 
 MAX_REASONS = 50  # distinct ones that are counted: a verifier's messages may be endless
@@ -55,10 +55,17 @@ class Player:
         self._slots = asyncio.Semaphore(concurrency)  # first come, first served
 
     async def play(
-        self, task: TaskSpec, seed: int, group: str, on_start: Callable[[], None] | None = None
+        self,
+        task: TaskSpec,
+        seed: int,
+        group: str,
+        on_start: Callable[[], None] | None = None,
+        *,
+        repeat: Sequence[Turn] = (),
     ) -> Attempt:
         """Waits for a slot and a verifier, then plays one episode.
 
+        Args: repeat: see `run_episode`.
         Raises: ConfigError: no verifier can play this task with this config.
         """
         async with self._slots:
@@ -80,6 +87,7 @@ class Player:
                         group_id=group,
                         run_id=self.run_id,
                         actor_id=self.actor_id,
+                        repeat=repeat,
                         waits_s=waits_s,
                         on_mismatch=mismatches.append,
                         on_env_error=self.statistics.add_env_error,

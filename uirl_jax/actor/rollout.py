@@ -11,14 +11,21 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, cast
 
 import numpy as np
 
 from uirl_jax import actions
 from uirl_jax.engine.interface import SamplingEngine
-from uirl_jax.engine.requests import SampleRequest
+from uirl_jax.engine.requests import SampleRequest, SampleResult
 from uirl_jax.errors import (
     ActionError,
     ActUncertainError,
@@ -112,6 +119,7 @@ async def run_episode(
     group_id: str,
     run_id: str = "",
     actor_id: str = "",
+    repeat: Sequence[Turn] = (),
     waits_s: MutableMapping[str, float] | None = None,
     on_mismatch: Callable[[str], None] = lambda reason: None,
     on_env_error: Callable[[str], None] = lambda reason: None,
@@ -120,6 +128,8 @@ async def run_episode(
 
     Args:
         seed: of the sampling; with the policy and the screenshots it determines the tokens.
+        repeat: the first turns of an earlier episode of the same task. They are taken again as they
+            were, as long as the screenshots are the same; after them the policy is asked.
         waits_s: if given, the seconds spent waiting for "environment" and "engine" are added.
         on_mismatch: called with the reason if this verifier and this config can never play the
             task together: the verifier refuses the task, or its screen does not fit the engine.
@@ -143,7 +153,7 @@ async def run_episode(
     try:
         async with deadline, _open_session(setup.client, task, cfg, waits_s) as session:
             episode.instruction, episode.renderer = session.instruction, session.renderer
-            stop_reason = await _play(episode, task, session, setup, seed, waits_s)
+            stop_reason = await _play(episode, task, session, setup, seed, repeat, waits_s)
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -201,6 +211,7 @@ async def _play(
     session: Session,
     setup: RolloutSetup,
     seed: int,
+    repeat: Sequence[Turn],
     waits_s: MutableMapping[str, float],
 ) -> StopReason:
     """Takes turns until the episode ends; `episode` is updated after every turn."""
@@ -224,6 +235,9 @@ async def _play(
         if len(context.ids) > cfg.max_context_tokens:
             return StopReason.MAX_TOKENS
         kept = tuple(screens[index] for index in context.kept)
+        keys = tuple(screen.key for screen in kept)
+        if turn_index < len(repeat) and repeat[turn_index].image_keys != keys:
+            repeat = ()  # the task is not the same again: from here on another episode
         request = SampleRequest(
             context_ids=context.ids,
             screens=kept,
@@ -236,8 +250,11 @@ async def _play(
             episode=episode.episode_id,
             messages=context.messages,
         )
-        with _stopwatch(waits_s, "engine"):
-            sample = await setup.engine.sample(request)
+        if turn_index < len(repeat):
+            sample = _as_sampled(repeat[turn_index])
+        else:
+            with _stopwatch(waits_s, "engine"):
+                sample = await setup.engine.sample(request)
         newest = screens[-1]
         episode.images[newest.key] = screenshot
         episode.image_tokens[newest.key] = newest.tokens
@@ -245,7 +262,7 @@ async def _play(
             context_ids=context.ids if sample.context_ids is None else sample.context_ids,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
-            image_keys=tuple(screen.key for screen in kept),
+            image_keys=keys,
             full_logprobs=sample.full_logprobs,
             policy_versions=sample.policy_versions,
             text=chat.decode(sample.token_ids),
@@ -293,6 +310,19 @@ async def _play(
         if action.kind == TERMINATE:
             return StopReason.FAILED
     return StopReason.MAX_TURNS
+
+
+def _as_sampled(turn: Turn) -> SampleResult:
+    """What the engine answered in a turn of an earlier episode."""
+    return SampleResult(
+        turn.token_ids,
+        turn.logprobs,
+        turn.policy_version,
+        True,
+        turn.full_logprobs,
+        turn.policy_versions,
+        turn.context_ids,
+    )
 
 
 async def _act(

@@ -1,0 +1,188 @@
+"""Search by replay: branches of failed episodes, and the command that keeps successes."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests import actor_world as world
+from tests.command_world import ROOT, SHIPPED_MODEL
+from tests.test_rollout import TEXT, demonstrator
+from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
+from uirl_jax.actor.search import SearchConfig, branch, search, surprise
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
+from uirl_jax.families.table import family_of
+from uirl_jax.learner import recorded_demonstrations
+from uirl_jax.shards.reader import read_shard
+from uirl_jax.types import StopReason
+
+
+def play(engine, task=TEXT, repeat=()):
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            url = await stack.enter_async_context(world.verifier())
+            client = await stack.enter_async_context(world.client(url))
+            setup = RolloutSetup(client, engine, world.chat(), world.inputs(), RolloutConfig())
+            return await run_episode(task, setup, seed=1, group_id="g", repeat=repeat)
+
+    return asyncio.run(run())
+
+
+def failing(turns: int):
+    """The demonstrator for some turns, then nonsense."""
+    say = demonstrator(TEXT)
+    return lambda turn: say(turn) if turn < turns else "nonsense"
+
+
+def test_repeated_turns_cost_no_sampling_and_lead_to_the_same_screens():
+    failure = play(world.ScriptedEngine(failing(2)))
+    assert failure.stop_reason is StopReason.FORMAT_ERROR and len(failure.turns) == 3
+    whole = demonstrator(TEXT)
+    texts = [whole(turn) for turn in range(8)]
+    engine = world.ScriptedEngine(lambda turn: texts[2 + turn], version=7)
+    success = play(engine, repeat=failure.turns[:2])
+    assert success.stop_reason is StopReason.COMPLETED
+    assert len(engine.requests) == len(success.turns) - 2
+    for before, after in zip(failure.turns[:2], success.turns, strict=False):
+        assert before.action == after.action and before.progress == after.progress
+        for name in ("context_ids", "token_ids", "logprobs", "full_logprobs", "policy_versions"):
+            np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+        assert before.image_keys == after.image_keys
+    np.testing.assert_array_equal(success.turns[2].context_ids, failure.turns[2].context_ids)
+    assert success.policy_versions == (3, 7)
+    assert success.images.keys() >= failure.images.keys()
+
+
+def test_other_screen_ends_the_repetition():
+    failure = play(world.ScriptedEngine(failing(2)))
+    other = dataclasses.replace(TEXT, seed=TEXT.seed + 1)
+    engine = world.ScriptedEngine(demonstrator(other))
+    success = play(engine, other, repeat=failure.turns)
+    assert success.stop_reason is StopReason.COMPLETED
+    assert len(engine.requests) == len(success.turns)
+
+
+def test_branches_begin_where_the_policy_was_unsure():
+    failure = play(world.ScriptedEngine(failing(2)))
+
+    def with_logprob(turn, nats):
+        logprobs = np.full(len(turn.token_ids), -nats / len(turn.token_ids), np.float32)
+        return dataclasses.replace(turn, full_logprobs=logprobs)
+
+    turns = [with_logprob(turn, nats) for turn, nats in zip(failure.turns, (1, 6, 3), strict=True)]
+    assert [surprise(turn) for turn in turns] == pytest.approx([1, 6, 3])
+    failure = dataclasses.replace(failure, turns=tuple(turns))
+    rng = np.random.default_rng(0)
+    lengths = collections.Counter(len(branch([failure], rng)) for _ in range(1000))
+    # Deviations of a share of 1000 draws are at most 16.
+    assert [lengths[n] for n in range(3)] == pytest.approx([100, 600, 300], abs=60)
+    start = branch([failure], rng)
+    assert start == failure.turns[: len(start)]
+    hidden = np.full_like(turns[0].logprobs, np.nan)  # of a server that does not tell
+    logprobs = np.full_like(hidden, -6 / len(hidden))
+    turn = dataclasses.replace(turns[0], full_logprobs=hidden, logprobs=logprobs)
+    assert surprise(turn) == pytest.approx(6)
+    sure = tuple(with_logprob(turn, 0) for turn in turns)
+    lengths = {len(branch([dataclasses.replace(failure, turns=sure)], rng)) for _ in range(100)}
+    assert lengths == {0, 1, 2}
+
+
+LIMITS = SearchConfig(episodes=6, whole=2)
+
+
+def searched(episodes, limits=LIMITS, seed=0):
+    """What is found if the episodes end so, and the numbers of turns that were repeated."""
+    asked = []
+
+    async def play_all(starts):
+        asked.extend(starts)
+        return [episodes[number] for number, _ in starts]
+
+    found = asyncio.run(search(play_all, limits, np.random.default_rng(seed)))
+    return found, [len(turns) for _, turns in asked]
+
+
+def test_search_takes_the_shortest_success_and_stops():
+    failure = play(world.ScriptedEngine(failing(2)))
+    success = play(world.ScriptedEngine(demonstrator(TEXT)))
+    assert success.success
+    longer = dataclasses.replace(success, turns=(success.turns[0], *success.turns))
+    fault = dataclasses.replace(failure, stop_reason=StopReason.ENV_ERROR, turns=())
+
+    found, repeated = searched([longer, success])
+    assert found == (success, 2, False, 0) and repeated == [0, 0]
+    found, repeated = searched([failure, fault, fault, longer])
+    assert found == (longer, 4, True, 2) and repeated[:2] == [0, 0] and max(repeated) <= 2
+    found, repeated = searched([failure] * 6)
+    assert found == (None, 6, False, 0) and len(repeated) == 6 and max(repeated[2:]) > 0
+    found, repeated = searched([fault] * 6)
+    assert found == (None, 6, False, 6) and repeated == [0] * 6
+    found, repeated = searched([failure] * 5, SearchConfig(episodes=5, whole=3))
+    assert found.played == 5
+    with pytest.raises(ValueError, match="whole=3, expected 1 to episodes=2"):
+        SearchConfig(episodes=2, whole=3)
+
+
+def command(*arguments: object, ok: bool = True) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.search", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done.stdout if ok else done.stderr
+
+
+def test_command_keeps_successes_that_a_cold_start_reads(tmp_path):
+    out = tmp_path / "demos"
+    flags = ("--config=configs/quickstart.py", "--episodes=4", f"--out={out}")
+    printed = command(*flags, "--instances=32")
+    assert f"cold_start.demonstrations=\"('{out}',)\"" in printed
+    counts = json.loads((out / "000000.json").read_text())
+    (one,) = counts.values()
+    _, successes = read_shard(out / "000000.tfrecord")
+    # The base solves a quarter; four tries at temperature 1 solve most of 32.
+    assert one["solved"] == len(successes) >= 10 and one["instances"] == 32
+    assert 64 <= one["episodes"] <= 128 and one["env_errors"] == 0
+    assert all(success.success for success in successes)
+    assert len({success.task.seed for success in successes}) == len(successes)
+    family = family_of(SHIPPED_MODEL)
+    chat = Chat(SHIPPED_MODEL, ChatConfig().completed(SHIPPED_MODEL), family.chat)
+    inputs = family.make_inputs(family.read_config(SHIPPED_MODEL))
+    demonstrations = recorded_demonstrations.load([str(out)], chat, inputs)
+    assert [d.turns[0].text for d in demonstrations] == [s.turns[0].text for s in successes]
+
+    before = (out / "000000.tfrecord").stat().st_mtime_ns
+    printed = command(*flags, "--instances=34")
+    assert (out / "000000.tfrecord").stat().st_mtime_ns == before
+    assert json.loads((out / "000032.json").read_text())["desktop/click_button"]["instances"] == 2
+    said = command(*flags, "--instances=34", "--whole=1", ok=False)
+    assert "another search, in whole; give another --out" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "--config and --out missing"),
+        (("--config=configs/quickstart.py", "--out={out}", "--whole=9"), "whole=9, expected 1 to"),
+        (("--config=configs/quickstart.py", "--out={out}", "--checkpoint=3"), "--workdir=RUN is"),
+        (
+            ("--config=configs/quickstart.py", "--out={out}", "--checkpoint=no"),
+            "expected base, pol",
+        ),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(tmp_path, flags, said):
+    printed = command(*(flag.format(out=tmp_path / "demos") for flag in flags), ok=False)
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and said in printed
+    assert not list(tmp_path.rglob("*.tfrecord"))

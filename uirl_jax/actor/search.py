@@ -1,0 +1,84 @@
+"""Looks for a successful episode of a task instance: whole episodes, then branches of failures.
+
+An instance's seed and its first actions lead to the same screen, so a failed episode can be played
+again up to one of its turns and go on differently from there: the turns before it cost no sampling.
+It branches where the policy was unsure, with a probability in proportion to how unlikely what it
+sampled was. What is found serves as demonstrations (`tools.search`); RL groups are sampled by
+`host`, all from the start.
+
+Source of the idea: Pix2Act's search with the policy as prior, arXiv:2306.00245; here without a
+value model.
+"""
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from uirl_jax.types import StopReason, Trajectory, Turn
+
+# Plays several episodes, each given as its number and the turns to repeat.
+PlayAll = Callable[[Sequence[tuple[int, Sequence[Turn]]]], Awaitable[Sequence[Trajectory]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchConfig:
+    """How many episodes an instance may cost."""
+
+    episodes: int = 8  # at most
+    whole: int = 2  # from the start, before failures are branched; and branches at a time
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.whole <= self.episodes:
+            raise ValueError(f"whole={self.whole}, expected 1 to episodes={self.episodes}")
+
+
+class Found(NamedTuple):
+    """What the search of one instance came to."""
+
+    shortest: Trajectory | None  # of the successes with the fewest turns; None: none succeeded
+    played: int
+    by_branch: bool  # no episode from the start had succeeded before
+    env_errors: int
+
+
+async def search(play_all: PlayAll, cfg: SearchConfig, rng: np.random.Generator) -> Found:
+    """Plays cfg.whole episodes from the start, then as many branches at a time, until one succeeds.
+
+    Args:
+      rng: draws which failure is branched, and where.
+    """
+    failures: list[Trajectory] = []
+    played = env_errors = 0
+    while played < cfg.episodes:
+        count = min(cfg.whole, cfg.episodes - played)
+        starts = [branch(failures, rng) if failures else () for _ in range(count)]
+        episodes = await play_all([(played + n, start) for n, start in enumerate(starts)])
+        successes = [episode for episode in episodes if episode.success]
+        env_errors += sum(e.stop_reason is StopReason.ENV_ERROR for e in episodes)
+        first, played = played == 0, played + count
+        if successes:
+            shortest = min(successes, key=lambda episode: len(episode.turns))
+            return Found(shortest, played, not first, env_errors)
+        failures += [e for e in episodes if e.stop_reason is not StopReason.ENV_ERROR]
+    return Found(None, played, False, env_errors)
+
+
+def branch(failures: Sequence[Trajectory], rng: np.random.Generator) -> tuple[Turn, ...]:
+    """The turns to repeat of one of the failed episodes: those before an unsure turn.
+
+    The probability of a turn is its share of the episode's surprise, the sum of -log p of its
+    tokens.
+    """
+    turns = failures[int(rng.integers(len(failures)))].turns
+    surprise_u = np.array([surprise(turn) for turn in turns])
+    total = surprise_u.sum()
+    shares_u = surprise_u / total if total > 0 else np.full(len(turns), 1 / len(turns))
+    return turns[: int(rng.choice(len(turns), p=shares_u))]
+
+
+def surprise(turn: Turn) -> float:
+    """Nats: -log of the probability of what was sampled, before top-p and top-k cut anything."""
+    logprobs = np.where(np.isnan(turn.full_logprobs), turn.logprobs, turn.full_logprobs)
+    return float(-np.sum(logprobs, dtype=np.float64))
