@@ -63,6 +63,7 @@ class Recipe:
     quality: float  # share of right demonstrations in the last stage
     seed: int  # of the weights and of the screens
     telling_schedule: Literal["constant", "cosine"]  # of the stage's learning rate
+    acting_lr: float  # of the last stage
     module: str  # whose command it is
 
 
@@ -358,7 +359,7 @@ def model_card(base: BaseModel, recipe: Recipe, parameters: int, minutes: float)
         [
             f"python -m {recipe.module} --family={base.family.model_type}",
             *(f"--{name}_steps={steps}" for name, steps in recipe.steps.items()),
-            f"--telling_schedule={recipe.telling_schedule}",
+            f"--telling_schedule={recipe.telling_schedule} --acting_lr={recipe.acting_lr:g}",
             f"--batch_rows={recipe.batch_rows} --quality={recipe.quality} --seed={recipe.seed}",
         ]
     )
@@ -385,7 +386,7 @@ def stages(recipe: Recipe) -> tuple[Stage, ...]:
     return (
         Stage("finding", finding, 200, 2e-3, 1.0, "constant"),
         Stage("telling", telling, 20, 2e-3, 1.0, recipe.telling_schedule),
-        Stage("acting", acting, 20, 1e-3, recipe.quality, "cosine"),
+        Stage("acting", acting, 20, recipe.acting_lr, recipe.quality, "cosine"),
     )
 
 
@@ -427,11 +428,25 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
         default="constant",
         help="learning rate of the stage telling; cosine where its loss ends above 0.15",
     )
+    add(
+        "--acting_lr",
+        type=float,
+        default=1e-3,
+        help="learning rate of the last stage; 2e-4 where it undoes what `telling` taught",
+    )
     args = parser.parse_args()
     platform_flags.set_defaults()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     steps = {name: getattr(args, f"{name}_steps") for name in STAGE_STEPS}
-    recipe = Recipe(steps, args.batch_rows, args.quality, args.seed, args.telling_schedule, module)
+    recipe = Recipe(
+        steps,
+        args.batch_rows,
+        args.quality,
+        args.seed,
+        args.telling_schedule,
+        args.acting_lr,
+        module,
+    )
     workdir = args.workdir or Path(f"runs/base_model-{args.family}")
     train(bases[args.family], recipe, args.out, workdir)
 
