@@ -1,0 +1,151 @@
+// What a page shows in its upper left width x height pixels: {elements, texts}, in CSS pixels. A
+// function, evaluated by tools/grounding/browser.py once the page has settled. It changes nothing.
+(width, height) => {
+  const ROLES = {button: "button", link: "link", tab: "tab", checkbox: "checkbox", radio: "radio button",
+    switch: "switch", menuitem: "menu item", option: "option", slider: "slider", textbox: "text field",
+    searchbox: "text field", combobox: "dropdown", listitem: "list item"};
+  const INPUTS = {button: "button", submit: "button", reset: "button", checkbox: "checkbox",
+    radio: "radio button", range: "slider", hidden: "", file: "", image: "", color: "", number: "number field"};
+  const TAGS = {button: "button", textarea: "text area", td: "cell", th: "cell", h1: "heading", h2: "heading",
+    h3: "heading", h4: "heading", h5: "heading", h6: "heading", li: "list item", summary: "item",
+    rect: "shape", circle: "shape", ellipse: "shape", polygon: "shape"};
+  const OUTER = new Set(["button", "link", "tab", "checkbox", "radio button", "switch", "menu item", "option", "dropdown", "item"]);
+  const TEXTUAL = new Set(["heading", "list item"]);  // their box is that of their text
+  const FIELDS = new Set(["text field", "text area", "number field", "dropdown", "checkbox", "radio button", "switch", "slider"]);
+  const clean = text => (text || "").replace(/\s+/g, " ").trim();
+  const area = box => Math.max(0, box[2] - box[0]) * Math.max(0, box[3] - box[1]);
+  const cross = (a, b) => [Math.max(a[0], b[0]), Math.max(a[1], b[1]), Math.min(a[2], b[2]), Math.min(a[3], b[3])];
+  const boxOf = rect => [rect.left, rect.top, rect.right, rect.bottom];
+  const union = boxes => boxes.reduce((a, b) => [Math.min(a[0], b[0]), Math.min(a[1], b[1]), Math.max(a[2], b[2]), Math.max(a[3], b[3])]);
+
+  const kindOf = element => {
+    const tag = element.localName, role = element.getAttribute("role");
+    if (role && ROLES[role] !== undefined) return ROLES[role];
+    if (tag === "input") return INPUTS[element.type] ?? "text field";
+    if (tag === "select") return element.size > 1 || element.multiple ? "" : "dropdown";
+    if (tag === "a" || element.classList.contains("alink")) {
+      if (tag === "a" && !element.hasAttribute("href")) return "";
+      return /(^|\s)(btn|button)(\s|$)/.test(element.className) ? "button" : "link";
+    }
+    if (TAGS[tag]) return TAGS[tag];
+    const pointer = e => e && getComputedStyle(e).cursor === "pointer";
+    return tag !== "label" && pointer(element) && !pointer(element.parentElement) ? "item" : "";
+  };
+  const shapeOf = element => {
+    const box = element.getBoundingClientRect(), square = Math.abs(box.width - box.height) <= 1;
+    if (element.localName === "rect") return square ? "square" : "rectangle";
+    if (element.localName === "polygon") return element.points.length === 3 ? "triangle" : "";
+    return square ? "circle" : "ellipse";
+  };
+  const clipOf = element => {  // what the viewport and scrolling ancestors leave
+    let box = [0, 0, width, height];
+    for (let parent = element; parent && parent !== document.body; parent = parent.parentElement) {
+      const style = getComputedStyle(parent);
+      if (parent !== element && parent.clientWidth && (style.overflowX !== "visible" || style.overflowY !== "visible")) {
+        const rect = parent.getBoundingClientRect(), left = rect.left + parent.clientLeft, top = rect.top + parent.clientTop;
+        box = cross(box, [left, top, left + parent.clientWidth, top + parent.clientHeight]);
+      }
+      if (style.position === "fixed") break;
+    }
+    return box;
+  };
+  const isShown = element => {
+    if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) return false;
+    let opacity = 1;
+    for (let e = element; e; e = e.parentElement) opacity *= parseFloat(getComputedStyle(e).opacity);
+    return opacity > 0.5;
+  };
+  const textNodes = element => {
+    const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), found = [];
+    while (walker.nextNode()) if (walker.currentNode.nodeValue.trim()) found.push(walker.currentNode);
+    return found.filter(node => !["SCRIPT", "STYLE", "OPTION", "TITLE", "NOSCRIPT"].includes(node.parentElement.tagName.toUpperCase()));
+  };
+  const textBoxes = node => {
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    return [...range.getClientRects()].filter(rect => rect.width > 0 && rect.height > 0).map(boxOf);
+  };
+  const isWhole = (box, clip) => area(cross(box, clip)) >= 0.97 * area(box);
+  const isCut = element => {  // not all of its text can be read
+    if ("value" in element && element.localName !== "li") return element.scrollWidth > element.clientWidth + 1;
+    if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && getComputedStyle(element).overflowX !== "visible") return true;
+    return textNodes(element).some(node => {
+      const inside = cross(clipOf(node.parentElement), [0, 0, width, height]), clip = node.parentElement;
+      const hides = clip !== document.body && getComputedStyle(clip).overflowX !== "visible" && clip.clientWidth > 0;
+      return textBoxes(node).some(box => !isWhole(box, inside) || (hides && !isWhole(box, boxOf(clip.getBoundingClientRect()))));
+    });
+  };
+  const labelOf = element => {
+    const by = (element.getAttribute("aria-labelledby") || "").split(/\s+/).filter(Boolean).map(id => document.getElementById(id));
+    if (by.length && by.every(Boolean)) return clean(by.map(e => e.innerText).join(" "));
+    const labels = [...(element.labels || [])].filter(isShown);
+    if (labels.length) return clean(labels.map(label => {
+      const inner = [...label.childNodes].filter(node => node !== element && !(node.contains && node.contains(element)));
+      const own = inner.map(node => node.nodeType === 3 ? node.nodeValue : node.innerText || "").join(" ");
+      return own.trim() ? own : label.innerText;
+    }).join(" "));
+    const aria = element.getAttribute("aria-label") || element.placeholder;
+    if (aria) return clean(aria);
+    const next = element.nextSibling;
+    return ["checkbox", "radio"].includes(element.type) && next && next.nodeType === 3 ? clean(next.nodeValue) : "";
+  };
+  const fullBox = (element, kind) => {
+    if (TEXTUAL.has(kind)) {
+      const boxes = textNodes(element).flatMap(textBoxes);
+      return boxes.length ? union(boxes) : [0, 0, 0, 0];
+    }
+    const boxes = [...element.getClientRects()].map(boxOf).filter(box => area(box) > 0);
+    if (!boxes.length) return [0, 0, 0, 0];
+    if (boxes.length > 1) return boxes.reduce((a, b) => area(b) > area(a) ? b : a);  // a link over two lines
+    if (boxes[0][3] - boxes[0][1] > 0 && getComputedStyle(element).display === "inline" && element.children.length)
+      return union([boxes[0], ...[...element.children].map(e => boxOf(e.getBoundingClientRect())).filter(area)]);
+    return boxes[0];
+  };
+  const onTop = (element, box, kind) => {
+    const hits = (across, down) => {
+      const x = box[0] + (box[2] - box[0]) * across, y = box[1] + (box[3] - box[1]) * down;
+      const found = document.elementFromPoint(x, y);
+      return Boolean(found) && (found === element || element.contains(found));
+    };
+    if (!hits(0.5, 0.5)) return false;
+    const corners = [[0.2, 0.2], [0.8, 0.2], [0.2, 0.8], [0.8, 0.8]].filter(at => hits(...at)).length;
+    return kind === "shape" || kind === "list item" || kind === "heading" || corners >= 4;
+  };
+
+  const elements = [], texts = [], kinds = new Map();
+  for (const element of document.body.querySelectorAll("*")) {
+    const kind = kindOf(element);
+    if (!kind) continue;
+    let outer = element.parentElement;
+    while (outer && !(kinds.has(outer) && OUTER.has(kinds.get(outer)))) outer = outer.parentElement;
+    if (outer) continue;
+    kinds.set(element, kind);
+  }
+  for (const [element, kind] of kinds) {
+    if (!OUTER.has(kind) && !FIELDS.has(kind) && [...kinds.keys()].some(e => e !== element && element.contains(e))) continue;
+    if (!isShown(element)) continue;
+    const whole = fullBox(element, kind), box = cross(whole, clipOf(element));
+    if (area(box) <= 0 || area(box) >= 0.6 * width * height) continue;
+    const isField = FIELDS.has(kind);
+    const value = element.localName === "select" ? element.selectedOptions[0]?.text : element.value;
+    const isInput = element.localName === "input" && kind === "button";
+    const own = isField ? (["checkbox", "radio button", "switch", "slider"].includes(kind) ? "" : value) : isInput ? element.value : element.innerText ?? element.textContent;
+    elements.push({
+      kind, box,
+      text: clean(own ?? ""),
+      label: clean(isField ? labelOf(element) : element.getAttribute("aria-label") || element.title || element.getAttribute("alt")),
+      shape: kind === "shape" ? shapeOf(element) : "",
+      id: element.id,
+      whole: area(box) >= 0.9 * area(whole),
+      cut: isCut(element),
+      top: onTop(element, box, kind),
+      disabled: Boolean(element.closest("[disabled], [aria-disabled=true], .disabled, fieldset[disabled]")),
+    });
+  }
+  for (const node of textNodes(document.body)) {
+    if (!isShown(node.parentElement)) continue;
+    const clip = clipOf(node.parentElement);
+    if (textBoxes(node).some(box => area(cross(box, clip)) > 0)) texts.push(clean(node.nodeValue));
+  }
+  return {elements, texts};
+}
