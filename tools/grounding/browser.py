@@ -154,9 +154,7 @@ class Browsers:
 class _Shell:
     """A tab with the empty document that composed pages are put into."""
 
-    def __init__(
-        self, pool: BrowserPool, size_px: tuple[int, int], css: Mapping[str, str]
-    ) -> None:
+    def __init__(self, pool: BrowserPool, size_px: tuple[int, int], css: Mapping[str, str]) -> None:
         self._pool, self._size_px = pool, size_px
         libraries = json.dumps(dict(css)).replace("</", "<\\/")
         self._html = _SHELL.replace("LIBRARIES", libraries).encode()

@@ -105,7 +105,9 @@ def _download(library: Library) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", name, "--ignore-scripts", "--silent"]
         try:
-            subprocess.run(command, cwd=folder, capture_output=True, check=True, timeout=_DOWNLOAD_S)
+            subprocess.run(
+                command, cwd=folder, capture_output=True, check=True, timeout=_DOWNLOAD_S
+            )
             return (Path(folder) / library.archive).read_bytes()
         except (OSError, subprocess.SubprocessError) as error:
             reason = type(error).__name__

@@ -29,7 +29,14 @@ FILLS = {
     "grey": ("#8a8a8a", "#9a9a9a"),
 }
 _ICONS = {
-    **{"Close": "×", "Menu": "☰", "Add": "+", "Settings": "⚙", "Favourite": "★", "Search": "⌕"},
+    **{
+        "Close": "\u00d7",
+        "Menu": "☰",
+        "Add": "+",
+        "Settings": "⚙",
+        "Favourite": "★",
+        "Search": "⌕",
+    },
     **{"Back": "←", "Forward": "→", "Up": "↑", "Down": "↓", "Confirm": "✓", "Edit": "✎"},
     **{"Email": "✉", "Phone": "☎", "Home": "⌂", "Play": "▶", "Refresh": "↻", "Delete": "✖"},
 }

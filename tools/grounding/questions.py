@@ -109,7 +109,7 @@ def _by_text(
         return
     # Anything else on the screen with this text, such as a heading above the button.
     rivals = [e for e in screen.elements if e is not element]
-    texts = sum(_same(name, text) for text in screen.texts)
+    texts = sum(name.casefold() in text.casefold() for text in screen.texts)
     alone = texts <= 1 and not any(_same(name, o) for e in rivals for o in (e.text, e.label))
     options = []
     if alone:
@@ -124,8 +124,9 @@ def _by_text(
 
 
 def _is_name(text: str) -> bool:
-    """Short, printable, and without what would end the quotation."""
-    return 0 < len(text) <= _MAX_NAME_CHARS and text.isprintable() and '"' not in text
+    """Short, printable, more than a symbol, and without what would end the quotation."""
+    plain = text.isprintable() and '"' not in text and any(map(str.isalnum, text))
+    return 0 < len(text) <= _MAX_NAME_CHARS and plain
 
 
 def _same(one: str, other: str) -> bool:

@@ -66,8 +66,13 @@
     return [...range.getClientRects()].filter(rect => rect.width > 0 && rect.height > 0).map(boxOf);
   };
   const isWhole = (box, clip) => area(cross(box, clip)) >= 0.97 * area(box);
+  const isFaint = node => {
+    const style = getComputedStyle(node.parentElement), alpha = /^rgba\(.*, ([\d.]+)\)$/.exec(style.color);
+    return !textBoxes(node).length || Boolean(alpha && alpha[1] < 0.4);
+  };
   const isCut = element => {  // not all of its text can be read
     if ("value" in element && element.localName !== "li") return element.scrollWidth > element.clientWidth + 1;
+    if (textNodes(element).some(isFaint)) return true;
     if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && getComputedStyle(element).overflowX !== "visible") return true;
     return textNodes(element).some(node => {
       const inside = cross(clipOf(node.parentElement), [0, 0, width, height]), clip = node.parentElement;
@@ -119,6 +124,8 @@
     let outer = element.parentElement;
     while (outer && !(kinds.has(outer) && OUTER.has(kinds.get(outer)))) outer = outer.parentElement;
     if (outer) continue;
+    // A part of the page with controls of its own, such as an opened section.
+    if (OUTER.has(kind) && element.querySelector("button, input, select, textarea")) continue;
     kinds.set(element, kind);
   }
   for (const [element, kind] of kinds) {
@@ -129,7 +136,10 @@
     const isField = FIELDS.has(kind);
     const value = element.localName === "select" ? element.selectedOptions[0]?.text : element.value;
     const isInput = element.localName === "input" && kind === "button";
-    const own = isField ? (["checkbox", "radio button", "switch", "slider"].includes(kind) ? "" : value) : isInput ? element.value : element.innerText ?? element.textContent;
+    const shown = element.innerText ?? element.textContent;
+    // The first line of a message, a card or the like names it.
+    const lines = kind === "item" ? shown.split("\n").filter(clean).slice(0, 1).join() : shown;
+    const own = isField ? (["checkbox", "radio button", "switch", "slider"].includes(kind) ? "" : value) : isInput ? element.value : lines;
     elements.push({
       kind, box,
       text: clean(own ?? ""),

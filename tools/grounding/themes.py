@@ -54,12 +54,14 @@ PICO = Theme(
         "checkbox": '<label><input type="checkbox"{checked}> {text}</label>',
         "radio": '<label><input type="radio" name="{group}"{checked}> {text}</label>',
         "tabs": '<div role="group">{items}</div>',
-        "tab": '<button type="button" role="tab" class="secondary {active_outline}">{text}</button>',
+        "tab": '<button type="button" role="tab" class="secondary {active_outline}">{text}'
+        "</button>",
         "nav": "<nav><ul>{items}</ul></nav>",
         "navlink": '<li><a href="#">{text}</a></li>',
         "menu": "<aside><nav><ul>{items}</ul></nav></aside>",
         "menuitem": '<li><a href="#" role="menuitem">{text}</a></li>',
-        "table": '<table class="striped"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>',
+        "table": '<table class="striped"><thead><tr>{heads}</tr></thead>'
+        "<tbody>{rows}</tbody></table>",
         "card": "<article><header>{title}</header>{body}</article>",
     },
     variants=("", "secondary", "contrast", "outline", "outline secondary"),
@@ -70,12 +72,13 @@ BOOTSTRAP = Theme(
     {
         "button": '<button type="button" class="btn btn-{v} {size}">{text}</button>',
         "buttons": '<div class="d-flex flex-wrap gap-1 mb-2">{items}</div>',
-        "icon": '<button type="button" class="btn btn-{v} btn-sm" aria-label="{text}">{icon}</button>',
+        "icon": '<button type="button" class="btn btn-{v} btn-sm" aria-label="{text}">{icon}'
+        "</button>",
         "link": '<a href="#" class="link-{v}">{text}</a>',
         "field": '<div class="mb-2"><label class="form-label mb-0" for="{id}">{label}</label>'
         "{control}</div>",
-        "input": '<input id="{id}" type="{type}" class="form-control {control_size}" value="{value}" '
-        'placeholder="{hint}">',
+        "input": '<input id="{id}" type="{type}" class="form-control {control_size}" '
+        'value="{value}" placeholder="{hint}">',
         "textarea": '<textarea id="{id}" class="form-control" rows="2">{value}</textarea>',
         "select": '<select id="{id}" class="form-select {control_size}">{options}</select>',
         "checkbox": '<div class="form-check {switch}"><input class="form-check-input" '
@@ -132,8 +135,8 @@ BULMA = Theme(
         "navlink": '<li><a href="#">{text}</a></li>',
         "table": '<table class="table is-narrow {table_look}"><thead><tr>{heads}</tr></thead>'
         "<tbody>{rows}</tbody></table>",
-        "card": '<div class="card mb-2"><header class="card-header"><p class="card-header-title p-1">'
-        '{title}</p></header><div class="card-content p-2">{body}</div></div>',
+        "card": '<div class="card mb-2"><header class="card-header">'
+        '<p class="card-header-title p-1">{title}</p></header><div class="card-content p-2">{body}</div></div>',
         "heading": '<h2 class="title is-5 mb-2">{text}</h2>',
         "paragraph": '<p class="mb-2">{body}</p>',
     },
