@@ -66,7 +66,7 @@ table {{ border-collapse: collapse; margin: 0 0 {gap}px; }} th, td {{ border: 1p
   margin: 0 0 {gap}px; background: {field}; }}
 """
 _BASE_CSS = """
-html {{ font-size: {root}px !important; overflow: hidden; }}
+html {{ font-size: {root}px !important; overflow: hidden; min-width: 0 !important; }}
 body {{ margin: 0; padding: {margin}px; overflow: hidden; font-size: {root}px !important;
   {body} }}
 * {{ caret-animation: manual; }}

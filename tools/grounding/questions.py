@@ -17,6 +17,7 @@ from PIL import Image
 from tools.grounding.browser import Box, Element, Screen
 
 _MAX_NAME_CHARS = 40
+_CONTRAST = 60  # sum over red, green and blue
 # Kinds that are pointed at by their text alone.
 _TEXT_ONLY = frozenset({"cell", "heading", "list item", "item", "option"})
 _COLOURED = frozenset({"button", "shape"})
@@ -45,14 +46,16 @@ def ask(screen: Screen, rng: np.random.Generator, most: int) -> list[Question]:
     """At most so many questions, each about another element, of different kinds where possible."""
     with Image.open(io.BytesIO(screen.png)) as image:
         pixels_hwc = np.asarray(image.convert("RGB"))
-    names = [_look(element, pixels_hwc) for element in screen.elements]
+    looks = [_look(element, pixels_hwc) for element in screen.elements]
     order = [int(n) for n in rng.permutation(len(screen.elements))]
     by_kind: dict[str, list[Question]] = {}
     for index in order:
         element = screen.elements[index]
-        if not element.askable:
+        if not element.askable or (
+            element.kind == "shape" and not _stands_out(element, pixels_hwc)
+        ):
             continue
-        phrases = list(_phrases(screen, index, names))
+        phrases = list(_phrases(screen, index, looks))
         if phrases:
             weights = np.array([_WORDS[by] for by, _ in phrases])
             by, options = phrases[int(rng.choice(len(phrases), p=weights / weights.sum()))]
@@ -160,10 +163,22 @@ def _look(element: Element, pixels_hwc: np.ndarray) -> str | None:
         part = pixels_hwc[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2]
     else:
         part = pixels_hwc[max(top + 2, 0) : bottom - 2, max(left + 2, 0) : right - 2]
-    colours, counts = np.unique(part.reshape(-1, 3) // 8, axis=0, return_counts=True)
-    if not counts.size or counts.max() < 0.4 * counts.sum():
+    levels_c = (part.reshape(-1, 3) // 8).astype(np.int64) @ (1024, 32, 1)  # 32 of each channel
+    counts = np.bincount(levels_c, minlength=1)
+    if counts.max() < 0.4 * max(len(levels_c), 1):
         return None
-    return colour_name(*(colours[counts.argmax()].astype(int) * 8 + 4))
+    level = int(counts.argmax())
+    return colour_name(*(part * 8 + 4 for part in (level // 1024, level // 32 % 32, level % 32)))
+
+
+def _stands_out(element: Element, pixels_hwc: np.ndarray) -> bool:
+    """Whether the middle of a shape has another colour than what is around it."""
+    left, top, right, bottom = element.box
+    height, width, _ = pixels_hwc.shape
+    middle = pixels_hwc[(top + bottom) // 2, (left + right) // 2].astype(int)
+    corners = [(top - 2, left - 2), (top - 2, right + 1), (bottom + 1, left - 2)]
+    around = [pixels_hwc[y, x] for y, x in corners if 0 <= y < height and 0 <= x < width]
+    return all(int(np.abs(middle - pixel).sum()) >= _CONTRAST for pixel in around)
 
 
 def colour_name(red: int, green: int, blue: int) -> str | None:

@@ -18,6 +18,20 @@
   const boxOf = rect => [rect.left, rect.top, rect.right, rect.bottom];
   const union = boxes => boxes.reduce((a, b) => [Math.min(a[0], b[0]), Math.min(a[1], b[1]), Math.max(a[2], b[2]), Math.max(a[3], b[3])]);
 
+  const cached = compute => {
+    const known = new Map();
+    return element => {
+      if (!known.has(element)) known.set(element, compute(element));
+      return known.get(element);
+    };
+  };
+  const styleOf = cached(element => {  // a computed style is live: every reading of it costs
+    const style = getComputedStyle(element);
+    return {clips: style.overflowX !== "visible" || style.overflowY !== "visible", hidesX: style.overflowX !== "visible",
+      fixed: style.position === "fixed", opacity: parseFloat(style.opacity), pointer: style.cursor === "pointer",
+      inline: style.display === "inline", color: style.color};
+  });
+
   const kindOf = element => {
     const tag = element.localName, role = element.getAttribute("role");
     if (role && ROLES[role] !== undefined) return ROLES[role];
@@ -28,8 +42,7 @@
       return /(^|\s)(btn|button)(\s|$)/.test(element.className) ? "button" : "link";
     }
     if (TAGS[tag]) return TAGS[tag];
-    const pointer = e => e && getComputedStyle(e).cursor === "pointer";
-    return tag !== "label" && pointer(element) && !pointer(element.parentElement) ? "item" : "";
+    return tag !== "label" && styleOf(element).pointer && !styleOf(element.parentElement).pointer ? "item" : "";
   };
   const shapeOf = element => {
     const box = element.getBoundingClientRect(), square = Math.abs(box.width - box.height) <= 1;
@@ -37,24 +50,17 @@
     if (element.localName === "polygon") return element.points.length === 3 ? "triangle" : "";
     return square ? "circle" : "ellipse";
   };
-  const clipOf = element => {  // what the viewport and scrolling ancestors leave
-    let box = [0, 0, width, height];
-    for (let parent = element; parent && parent !== document.body; parent = parent.parentElement) {
-      const style = getComputedStyle(parent);
-      if (parent !== element && parent.clientWidth && (style.overflowX !== "visible" || style.overflowY !== "visible")) {
-        const rect = parent.getBoundingClientRect(), left = rect.left + parent.clientLeft, top = rect.top + parent.clientTop;
-        box = cross(box, [left, top, left + parent.clientWidth, top + parent.clientHeight]);
-      }
-      if (style.position === "fixed") break;
-    }
-    return box;
-  };
-  const isShown = element => {
-    if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) return false;
-    let opacity = 1;
-    for (let e = element; e; e = e.parentElement) opacity *= parseFloat(getComputedStyle(e).opacity);
-    return opacity > 0.5;
-  };
+  const clipOf = cached(element => {  // what the viewport and scrolling ancestors leave
+    const parent = element.parentElement;
+    if (!parent || element === document.body || styleOf(element).fixed) return [0, 0, width, height];
+    const box = clipOf(parent);
+    if (parent === document.body || !parent.clientWidth || !styleOf(parent).clips) return box;
+    const rect = parent.getBoundingClientRect(), left = rect.left + parent.clientLeft, top = rect.top + parent.clientTop;
+    return cross(box, [left, top, left + parent.clientWidth, top + parent.clientHeight]);
+  });
+  const opacityOf = cached(element => styleOf(element).opacity * (element.parentElement ? opacityOf(element.parentElement) : 1));
+  const isShown = cached(element =>
+    element.checkVisibility({opacityProperty: true, visibilityProperty: true}) && opacityOf(element) > 0.5);
   const textNodes = element => {
     const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), found = [];
     while (walker.nextNode()) if (walker.currentNode.nodeValue.trim()) found.push(walker.currentNode);
@@ -67,16 +73,16 @@
   };
   const isWhole = (box, clip) => area(cross(box, clip)) >= 0.97 * area(box);
   const isFaint = node => {
-    const style = getComputedStyle(node.parentElement), alpha = /^rgba\(.*, ([\d.]+)\)$/.exec(style.color);
+    const alpha = /^rgba\(.*, ([\d.]+)\)$/.exec(styleOf(node.parentElement).color);
     return !textBoxes(node).length || Boolean(alpha && alpha[1] < 0.4);
   };
   const isCut = element => {  // not all of its text can be read
     if ("value" in element && element.localName !== "li") return element.scrollWidth > element.clientWidth + 1;
     if (textNodes(element).some(isFaint)) return true;
-    if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && getComputedStyle(element).overflowX !== "visible") return true;
+    if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && styleOf(element).hidesX) return true;
     return textNodes(element).some(node => {
-      const inside = cross(clipOf(node.parentElement), [0, 0, width, height]), clip = node.parentElement;
-      const hides = clip !== document.body && getComputedStyle(clip).overflowX !== "visible" && clip.clientWidth > 0;
+      const clip = node.parentElement, inside = clipOf(clip);
+      const hides = clip !== document.body && styleOf(clip).hidesX && clip.clientWidth > 0;
       return textBoxes(node).some(box => !isWhole(box, inside) || (hides && !isWhole(box, boxOf(clip.getBoundingClientRect()))));
     });
   };
@@ -102,7 +108,7 @@
     const boxes = [...element.getClientRects()].map(boxOf).filter(box => area(box) > 0);
     if (!boxes.length) return [0, 0, 0, 0];
     if (boxes.length > 1) return boxes.reduce((a, b) => area(b) > area(a) ? b : a);  // a link over two lines
-    if (boxes[0][3] - boxes[0][1] > 0 && getComputedStyle(element).display === "inline" && element.children.length)
+    if (boxes[0][3] - boxes[0][1] > 0 && styleOf(element).inline && element.children.length)
       return union([boxes[0], ...[...element.children].map(e => boxOf(e.getBoundingClientRect())).filter(area)]);
     return boxes[0];
   };
@@ -117,7 +123,7 @@
     return kind === "shape" || kind === "list item" || kind === "heading" || corners >= 4;
   };
 
-  const elements = [], texts = [], kinds = new Map();
+  const elements = [], texts = [], kinds = new Map(), holders = new Set();  // of an element with a kind
   for (const element of document.body.querySelectorAll("*")) {
     const kind = kindOf(element);
     if (!kind) continue;
@@ -127,9 +133,10 @@
     // A part of the page with controls of its own, such as an opened section.
     if (OUTER.has(kind) && element.querySelector("button, input, select, textarea")) continue;
     kinds.set(element, kind);
+    for (let parent = element.parentElement; parent && !holders.has(parent); parent = parent.parentElement) holders.add(parent);
   }
   for (const [element, kind] of kinds) {
-    if (!OUTER.has(kind) && !FIELDS.has(kind) && [...kinds.keys()].some(e => e !== element && element.contains(e))) continue;
+    if (!OUTER.has(kind) && !FIELDS.has(kind) && holders.has(element)) continue;
     if (!isShown(element)) continue;
     const whole = fullBox(element, kind), box = cross(whole, clipOf(element));
     if (area(box) <= 0 || area(box) >= 0.6 * width * height) continue;

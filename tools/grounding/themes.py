@@ -136,7 +136,8 @@ BULMA = Theme(
         "table": '<table class="table is-narrow {table_look}"><thead><tr>{heads}</tr></thead>'
         "<tbody>{rows}</tbody></table>",
         "card": '<div class="card mb-2"><header class="card-header">'
-        '<p class="card-header-title p-1">{title}</p></header><div class="card-content p-2">{body}</div></div>',
+        '<p class="card-header-title p-1">{title}</p></header>'
+        '<div class="card-content p-2">{body}</div></div>',
         "heading": '<h2 class="title is-5 mb-2">{text}</h2>',
         "paragraph": '<p class="mb-2">{body}</p>',
     },
