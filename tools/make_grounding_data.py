@@ -19,7 +19,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from tools.grounding import dataset, sources
+from tools.grounding import dataset, pointing, sources
 from tools.grounding.libraries import LIBRARIES, LibraryError, cache_directory, read_css
 from uirl_jax.errors import ConfigError, UirlError
 from uirl_jax.metrics import Progress
@@ -121,7 +121,7 @@ async def make(out: Path, screens: int, size_px: tuple[int, int]) -> int:
             progress.close()
         taken_s = time.monotonic() - started_s
     shards = -(-screens // dataset.SCREENS_PER_SHARD)
-    rows = folder.finish(shards)
+    rows = folder.finish(shards, pointing.SOURCE)
     counts = collections.Counter(row["component"].partition("/")[0] for row in rows)
     speed = f", {drawn} drawn at {drawn / taken_s * 60:.0f} a minute" if drawn else ""
     print(f"{out}: {screens} screens, {len(rows)} examples{speed}")
@@ -151,6 +151,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted: the same command continues", file=sys.stderr)
         return 130
+    print(f"to evaluate on it: a config with verifier.task_dirs=('{out / pointing.NAME}',)")
     print(f"look at it: {out / dataset.SHEET}")
     print(f"to learn from it: --config.cold_start.demonstrations=\"('{out}',)\"")
     return 0

@@ -26,6 +26,7 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels of the scr
 _URL = "https://grounding.invalid/"
 _SCREENS_PER_TAB = 1000  # then another process: a leak cannot grow without end
 _TRIES = 3  # of a screen whose browser is lost
+_MIN_SIDE_PX = 6  # of what is asked about
 _HTML = "text/html; charset=utf-8"
 _SHELL = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>page</title></head>
 <body></body><script>"use strict";
@@ -73,6 +74,11 @@ class Screen:
 @functools.cache
 def _reader() -> str:
     return Path(__file__).with_name("read_page.js").read_text(encoding="utf-8")
+
+
+def reading(size_px: tuple[int, int]) -> str:
+    """The expression that reads a page: {elements, texts} of so many of its CSS pixels."""
+    return f"(\n{_reader()}\n)({size_px[0]}, {size_px[1]})"
 
 
 class Browsers:
@@ -134,8 +140,7 @@ class Browsers:
             theme = THEMES[plan.component]
             tab = await shell.show(compose(plan.rng("page"), theme, self._size_px))
         await tab.settle()
-        width, height = self._size_px
-        seen = await tab.evaluate(f"(\n{_reader()}\n)({width}, {height})")
+        seen = await tab.evaluate(reading(self._size_px))
         return _screen(plan, await tab.screenshot("png"), seen, 1)
 
     async def _draw_miniwob(self, plan: Plan) -> Screen:
@@ -144,8 +149,7 @@ class Browsers:
         task = TaskSpec(plan.component, plan.seed, f"scale={scale}")
         session = await miniwob.MiniWob.open(self._miniwob, task)
         try:
-            width, height = miniwob.AREA_PX
-            seen = await session.evaluate(f"(\n{_reader()}\n)({width}, {height})")
+            seen = await session.evaluate(reading(miniwob.AREA_PX))
             return _screen(plan, await session.screenshot("png"), seen, scale)
         finally:
             await session.close()
@@ -197,11 +201,12 @@ def _data_entry_page(plan: Plan, size_px: tuple[int, int]) -> bytes:
 
 
 def _screen(plan: Plan, png: bytes, seen: dict[str, Any], scale: int) -> Screen:
-    elements = tuple(_element(fields, scale) for fields in seen["elements"])
-    return Screen(plan, png, elements, tuple(map(str, seen["texts"])))
+    return Screen(plan, png, elements_of(seen, scale), tuple(map(str, seen["texts"])))
 
 
-_MIN_SIDE_PX = 6
+def elements_of(seen: dict[str, Any], scale: int = 1) -> tuple[Element, ...]:
+    """What `reading` gave, in pixels of a screen with so many for one of the page."""
+    return tuple(_element(fields, scale) for fields in seen["elements"])
 
 
 def _element(fields: dict[str, Any], scale: int) -> Element:

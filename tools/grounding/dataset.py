@@ -3,7 +3,7 @@
     settings.json        what the stream is a function of
     screens-000000.tfrecord   questions of 100 screens as demonstrations of one turn
     screens-000000.jsonl      the same as lines of the manifest
-    manifest.jsonl, contact_sheet.png   at the end
+    manifest.jsonl, contact_sheet.png, pointing/task.py   at the end
 
 A question is a record of its own, with the screen's picture in it: a record has one instruction.
 The cold start writes it again in the words of the model that learns (`recorded_demonstrations`), so
@@ -55,6 +55,10 @@ class Settings:
     renderer: str  # fingerprint of Chromium and its fonts
 
 
+def shard_path(folder: Path, shard: int) -> Path:
+    return folder / f"screens-{shard:06d}.tfrecord"
+
+
 class Folder:
     """The folder of `--out`. Raises ConfigError for one that has another stream in it."""
 
@@ -94,7 +98,7 @@ class Folder:
 
     def rows(self, shard: int) -> list[dict[str, Any]]:
         """The manifest's lines of a shard that was written; [] where it was not."""
-        if not self._shard_path(shard).is_file():
+        if not shard_path(self._path, shard).is_file():
             return []
         return _read_lines(self._rows_path(shard))
 
@@ -108,22 +112,22 @@ class Folder:
                 records.append(self._record(screen, number, question))
                 rows.append(self._row(screen, digest, number, question))
         lines = [json.dumps(row) + "\n" for row in rows]
-        self._shard_path(shard).unlink(missing_ok=True)  # one with fewer screens, of a shorter run
+        shard_path(self._path, shard).unlink(
+            missing_ok=True
+        )  # one with fewer screens, of a shorter run
         write_atomically(self._rows_path(shard), "".join(lines).encode())
-        write_shard(self._shard_path(shard), records, base_hash="", layout=self._layout)
+        write_shard(shard_path(self._path, shard), records, base_hash="", layout=self._layout)
 
-    def finish(self, shards: int) -> list[dict[str, Any]]:
-        """Writes the manifest and the contact sheet of the first so many shards; its lines."""
+    def finish(self, shards: int, task_source: str) -> list[dict[str, Any]]:
+        """Writes what is about all of the first so many shards; the manifest's lines."""
         rows = [row for shard in range(shards) for row in self.rows(shard)]
         lines = [json.dumps(row) + "\n" for row in rows]
         write_atomically(self._path / MANIFEST, "".join(lines).encode())
+        write_atomically(self._path / "pointing" / "task.py", task_source.encode())
         file = io.BytesIO()
         _contact_sheet(list(self._pictures(rows))).save(file, "PNG")
         write_atomically(self._path / SHEET, file.getvalue())
         return rows
-
-    def _shard_path(self, shard: int) -> Path:
-        return self._path / f"screens-{shard:06d}.tfrecord"
 
     def _rows_path(self, shard: int) -> Path:
         return self._path / f"screens-{shard:06d}.jsonl"
@@ -180,7 +184,7 @@ class Folder:
         wanted = set(chosen)
         for shard in sorted({number // SCREENS_PER_SHARD for number in wanted}):
             shown: set[int] = set()
-            for record in read_shard(self._shard_path(shard))[1]:
+            for record in read_shard(shard_path(self._path, shard))[1]:
                 number = record.task.seed
                 if number in wanted and number not in shown:
                     shown.add(number)

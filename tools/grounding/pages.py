@@ -72,7 +72,7 @@ body {{ margin: 0; padding: {margin}px; overflow: hidden; font-size: {root}px !i
 * {{ caret-animation: manual; }}
 .columns-of-page {{ display: grid; grid-template-columns: repeat({columns}, minmax(0, 1fr));
   gap: {gap}px; align-items: start; }}
-.columns-of-page > div {{ min-width: 0; }}
+.columns-of-page > div {{ min-width: 0; {cut} }}
 .inline {{ display: flex; flex-wrap: wrap; gap: 4px; margin-bottom: 6px; }}
 .inline > * {{ width: auto; margin: 0; }}
 {pico}
@@ -117,6 +117,7 @@ class _Composer:
             margin=self._integer(2, 9),
             gap=self._integer(2, 10),
             columns=columns,
+            cut="overflow: clip; padding: 0 4px;" if columns > 1 else "",
             body=body,
             pico=_PICO_CSS if theme.name == "pico" else "",
         )

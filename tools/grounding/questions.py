@@ -17,7 +17,7 @@ from PIL import Image
 from tools.grounding.browser import Box, Element, Screen
 
 _MAX_NAME_CHARS = 40
-_CONTRAST = 60  # sum over red, green and blue
+_CONTRAST = 120  # sum over red, green and blue
 # Kinds that are pointed at by their text alone.
 _TEXT_ONLY = frozenset({"cell", "heading", "list item", "item", "option"})
 _COLOURED = frozenset({"button", "shape"})
