@@ -1,5 +1,6 @@
 """Grounding data: instructions name one element, test is held out, archives are the pinned ones."""
 
+import asyncio
 import base64
 import dataclasses
 import hashlib
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from tools.grounding import libraries, sources
+from tools.grounding import dataset, libraries, sources, stream
 from tools.grounding.browser import Element, Screen
-from tools.grounding.dataset import SCREENS_PER_SHARD, Folder, Settings, shard_path
+from tools.grounding.dataset import Folder, Settings, shard_path
 from tools.grounding.pages import FILLS, compose
 from tools.grounding.questions import Question, ask, colour_name
 from tools.grounding.sources import Plan
@@ -248,34 +249,39 @@ def settings(**changes) -> Settings:
     return dataclasses.replace(plain, **changes)
 
 
-def fill(out: Path, screens: int, drawn: Drawn, **changes) -> list[dict]:
-    import asyncio
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Ten screens in a shard."""
+    for module in (dataset, stream):
+        monkeypatch.setattr(module, "SCREENS_PER_SHARD", 10)
 
+
+def fill(out: Path, screens: int, drawn: Drawn, **changes) -> list[dict]:
     folder = Folder(out, settings(**changes))
     folder.refuse_more_than(screens)
-    stream = Stream(drawn, {"plain": ("plain",)}, seed=3, split="train", questions=4)  # type: ignore[arg-type]
-    asyncio.run(stream.fill(folder, screens, lambda number: None))
-    return folder.finish(-(-screens // SCREENS_PER_SHARD), "")
+    filler = Stream(drawn, {"plain": ("plain",)}, seed=3, split="train", questions=4)  # type: ignore[arg-type]
+    asyncio.run(filler.fill(folder, screens, lambda number: None))
+    return folder.finish(-(-screens // dataset.SCREENS_PER_SHARD), "")
 
 
-def test_stream_continues_where_it_stopped(tmp_path):
-    whole = fill(tmp_path / "whole", 230, Drawn())
-    assert [row["screen"] for row in whole] == list(range(230))
+def test_stream_continues_where_it_stopped(tmp_path, small_shards):
+    whole = fill(tmp_path / "whole", 23, Drawn())
+    assert [row["screen"] for row in whole] == list(range(23))
     parts = tmp_path / "parts"
-    fill(parts, 130, Drawn())
+    fill(parts, 13, Drawn())
     drawn = Drawn()
-    assert fill(parts, 230, drawn) == whole
+    assert fill(parts, 23, drawn) == whole
     # The second shard was not full; of the third nothing was there.
-    assert [plan.number for plan in drawn.plans] == list(range(100, 230))
+    assert [plan.number for plan in drawn.plans] == list(range(10, 23))
     for name in [shard_path(parts, n).name for n in range(3)] + ["manifest.jsonl"]:
         assert (parts / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_killed_run_leaves_no_half_shard(tmp_path):
-    whole = fill(tmp_path, 130, Drawn())
+def test_a_killed_run_leaves_no_half_shard(tmp_path, small_shards):
+    whole = fill(tmp_path, 13, Drawn())
     shard_path(tmp_path, 1).unlink()  # killed between the lines and the shard
     (tmp_path / ".screens-000001.tfrecord.x.tmp").write_bytes(b"half")
-    assert fill(tmp_path, 130, Drawn()) == whole
+    assert fill(tmp_path, 13, Drawn()) == whole
 
 
 def test_screens_that_repeat_or_show_nothing_are_replaced(tmp_path):

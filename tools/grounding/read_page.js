@@ -77,7 +77,7 @@
     return !textBoxes(node).length || Boolean(alpha && alpha[1] < 0.4);
   };
   const isCut = element => {  // not all of its text can be read
-    if ("value" in element && element.localName !== "li") return element.scrollWidth > element.clientWidth + 1;
+    if (["input", "textarea", "select"].includes(element.localName)) return element.scrollWidth > element.clientWidth + 1;
     if (textNodes(element).some(isFaint)) return true;
     if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && styleOf(element).hidesX) return true;
     return textNodes(element).some(node => {
