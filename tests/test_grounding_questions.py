@@ -4,6 +4,7 @@ import asyncio
 import base64
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import json
 import tarfile
@@ -14,17 +15,16 @@ import pytest
 from PIL import Image, ImageDraw
 
 from tools.grounding import dataset, libraries, sources, stream
-from tools.grounding.browser import Element, Screen
 from tools.grounding.dataset import Folder, Settings, shard_path
 from tools.grounding.pages import FILLS, compose
 from tools.grounding.questions import Question, ask, colour_name
+from tools.grounding.screens import Element, Screen
 from tools.grounding.sources import Plan
 from tools.grounding.stream import Stream
 from tools.grounding.themes import THEMES
 from tools.make_grounding_data import read_size
 from uirl_jax.errors import ConfigError
 from uirl_jax.shards.reader import read_shard
-from uirl_jax.verifiers.browser import miniwob
 
 RNG_SEEDS = range(40)
 
@@ -131,6 +131,11 @@ def test_unclear_colours_have_no_name():
 # --------------------------------------------------------------------------------- sources
 
 
+needs_pages = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("playwright", "miniwob"))), reason="the extra `browser`"
+)
+
+
 def every_source(split: str) -> dict[str, tuple[str, ...]]:
     return {
         name: sources.miniwob_tasks(split) if name == "miniwob" else (name,)
@@ -138,12 +143,16 @@ def every_source(split: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+@needs_pages
 def test_splits_share_no_component():
     train, test = (
         {one for group in every_source(split).values() for one in group} for split in sources.SPLITS
     )
     assert not train & test
     assert sources.HELD_OUT_LIBRARY in test and "miniwob/click-menu-2" in test
+    from uirl_jax.verifiers.browser import miniwob
+
+    assert miniwob.AREA_PX == sources.MINIWOB_PX
     left_out = {name.removeprefix("miniwob/") for name in miniwob.task_names()} - {
         name.removeprefix("miniwob/") for name in train | test
     }
@@ -151,6 +160,7 @@ def test_splits_share_no_component():
     assert 20 < sum(name.startswith("miniwob/") for name in test) < 40
 
 
+@needs_pages
 @pytest.mark.parametrize("split", sources.SPLITS)
 def test_plans_are_reproducible_and_of_their_split(split):
     own = every_source(split)

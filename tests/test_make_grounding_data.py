@@ -14,7 +14,6 @@ from PIL import Image
 from tests.chromium import needs_chromium, open_page, pool_and_runner
 from tests.command_world import ROOT, SHIPPED_MODEL
 from tools.grounding import sources
-from tools.grounding.browser import elements_of, reading
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
@@ -23,6 +22,10 @@ from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Action
 from uirl_jax.verifiers import own_tasks
 
+pytest.importorskip("playwright")
+from tools.grounding.browser import elements_of, reading
+
+pytestmark = needs_chromium
 SCREENS = 20
 SOURCES = "plain,miniwob,simple_data_entry"  # what needs no network
 
@@ -90,8 +93,6 @@ def browser():
         yield both
 
 
-@needs_chromium[0]
-@needs_chromium[1]
 class TestFolder:
     def test_examples_are_of_the_split_and_inside_the_screen(self, folder):
         rows = rows_of(folder)
@@ -185,8 +186,6 @@ def button(left: int, top: int, width: int, height: int, style: str = "", text: 
     return f'<button style="{at};background:#00f;{style}">{text}</button>'
 
 
-@needs_chromium[0]
-@needs_chromium[1]
 class TestBoxes:
     @pytest.mark.parametrize("box", [(10, 20, 70, 45), (100, 150, 320, 200), (0, 0, 40, 12)])
     def test_box_is_where_the_pixels_are(self, browser, box):

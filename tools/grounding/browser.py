@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.grounding.pages import Page, compose
+from tools.grounding.screens import Element, Screen
 from tools.grounding.sources import DATA_ENTRY, Plan, miniwob_scale
 from tools.grounding.themes import THEMES
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.browser import BrowserError, data_entry, miniwob, rendering
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
-
-Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels of the screen; half open
 
 _URL = "https://grounding.invalid/"
 _SCREENS_PER_TAB = 1000  # then another process: a leak cannot grow without end
@@ -46,29 +45,6 @@ const show = page => {
   scrollTo(0, 0);
 };
 </script></html>"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Element:
-    """Something visible that can be named or pointed at."""
-
-    kind: str  # "button", "link", ...
-    box: Box
-    text: str  # that it shows; for a field its value
-    label: str  # what stands beside it, or its accessible name
-    shape: str  # of kind shape: "circle", ...
-    askable: bool  # wholly visible, on top, enabled and large enough to be pointed at
-    cut: bool  # not all of its text can be read
-
-
-@dataclasses.dataclass(frozen=True)
-class Screen:
-    """A drawn plan."""
-
-    plan: Plan
-    png: bytes
-    elements: tuple[Element, ...]
-    texts: tuple[str, ...]  # all that can be read
 
 
 @functools.cache

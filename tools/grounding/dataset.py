@@ -20,8 +20,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from tools.grounding.browser import Screen
 from tools.grounding.questions import Question
+from tools.grounding.screens import Screen
 from uirl_jax import assets
 from uirl_jax.demonstrations.recording import Recording
 from uirl_jax.errors import ConfigError

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from PIL import Image
 
-from tools.grounding.browser import Box, Element, Screen
+from tools.grounding.screens import Box, Element, Screen
 
 _MAX_NAME_CHARS = 40
 _CONTRAST = 120  # sum over red, green and blue

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from uirl_jax.verifiers.browser import miniwob
-
 SPLITS = ("train", "test")
 DATA_ENTRY = "simple_data_entry"
+MINIWOB_PX = (160, 210)
 HELD_OUT_LIBRARY = "bulma"
 # Families of MiniWoB++ pages that only test has; a task belongs to one by the start of its name.
 HELD_OUT_FAMILIES = (
@@ -35,7 +34,12 @@ def source_names(split: str) -> tuple[str, ...]:
 
 
 def miniwob_tasks(split: str) -> tuple[str, ...]:
-    """Names of the pages of a split: "miniwob/click-test", ..."""
+    """Names of the pages of a split: "miniwob/click-test", ...
+
+    Raises: BrowserError: the package is not installed.
+    """
+    from uirl_jax.verifiers.browser import miniwob  # needs the extra `browser`
+
     names = [name.removeprefix(miniwob.PREFIX) for name in miniwob.task_names()]
     held_out = [name for name in names if name.startswith(HELD_OUT_FAMILIES)]
     wanted = held_out if split == "test" else [name for name in names if name not in held_out]
@@ -44,10 +48,8 @@ def miniwob_tasks(split: str) -> tuple[str, ...]:
 
 def miniwob_scale(size_px: tuple[int, int]) -> int | None:
     """The scale at which a page of MiniWoB++ fills the screen; None where none does."""
-    for scale in range(1, 5):
-        if size_px == tuple(scale * side for side in miniwob.AREA_PX):
-            return scale
-    return None
+    width, height = MINIWOB_PX
+    return next((n for n in range(1, 5) if size_px == (n * width, n * height)), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,20 @@ the same whatever was interrupted, and however many browsers drew it.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from tools.grounding.browser import Browsers, Screen
 from tools.grounding.dataset import SCREENS_PER_SHARD, Folder, screen_digest
 from tools.grounding.questions import Question, ask
-from tools.grounding.sources import plan
+from tools.grounding.screens import Screen
+from tools.grounding.sources import Plan, plan
 from uirl_jax.errors import ConfigError
+
+
+class Browsers(Protocol):
+    """What draws the screens: `browser.Browsers`."""
+
+    async def draw(self, plan: Plan) -> Screen: ...
+
 
 Asked = tuple[Screen, list[Question]]
 
