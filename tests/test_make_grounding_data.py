@@ -228,6 +228,12 @@ class TestBoxes:
         found, _, _ = look(browser, disabled)
         assert [one.askable for one in found] == [False]
 
+    def test_link_over_two_lines_is_not_asked(self, browser):
+        body = "<div style='left:10px;top:10px;width:90px'>x <a href='#'>a long link</a></div>"
+        for width, askable in (("90px", True), ("40px", False)):
+            (found,), _, _ = look(browser, body.replace("90px", width), "a { position: static }")
+            assert found.kind == "link" and found.askable == askable
+
     def test_names_are_what_can_be_read(self, browser):
         body = (
             "<label style='top:10px;left:10px' for=a>Your name</label>"
@@ -236,6 +242,9 @@ class TestBoxes:
             "<button style='top:90px;left:10px;text-transform:uppercase'>send</button>"
             "<button style='top:120px;left:10px;width:80px;height:20px;font-size:0'>secret</button>"
             "<select style='top:150px;left:10px'><option>One<option selected>Two</select>"
+            "<select style='top:150px;left:90px;width:50px'><option>Everything else</select>"
+            "<textarea style='top:10px;left:200px;width:60px;height:20px'>one two three four "
+            "five six seven</textarea>"
         )
         found, texts, _ = look(browser, body)
         names = {(one.kind, one.text, one.label, one.cut) for one in found}
@@ -245,6 +254,8 @@ class TestBoxes:
             ("button", "SEND", "", False),
             ("button", "secret", "", True),
             ("dropdown", "Two", "", False),
+            ("dropdown", "Everything else", "", True),
+            ("text area", "one two three four five six seven", "", True),
         }
         assert "secret" not in texts
 

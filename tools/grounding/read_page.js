@@ -76,8 +76,16 @@
     const alpha = /^rgba\(.*, ([\d.]+)\)$/.exec(styleOf(node.parentElement).color);
     return !textBoxes(node).length || Boolean(alpha && alpha[1] < 0.4);
   };
+  const widthOfChoice = element => {  // that a dropdown needs to show it; its arrow is 18 pixels where the browser draws it
+    const style = getComputedStyle(element), pen = document.createElement("canvas").getContext("2d");
+    pen.font = style.font;
+    const arrow = style.appearance === "none" ? 0 : 18;
+    return pen.measureText(element.selectedOptions[0]?.text ?? "").width + parseFloat(style.paddingLeft) + parseFloat(style.paddingRight) + arrow;
+  };
   const isCut = element => {  // not all of its text can be read
-    if (["input", "textarea", "select"].includes(element.localName)) return element.scrollWidth > element.clientWidth + 1;
+    if (element.localName === "select") return widthOfChoice(element) > element.clientWidth;
+    if (["input", "textarea"].includes(element.localName))
+      return element.scrollWidth > element.clientWidth + 1 || element.scrollHeight > element.clientHeight + 2;
     if (textNodes(element).some(isFaint)) return true;
     if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && styleOf(element).hidesX) return true;
     return textNodes(element).some(node => {
@@ -107,10 +115,14 @@
     }
     const boxes = [...element.getClientRects()].map(boxOf).filter(box => area(box) > 0);
     if (!boxes.length) return [0, 0, 0, 0];
-    if (boxes.length > 1) return boxes.reduce((a, b) => area(b) > area(a) ? b : a);  // a link over two lines
+    if (boxes.length > 1) return boxes.reduce((a, b) => area(b) > area(a) ? b : a);
     if (boxes[0][3] - boxes[0][1] > 0 && styleOf(element).inline && element.children.length)
       return union([boxes[0], ...[...element.children].map(e => boxOf(e.getBoundingClientRect())).filter(area)]);
     return boxes[0];
+  };
+  const isBroken = (element, kind) => {  // over two lines: a part of it is not the whole, and their union too much
+    const lines = [...element.getClientRects()].filter(rect => rect.width > 0);
+    return !TEXTUAL.has(kind) && lines.some(rect => rect.top >= lines[0].bottom - 1);
   };
   const onTop = (element, box, kind) => {
     const hits = (across, down) => {
@@ -153,7 +165,7 @@
       label: clean(isField ? labelOf(element) : element.getAttribute("aria-label") || element.title || element.getAttribute("alt")),
       shape: kind === "shape" ? shapeOf(element) : "",
       id: element.id,
-      whole: area(box) >= 0.9 * area(whole),
+      whole: area(box) >= 0.9 * area(whole) && !isBroken(element, kind),
       cut: isCut(element),
       top: onTop(element, box, kind),
       disabled: Boolean(element.closest("[disabled], [aria-disabled=true], .disabled, fieldset[disabled]")),
