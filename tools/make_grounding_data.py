@@ -132,19 +132,19 @@ async def make(out: Path, screens: int, size_px: tuple[int, int]) -> int:
 def main(argv: list[str]) -> int:
     del argv
     try:
-        missing = [f"--{flag.name}" for flag in (_OUT, _SCREENS) if flag.value is None]
-        if missing:
+        folder, screens = _OUT.value, _SCREENS.value
+        if folder is None or screens is None:
             raise ConfigError(
-                f"{' and '.join(missing)} missing; e.g. --out=grounding --screens=1000 --seed=0"
+                "--out and --screens are needed; e.g. --out=grounding --screens=1000 --seed=0"
             )
-        if not 1 <= _SCREENS.value <= _MAX_SCREENS:
-            raise ConfigError(f"--screens={_SCREENS.value}: expected 1 to {_MAX_SCREENS}")
-        out, size_px = Path(_OUT.value), read_size(_SIZE.value)
+        if not 1 <= screens <= _MAX_SCREENS:
+            raise ConfigError(f"--screens={screens}: expected 1 to {_MAX_SCREENS}")
+        out, size_px = Path(folder), read_size(_SIZE.value)
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out={out}: {error.strerror}") from error
-        asyncio.run(make(out, _SCREENS.value, size_px))
+        asyncio.run(make(out, screens, size_px))
     except UirlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
