@@ -191,6 +191,10 @@ class MiniWob:
     async def screenshot(self, image_format: str) -> bytes:
         return await self._tab.screenshot(image_format)
 
+    async def evaluate(self, expression: str) -> Any:
+        """As Tab.evaluate, for whoever reads the page (tools/grounding)."""
+        return await self._tab.evaluate(expression)
+
     async def progress(self) -> dict[str, Any]:
         """done, reward (None before), and raw_reward and reason as the page has them.
 
