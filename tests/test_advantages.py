@@ -12,6 +12,8 @@ from uirl_jax.rl import advantages
 from uirl_jax.rl.advantages import AdvantageConfig, batch_normalised, group_advantages, normalised
 
 REWARDS = [0.0, 1.0, 1.0, 0.25, 0.0, -2.0]
+HOWS = ["group_std", "group_mean", "group_ratio", "leave_one_out", "batch", "none"]
+WITHIN_GROUPS = HOWS[:4]
 
 
 def oracle(rewards: list[float], how: str) -> list[float]:
@@ -21,22 +23,48 @@ def oracle(rewards: list[float], how: str) -> list[float]:
     return {
         "group_std": [(r - mean) / (deviation + 1e-6) for r in rewards],
         "group_mean": [r - mean for r in rewards],
+        "group_ratio": [(r - mean) / (mean or 1) for r in rewards],
         "leave_one_out": [r - other for r, other in zip(rewards, others, strict=True)],
         "batch": rewards,
         "none": rewards,
     }[how]
 
 
-@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out", "batch", "none"])
+@pytest.mark.parametrize("how", HOWS)
 def test_normalised_equals_oracle(how):
+    rewards = not_below_0(REWARDS) if how == "group_ratio" else REWARDS
     np.testing.assert_allclose(
-        normalised(np.array(REWARDS), how), oracle(REWARDS, how), rtol=1e-6, atol=1e-12
+        normalised(np.array(rewards), how), oracle(rewards, how), rtol=1e-6, atol=1e-12
     )
 
 
-@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out"])
+def not_below_0(rewards: list[float]) -> list[float]:
+    return [abs(reward) for reward in rewards]
+
+
+@pytest.mark.parametrize("successes", [1, 3, 8])
+def test_maxrl_advantages_add_up_to_the_mean_gradient_of_the_successes(successes: int):
+    """The paper's estimator: the mean score of the successes, minus the mean score of all."""
+    rewards = np.array([1.0] * successes + [0.0] * (8 - successes))
+    scores_gp = np.random.default_rng(0).normal(size=(8, 5))  # gradients of the log-likelihoods
+    expected = scores_gp[:successes].mean(axis=0) - scores_gp.mean(axis=0)
+    got = (normalised(rewards, "group_ratio")[:, None] * scores_gp).mean(axis=0)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_maxrl_advantages_without_a_success_are_zero_and_below_0_an_error():
+    assert not normalised(np.zeros(4), "group_ratio").any()
+    # Rewards that cancel are a mean of 0 and none of them is below it, whatever rounding leaves.
+    for rounded in (0.1 + 0.2 - 0.3, 0.3 - 0.2 - 0.1):
+        assert rounded and not normalised(np.array([rounded, 0.0]), "group_ratio").any()
+    with pytest.raises(TrainingError, match="at least 0, got -0.5; use 'group_mean'"):
+        normalised(np.array([1.0, -0.5]), "group_ratio")
+
+
+@pytest.mark.parametrize("how", WITHIN_GROUPS)
 @pytest.mark.parametrize("rewards", [REWARDS, [0.0] * 4, [0.3]])
 def test_group_advantages_with_a_virtual_member_equal_those_of_a_group_that_has_it(how, rewards):
+    rewards = not_below_0(rewards) if how == "group_ratio" else rewards
     cfg = AdvantageConfig(normalise=how, virtual_return=1.0)
     got = group_advantages([np.array([0.0, r]) for r in rewards], [[1, 1]] * len(rewards), cfg)
     expected = np.repeat(oracle([*rewards, 1.0], how)[:-1], 2)
@@ -48,7 +76,7 @@ def test_group_advantages_of_a_group_as_good_as_its_virtual_member_are_zero():
     assert not np.concatenate(group_advantages([np.array([0.1])] * 7, [[1]] * 7, cfg)).any()
 
 
-@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("how", WITHIN_GROUPS)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e-3, -7.3])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
 def test_normalised_equal_rewards_are_exactly_zero(how: str, reward: float, size: int):

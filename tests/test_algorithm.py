@@ -38,6 +38,7 @@ CONFIGS = {
         aggregation="constant_length",
         max_tokens=10,
     ),
+    "maxrl": AlgorithmConfig(advantage=AdvantageConfig(normalise="group_ratio")),
     "gspo": AlgorithmConfig(loss=PolicyLossConfig(ratio="turn"), minibatches=2),
     "rloo": AlgorithmConfig(
         advantage=AdvantageConfig(normalise="leave_one_out"), loss=PolicyLossConfig(kl_in="reward")
@@ -395,6 +396,13 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
                 "reward": {"overlong_max_tokens": 8, "overlong_buffer_tokens": 4},
             },
             "no overlong shaping",
+        ),
+        *(
+            ({"advantage": {"normalise": "group_ratio"}, **other}, "needs returns of at least 0")
+            for other in (
+                {"loss": {"kl_in": "reward"}},
+                {"reward": {"overlong_max_tokens": 8, "overlong_buffer_tokens": 4}},
+            )
         ),
         ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
         ({"loss": {"importance_floor": 2.5}}, "expected between 0 and loss.importance_cap=2.0"),

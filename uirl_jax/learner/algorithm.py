@@ -92,6 +92,13 @@ class AlgorithmConfig:
                 "advantages with this config; it needs advantage.credit='episode', advantages "
                 "within groups, loss.kl_in='loss' and no overlong shaping"
             )
+        if self.advantage.normalise == "group_ratio" and (
+            self.kl_in_reward or self.reward.overlong_max_tokens
+        ):
+            raise ConfigError(
+                "algorithm.advantage.normalise='group_ratio' needs returns of at least 0: set "
+                "loss.kl_in='loss' and no overlong shaping"
+            )
         if self.replay and self.objective == "policy" and self.loss.importance == "none":
             raise ConfigError(
                 "algorithm.replay adds episodes of old policies, which "

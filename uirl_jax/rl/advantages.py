@@ -17,11 +17,13 @@ from uirl_jax.errors import ConfigError, TrainingError
 # The baseline that is subtracted from a group's returns, and the divisor if any:
 #   group_std      mean of the group, divided by its std (GRPO, arXiv:2402.03300, section 4.1.2)
 #   group_mean     mean of the group (Dr. GRPO, arXiv:2503.20783, section 3.2)
+#   group_ratio    mean of the group, divided by that mean: r / mean - 1 (MaxRL, arXiv:2602.02710,
+#                  algorithm 1; with rewards 0 and 1 the mean is the group's success rate)
 #   leave_one_out  mean of the other members (RLOO, arXiv:2402.14740, eq. 4)
 #   batch          mean of all tokens of the step, divided by their std (REINFORCE++,
 #                  arXiv:2501.03262, eq. 8)
 #   none           no baseline (REINFORCE)
-Normalise = Literal["group_std", "group_mean", "leave_one_out", "batch", "none"]
+Normalise = Literal["group_std", "group_mean", "group_ratio", "leave_one_out", "batch", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,8 @@ class AdvantageConfig:
 
     estimator: Literal["group", "gae"] = "group"  # gae: needs the value head
     # group_std: minus the group's mean, over its standard deviation (GRPO). group_mean: minus the
-    # mean (Dr. GRPO). leave_one_out: RLOO. batch: over the whole step (REINFORCE++). none: as is.
+    # mean (Dr. GRPO). group_ratio: minus the mean, over the mean (MaxRL; returns of at least 0).
+    # leave_one_out: RLOO. batch: over the whole step (REINFORCE++). none: as is.
     normalise: Normalise = "group_std"
     # The return that a token gets. episode: the episode's. turn: of its turn and the turns after
     # it. token: of the token and those after it (with normalise batch or none).
@@ -46,7 +49,7 @@ class AdvantageConfig:
     gae_lambda: float = dataclasses.field(default=0.95, metadata={"min": 0.0, "max": 1.0})
     # "module:function" in place of the group's estimator; docs/own_code.md has its arguments.
     function: str = ""
-    # Added to a standard deviation.
+    # Added to a standard deviation; with group_ratio the smallest mean that is not taken for 0.
     epsilon: float = dataclasses.field(default=1e-6, metadata={"above": 0.0, "max": 1.0})
 
     def __post_init__(self) -> None:
@@ -132,8 +135,14 @@ def normalised(
 
     The standard deviation is the population's, not the sample's.
 
+        group_std    A_g = (r_g - mean(r)) / (std(r) + epsilon)
+        group_ratio  A_g = (r_g - mean(r)) / mean(r), and 0 where mean(r) <= epsilon: MaxRL leaves
+                     out groups without a success (arXiv:2602.02710, algorithm 1)
+
     Args:
       virtual: values that count for the baseline and get no advantage themselves.
+    Raises: TrainingError: group_ratio of returns that differ, one of them below 0: over a negative
+      mean the better member would get the lower advantage.
     """
     if how in ("none", "batch"):
         return np.asarray(values_g, np.float64)
@@ -145,9 +154,21 @@ def normalised(
     centred_g = values_g - compared.mean()
     if how == "group_mean":
         return centred_g
+    if how == "group_ratio":
+        return _over_the_mean(centred_g, compared, epsilon)
     if how == "leave_one_out":  # v - mean of the others = (v - mean) n / (n - 1)
         return centred_g * len(compared) / (len(compared) - 1)
     return centred_g / (compared.std() + epsilon)
+
+
+def _over_the_mean(centred_g: np.ndarray, compared: np.ndarray, epsilon: float) -> np.ndarray:
+    if compared.min() < -epsilon:
+        raise TrainingError(
+            "advantage.normalise='group_ratio' divides by a mean of returns and needs them to be "
+            f"at least 0, got {compared.min():g}; use 'group_mean', or rewards of at least 0"
+        )
+    mean = compared.mean()
+    return centred_g / mean if mean > epsilon else np.zeros(len(centred_g))
 
 
 def batch_normalised(
