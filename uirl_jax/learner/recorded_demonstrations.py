@@ -79,7 +79,7 @@ def load(
 
 
 def shortest_successes(found: Iterable[Recorded], count: int) -> list[Recorded]:
-    """The solved episodes, at most `count` of a task instance: the fewest turns, then tokens, first.
+    """The solved episodes, at most `count` of a task instance: fewest turns, then tokens, first.
 
     Held-out instances are left out, and so are second copies of an episode, as in replay/.
     """
