@@ -12,6 +12,8 @@ from uirl_jax.rl import advantages
 from uirl_jax.rl.advantages import AdvantageConfig, batch_normalised, group_advantages, normalised
 
 REWARDS = [0.0, 1.0, 1.0, 0.25, 0.0, -2.0]
+HOWS = ["group_std", "group_mean", "group_ratio", "leave_one_out", "batch", "none"]
+WITHIN_GROUPS = HOWS[:4]
 
 
 def oracle(rewards: list[float], how: str) -> list[float]:
@@ -21,22 +23,48 @@ def oracle(rewards: list[float], how: str) -> list[float]:
     return {
         "group_std": [(r - mean) / (deviation + 1e-6) for r in rewards],
         "group_mean": [r - mean for r in rewards],
+        "group_ratio": [(r - mean) / (mean or 1) for r in rewards],
         "leave_one_out": [r - other for r, other in zip(rewards, others, strict=True)],
         "batch": rewards,
         "none": rewards,
     }[how]
 
 
-@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out", "batch", "none"])
+@pytest.mark.parametrize("how", HOWS)
 def test_normalised_equals_oracle(how):
+    rewards = not_below_0(REWARDS) if how == "group_ratio" else REWARDS
     np.testing.assert_allclose(
-        normalised(np.array(REWARDS), how), oracle(REWARDS, how), rtol=1e-6, atol=1e-12
+        normalised(np.array(rewards), how), oracle(rewards, how), rtol=1e-6, atol=1e-12
     )
 
 
-@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out"])
+def not_below_0(rewards: list[float]) -> list[float]:
+    return [abs(reward) for reward in rewards]
+
+
+@pytest.mark.parametrize("successes", [1, 3, 8])
+def test_maxrl_advantages_add_up_to_the_mean_gradient_of_the_successes(successes: int):
+    """The paper's estimator: the mean score of the successes, minus the mean score of all."""
+    rewards = np.array([1.0] * successes + [0.0] * (8 - successes))
+    scores_gp = np.random.default_rng(0).normal(size=(8, 5))  # gradients of the log-likelihoods
+    expected = scores_gp[:successes].mean(axis=0) - scores_gp.mean(axis=0)
+    got = (normalised(rewards, "group_ratio")[:, None] * scores_gp).mean(axis=0)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_maxrl_advantages_without_a_success_are_zero_and_below_0_an_error():
+    assert not normalised(np.zeros(4), "group_ratio").any()
+    # Rewards that cancel are a mean of 0 and none of them is below it, whatever rounding leaves.
+    for rounded in (0.1 + 0.2 - 0.3, 0.3 - 0.2 - 0.1):
+        assert rounded and not normalised(np.array([rounded, 0.0]), "group_ratio").any()
+    with pytest.raises(TrainingError, match=r"at least 0, got -0\.5; use"):
+        normalised(np.array([1.0, -0.5]), "group_ratio")
+
+
+@pytest.mark.parametrize("how", WITHIN_GROUPS)
 @pytest.mark.parametrize("rewards", [REWARDS, [0.0] * 4, [0.3]])
 def test_group_advantages_with_a_virtual_member_equal_those_of_a_group_that_has_it(how, rewards):
+    rewards = not_below_0(rewards) if how == "group_ratio" else rewards
     cfg = AdvantageConfig(normalise=how, virtual_return=1.0)
     got = group_advantages([np.array([0.0, r]) for r in rewards], [[1, 1]] * len(rewards), cfg)
     expected = np.repeat(oracle([*rewards, 1.0], how)[:-1], 2)
@@ -48,7 +76,7 @@ def test_group_advantages_of_a_group_as_good_as_its_virtual_member_are_zero():
     assert not np.concatenate(group_advantages([np.array([0.1])] * 7, [[1]] * 7, cfg)).any()
 
 
-@pytest.mark.parametrize("how", ["group_std", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("how", WITHIN_GROUPS)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e-3, -7.3])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
 def test_normalised_equal_rewards_are_exactly_zero(how: str, reward: float, size: int):
@@ -87,6 +115,113 @@ def test_group_advantages_by_turn_compare_turns_of_a_number():
     np.testing.assert_allclose(got[0], [-third, -third, -1, -1], atol=1e-6)
     np.testing.assert_allclose(got[1], [-third, -third, 1, 1], atol=1e-6)
     np.testing.assert_allclose(got[2], [2 * third] * 2, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------- GiGPO
+
+
+def random_group(seed: int) -> tuple[list, list, list]:
+    """(token rewards, turn lengths, screenshots): five members of up to four turns, few screens."""
+    rng = np.random.default_rng(seed)
+    lengths = [rng.integers(1, 4, rng.integers(0 if m == 4 else 1, 5)).tolist() for m in range(5)]
+    rewards = [rng.integers(0, 3, sum(of)).astype(float) for of in lengths]
+    screens = [[str(rng.integers(3)) for _ in of] for of in lengths]
+    return rewards, lengths, screens
+
+
+def gigpo_oracle(rewards, lengths, screens, how, weight, discount) -> list[list[float]]:
+    """The paper's two levels, a turn at a time; a set of one member or of equal returns gives 0."""
+
+    def relative(value, others):
+        index = others.index(value)
+        return oracle(others, how)[index] if len(set(others)) > 1 else 0.0
+
+    turns = []  # rewards of every turn of every member
+    for of, counts in zip(rewards, lengths, strict=True):
+        starts = [sum(counts[:n]) for n in range(len(counts))]
+        turns.append([sum(of[a : a + n]) for a, n in zip(starts, counts, strict=True)])
+    episodes = [sum(of) for of in turns]
+    to_go = [
+        [sum(discount ** (k - t) * of[k] for k in range(t, len(of))) for t in range(len(of))]
+        for of in turns
+    ]
+    found = []
+    for member, counts in enumerate(lengths):
+        tokens = []
+        for turn, count in enumerate(counts):
+            anchor = [
+                to_go[j][u]
+                for j in range(len(turns))
+                for u in range(len(turns[j]))
+                if screens[j][u] == screens[member][turn]
+            ]
+            value = relative(episodes[member], episodes)
+            value += weight * relative(to_go[member][turn], anchor)
+            tokens += [value] * count
+        found.append(tokens)
+    return found
+
+
+@pytest.mark.parametrize("how", WITHIN_GROUPS)
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_gigpo_equals_oracle(how, discount, seed):
+    rewards, lengths, screens = random_group(seed)
+    cfg = AdvantageConfig(normalise=how, screen_weight=0.7, turn_discount=discount)
+    got = group_advantages(rewards, lengths, cfg, turn_screens=screens)
+    expected = gigpo_oracle(rewards, lengths, screens, how, 0.7, discount)
+    for of, tokens in zip(got, expected, strict=True):
+        np.testing.assert_allclose(of, tokens, rtol=1e-5, atol=1e-6)
+        assert of.dtype == np.float32
+
+
+def test_gigpo_by_hand():
+    """Two members miss on screen "a" first; a third fails at once. Discount 1/2, weight 1."""
+    rewards = [np.array([0.0, 1.0]), np.array([0.0, 0.0, 1.0]), np.array([0.0])]
+    screens = [["a", "a"], ["a", "b", "a"], ["a"]]
+    cfg = AdvantageConfig(normalise="group_mean", screen_weight=1.0, turn_discount=0.5)
+    got = group_advantages(rewards, [[1] * 2, [1] * 3, [1]], cfg, turn_screens=screens)
+    # Episodes: 1, 1, 0 with mean 2/3. On "a": 1/2, 1, 1/4, 1, 0 with mean 11/20; "b" was seen once.
+    third, mean = 1 / 3, 11 / 20
+    np.testing.assert_allclose(got[0], [third + 1 / 2 - mean, third + 1 - mean], rtol=1e-6)
+    expected = [third + 1 / 4 - mean, third, third + 1 - mean]
+    np.testing.assert_allclose(got[1], expected, rtol=1e-6)
+    np.testing.assert_allclose(got[2], [-2 * third - mean], rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", WITHIN_GROUPS)
+@pytest.mark.parametrize("repeats", ["never", "no screenshots", "one turn"])
+def test_gigpo_is_grpo_where_no_screen_repeats_and_a_multiple_in_one_turn(how, repeats):
+    rewards, lengths, screens = random_group(0)
+    factor = 1.0
+    if repeats == "one turn":
+        lengths, screens = [[len(of)] if len(of) else [] for of in rewards], [["a"]] * 5
+        assert all(lengths)
+        factor = 1.7
+    else:
+        screens = [
+            [f"{member}-{turn}" if repeats == "never" else "" for turn in range(len(of))]
+            for member, of in enumerate(screens)
+        ]
+    cfg = AdvantageConfig(normalise=how, screen_weight=0.7, turn_discount=0.9)
+    got = group_advantages(rewards, lengths, cfg, turn_screens=screens)
+    grpo = group_advantages(rewards, lengths, AdvantageConfig(normalise=how))
+    assert np.concatenate(grpo).any()
+    for of, expected in zip(got, grpo, strict=True):
+        np.testing.assert_allclose(of, factor * expected, rtol=1e-5)
+
+
+@given(st.integers(0, 99), st.randoms())
+def test_gigpo_moves_with_the_members(seed: int, random):
+    rewards, lengths, screens = random_group(seed)
+    order = list(range(5))
+    random.shuffle(order)
+    cfg = AdvantageConfig(screen_weight=1.0, turn_discount=0.9)
+    straight = group_advantages(rewards, lengths, cfg, turn_screens=screens)
+    moved = [[of[n] for n in order] for of in (rewards, lengths, screens)]
+    shuffled = group_advantages(moved[0], moved[1], cfg, turn_screens=moved[2])
+    for index, n in enumerate(order):
+        np.testing.assert_allclose(shuffled[index], straight[n], atol=1e-5)
 
 
 def test_group_advantages_of_a_group_of_one_or_without_tokens():

@@ -38,6 +38,7 @@ CONFIGS = {
         aggregation="constant_length",
         max_tokens=10,
     ),
+    "maxrl": AlgorithmConfig(advantage=AdvantageConfig(normalise="group_ratio")),
     "gspo": AlgorithmConfig(loss=PolicyLossConfig(ratio="turn"), minibatches=2),
     "rloo": AlgorithmConfig(
         advantage=AdvantageConfig(normalise="leave_one_out"), loss=PolicyLossConfig(kl_in="reward")
@@ -47,6 +48,7 @@ CONFIGS = {
         loss=PolicyLossConfig(kl_in="reward"),
     ),
     "turns": AlgorithmConfig(advantage=AdvantageConfig(credit="turn")),
+    "gigpo": AlgorithmConfig(advantage=AdvantageConfig(screen_weight=1.0, turn_discount=0.9)),
     "ppo": PPO,
     "imitation": AlgorithmConfig(objective="imitation", keep_reward=0.5),
 }
@@ -188,6 +190,47 @@ def test_learn_with_a_reward_that_is_not_finite_names_the_episode():
     learner = Learner(CONFIGS["grpo"])
     with pytest.raises(TrainingError, match="episode 0-3: reward nan"):
         learner.step(groups([0.0, 1.0, 0.0, np.nan] * 4))
+
+
+def test_learn_gigpo_compares_the_turns_that_saw_a_screenshot_in_every_record_of_the_group():
+    """The others' and the own turns, cut short or not, and those of a replayed success."""
+    group = groups([0.0, 1.0, 0.0, 1.0] * 4)[0]
+    again = []
+    for record in group:  # a second turn sees the first screenshot again
+        key = record.turns[0].image_keys[0]
+        turns = [
+            dataclasses.replace(t, image_keys=(key,) * len(t.image_keys)) for t in record.turns
+        ]
+        again.append(dataclasses.replace(record, turns=tuple(turns)))
+    again[0] = dataclasses.replace(again[0], stop_reason=StopReason.MAX_TURNS)
+    again[3] = dataclasses.replace(again[3], group_id="an older one")
+    seen: list[list[np.ndarray]] = []
+
+    def note(tokens):
+        seen.append(tokens)
+        return tokens
+
+    cfg = CONFIGS["gigpo"]
+    Learner(cfg).step([again], replace_advantages=note)
+    lengths = [turn_lengths(record) for record in again]
+    assert sorted(map(len, lengths)) == [1, 1, 2, 2]
+    returns = [
+        record.reward * 0.9 ** (len(record.turns) - 1 - turn)
+        for record in again
+        for turn in range(len(record.turns))
+    ]
+    for record, tokens in zip(again, seen[0], strict=True):
+        ends = np.cumsum(turn_lengths(record))
+        for turn, end in enumerate(ends):
+            value = record.reward * 0.9 ** (len(record.turns) - 1 - turn)
+            expected = (record.reward - 0.5) / 0.5
+            expected += (value - np.mean(returns)) / np.std(returns)
+            assert tokens[end - 1] == pytest.approx(expected, abs=1e-4)
+    # Screens that no other turn saw add nothing: the records' own second screenshots differ.
+    Learner(cfg).step([group], replace_advantages=note)
+    for record, tokens in zip(group, seen[1], strict=True):
+        for end in np.cumsum(turn_lengths(record))[1:]:
+            assert tokens[end - 1] == pytest.approx((record.reward - 0.5) / 0.5, abs=1e-4)
 
 
 def test_learn_kl_in_the_reward_is_kl_of_the_policy_to_the_base():
@@ -382,6 +425,11 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
             ({"advantage": {"virtual_return": 1.0, **other}}, "needs advantage.credit='episode'")
             for other in ({"credit": "turn"}, {"normalise": "batch"})
         ),
+        *(
+            ({"advantage": {"screen_weight": 1.0, **other}}, "needs advantage.credit='episode'")
+            for other in ({"credit": "turn"}, {"normalise": "batch"}, {"function": "my_code:f"})
+        ),
+        ({"drop_equal_groups": True, "advantage": {"screen_weight": 1.0}}, "no screen_weight"),
         ({"reward": {"overlong_max_tokens": 5}}, "overlong_buffer_tokens=0, expected 1 to"),
         ({"epochs": 0}, "algorithm.epochs"),
         (
@@ -395,6 +443,13 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
                 "reward": {"overlong_max_tokens": 8, "overlong_buffer_tokens": 4},
             },
             "no overlong shaping",
+        ),
+        *(
+            ({"advantage": {"normalise": "group_ratio"}, **other}, "needs returns of at least 0")
+            for other in (
+                {"loss": {"kl_in": "reward"}},
+                {"reward": {"overlong_max_tokens": 8, "overlong_buffer_tokens": 4}},
+            )
         ),
         ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
         ({"loss": {"importance_floor": 2.5}}, "expected between 0 and loss.importance_cap=2.0"),
@@ -469,3 +524,14 @@ def test_groups_without_signal_are_counted_also_where_they_are_not_replaced():
     metrics = loop._describe(groups, AlgorithmConfig(), version=0)
     assert metrics["groups/useless"] == 2 and metrics["groups/replaced"] == 0
     assert metrics["groups/with_signal"] == pytest.approx(1 / 3)
+
+
+def test_shared_screens_are_those_that_two_turns_of_a_group_saw():
+    group = groups()[0]  # one screen for all first turns, another for each second one
+    seconds = sum(len(record.turns) - 1 for record in group)
+    described = functools.partial(loop._describe, algorithm_cfg=AlgorithmConfig(), version=0)
+    assert seconds == 2 and described([group])["groups/shared_screens"] == 4 / 6
+    assert described([group[:1], group[1:2]])["groups/shared_screens"] == 0.0
+    text = dataclasses.replace(group[0].turns[0], image_keys=())
+    blind = [dataclasses.replace(record, turns=(text,)) for record in group]
+    assert described([blind])["groups/shared_screens"] == 0.0

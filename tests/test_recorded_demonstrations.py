@@ -9,6 +9,7 @@ import pytest
 
 from tests import actor_world as world
 from tests import tiny_model
+from tests.sample_trajectories import make_trajectory
 from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
@@ -18,6 +19,7 @@ from uirl_jax.learner import cold_start, recorded_demonstrations
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
+from uirl_jax.seeds import eval_seed
 from uirl_jax.shards import batching
 from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.shards.writer import write_shard
@@ -86,6 +88,98 @@ def test_every_demonstration_is_picked_once_a_pass(recorded):
     passes = [picked[at : at + 3] for at in range(0, 30, 3)]
     assert all(sorted(one) == [3, 4, 5] for one in passes)
     assert len(set(map(tuple, passes))) > 1
+
+
+# ---------------------------------------------------------------------------- expert iteration
+
+
+def played(name: str, seed: int, turns: int, success: bool = True, tokens: int = 2):
+    """An episode of a run, of so many turns of so many tokens."""
+    one = make_trajectory(name, versions=(0,) * turns)
+    cut = [
+        dataclasses.replace(
+            turn,
+            token_ids=turn.token_ids[:tokens],
+            logprobs=turn.logprobs[:tokens],
+            full_logprobs=turn.full_logprobs[:tokens],
+            policy_versions=turn.policy_versions[:tokens],
+        )
+        for turn in one.turns
+    ]
+    task = TaskSpec("desktop/click_button", seed)
+    return dataclasses.replace(one, turns=tuple(cut), task=task, success=success)
+
+
+def names_of(kept) -> list[str]:
+    return [one.trajectory.episode_id for one in kept]
+
+
+def test_shortest_successes_of_each_instance_are_kept():
+    episodes = [
+        played("long", 1, turns=3),
+        played("failed", 1, turns=1, success=False),
+        played("wordy", 1, turns=2),
+        played("short", 1, turns=2, tokens=1),
+        played("other", 2, turns=3),
+        played("held_out", eval_seed(0), turns=1),
+        played("unsolved", 3, turns=1, success=False),
+    ]
+    found = [recorded_demonstrations.Recorded(one, "base", Path()) for one in episodes]
+    keep = recorded_demonstrations.shortest_successes
+    assert names_of(keep(found, 1)) == ["short", "other"]
+    assert names_of(keep(found, 2)) == ["short", "wordy", "other"]
+    assert names_of(keep([*found, *found], 9)) == ["short", "wordy", "long", "other"]
+    assert names_of(keep(keep(found[:3], 1) + found[3:], 1)) == ["short", "other"], "file by file"
+
+
+def test_run_is_distilled_from_its_shortest_successes_in_its_own_words(tmp_path, recorded):
+    """What this base sampled keeps its tokens; another base's successes are told again."""
+    told = recorded_demonstrations.load([str(recorded)], world.chat(), world.inputs())
+    reward = {"success": True, "reward": 1.0}
+    said = dataclasses.replace(told[0], **reward)
+    text = "I focus the field. " + said.turns[0].text  # more than retelling would say
+    ids = np.array([7, 8, 9], np.int32)
+    zeros = np.zeros(3, np.float32)
+    thought = dataclasses.replace(
+        said.turns[0], text=text, token_ids=ids, logprobs=zeros, full_logprobs=zeros,
+        policy_versions=np.zeros(3, np.int32),
+    )  # fmt: skip
+    said = dataclasses.replace(said, turns=(thought, *said.turns[1:]), episode_id="said")
+    slow = dataclasses.replace(said, turns=(said.turns[0], *said.turns), episode_id="slow")
+    unread = dataclasses.replace(said.turns[0], action=None, error="no action", text="?")
+    failed = dataclasses.replace(said, turns=(unread,), success=False, episode_id="failed")
+    folder = tmp_path / "kept" / "a0"
+    folder.mkdir(parents=True)
+    for number, one in enumerate((slow, failed, said)):
+        write_shard(folder / f"{number}.tfrecord", [one], base_hash="mine", layout=world.layout())
+
+    def load(chat=None, **options):
+        folders = [str(tmp_path / "kept")]
+        chat = chat or world.chat()
+        return recorded_demonstrations.load(folders, chat, world.inputs(), **options)
+
+    (own,) = load(base_hash="mine", keep_shortest=1)
+    assert own.episode_id == "said" and own.turns[0].text == text
+    np.testing.assert_array_equal(own.turns[0].token_ids, ids)
+    for other in (load(base_hash="another", keep_shortest=1), load(keep_shortest=1)):
+        np.testing.assert_array_equal(other[0].turns[0].token_ids, told[0].turns[0].token_ids)
+    # Its own words in another action format teach that one nothing.
+    chat = world.talking("coordinates")
+    (again,) = load(chat, base_hash="mine", keep_shortest=1)
+    assert again.turns[0].text.endswith(" click") and len(again.turns[0].token_ids) != 3
+    assert [one.episode_id for one in load(base_hash="mine", keep_shortest=9)] == ["said", "slow"]
+    with pytest.raises(ConfigError, match="turn 0 has no action"):
+        load()  # all of them: the failed one is no demonstration
+
+
+def test_run_without_a_success_is_no_demonstration(tmp_path):
+    lost = scripted(TEXT)
+    lost = dataclasses.replace(lost, turns=lost.turns[:1], success=False)
+    write_shard(tmp_path / "0.tfrecord", [lost], base_hash="mine", layout=world.layout())
+    with pytest.raises(ConfigError, match="no success on an instance that is not held out"):
+        recorded_demonstrations.load([str(tmp_path)], world.chat(), world.inputs(), keep_shortest=1)
+    with pytest.raises(ConfigError, match=r"cold_start.keep_shortest=2: selects from"):
+        cold_start.ColdStartConfig(keep_shortest=2)
 
 
 def test_folder_that_holds_no_demonstrations_is_told_with_all_its_faults(tmp_path, recorded):

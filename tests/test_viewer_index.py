@@ -142,6 +142,16 @@ def test_advantages_are_those_of_the_group():
     mean = tokens.advantages_of(members, "e0", config_of(normalise="group_mean"))
     assert mean.tokens_s == pytest.approx([0.75] * 2)
     assert "computed from the rewards of the group's 4 episodes" in best.why
+    # One turn on four screens that nobody else saw, and on the same one: once more the same.
+    apart = tokens.advantages_of(members, "e0", config_of(screen_weight=1.0))
+    assert apart.tokens_s == pytest.approx(best.tokens_s)
+    key = members[0].turns[0].image_keys[0]
+    same = [
+        dataclasses.replace(of, turns=(dataclasses.replace(of.turns[0], image_keys=(key,)),))
+        for of in members
+    ]
+    shared = tokens.advantages_of(same, "e0", config_of(screen_weight=1.0))
+    assert shared.tokens_s == pytest.approx(2 * best.tokens_s)
 
 
 @pytest.mark.parametrize(

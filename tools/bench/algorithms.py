@@ -31,6 +31,7 @@ from typing import Any
 
 ALGORITHMS = (
     *("rejection_sampling", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"),
+    *("maxrl", "gigpo"),
 )
 # By the name of a table: the config string that is played.
 TASKS = {

@@ -114,6 +114,33 @@ class Recording:
         )
 
 
+def reads_alike(recorded: Trajectory, chat: Chat, inputs: Inputs) -> bool:
+    """Whether the chat's action format reads every turn's text as the action that was recorded.
+
+    Raises: ImageError: a screenshot that cannot be read.
+    """
+    for number, turn in enumerate(recorded.turns):
+        if turn.action is None or not turn.image_keys:
+            return False
+        encoded = recorded.images[turn.image_keys[-1]]
+        screen_size = decode_image(encoded).size
+        screen = plan_screen(inputs, encoded, screen_size)
+        try:
+            action = actions.parse(
+                turn.text,
+                screen_size,
+                chat.action_format,
+                image_size=screen.seen_px,
+                margins=screen.margins,
+                cursor=actions.cursor_after(earlier.action for earlier in recorded.turns[:number]),
+            )
+        except ActionError:
+            return False
+        if action != turn.action:
+            return False
+    return True
+
+
 def retell(demonstration: Trajectory, chat: Chat, inputs: Inputs) -> Trajectory:
     """A demonstration in the words of another chat: the same screenshots and actions, new tokens.
 

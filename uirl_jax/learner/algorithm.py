@@ -86,11 +86,19 @@ class AlgorithmConfig:
             and self.advantage.credit == "episode"
             and not self.kl_in_reward
             and not self.reward.overlong_max_tokens
+            and not self.advantage.screen_weight
         ):
             raise ConfigError(
                 "algorithm.drop_equal_groups: a group with equal rewards may have non-zero "
                 "advantages with this config; it needs advantage.credit='episode', advantages "
-                "within groups, loss.kl_in='loss' and no overlong shaping"
+                "within groups, loss.kl_in='loss', no overlong shaping and no screen_weight"
+            )
+        if self.advantage.normalise == "group_ratio" and (
+            self.kl_in_reward or self.reward.overlong_max_tokens
+        ):
+            raise ConfigError(
+                "algorithm.advantage.normalise='group_ratio' needs returns of at least 0: set "
+                "loss.kl_in='loss' and no overlong shaping"
             )
         if self.replay and self.objective == "policy" and self.loss.importance == "none":
             raise ConfigError(
@@ -134,7 +142,8 @@ def teaches(group: Group, cfg: AlgorithmConfig) -> bool:
 def differs(group: Group, cfg: AlgorithmConfig) -> bool:
     """Whether the group's returns, with the virtual return if there is one, are not all equal.
 
-    Length penalties do not count: DAPO leaves out groups with equal outcomes.
+    Length penalties and the returns of turns do not count: DAPO leaves out groups with equal
+    outcomes.
     """
     returns = [
         cfg.reward.outcome * record.reward
@@ -428,7 +437,10 @@ def find_estimator(cfg: AdvantageConfig) -> Callable[..., list[np.ndarray]]:
     """
     if not cfg.function:
         return lambda group, token_rewards, turn_lengths: advantages.group_advantages(
-            token_rewards, turn_lengths, cfg
+            token_rewards,
+            turn_lengths,
+            cfg,
+            turn_screens=[rewards.turn_screens(record) for record in group],
         )
     own = user_code.load(cfg.function, "algorithm.advantage.function")
 

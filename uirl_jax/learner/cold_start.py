@@ -1,6 +1,7 @@
 """The stage before RL: supervised training on demonstrations, saved as a new base model.
 
-Demonstrations are played by scripts, or recorded by people (`cold_start.demonstrations`).
+Demonstrations are played by scripts, or recorded (`cold_start.demonstrations`): by people, or by an
+earlier run, whose successes are so distilled into its base (expert iteration).
 
 The result is an ordinary model directory (workdir/cold_start/model). GRPO starts from it with fresh
 adapters and uses it, adapters off, as the reference. `supervised` runs the steps; no policy is
@@ -17,6 +18,7 @@ from flax import nnx
 
 from uirl_jax import metrics
 from uirl_jax.demonstrations.scripted import Demonstrator
+from uirl_jax.errors import ConfigError
 from uirl_jax.families import chat_config
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.loading import PolicyModel, save_model
@@ -54,9 +56,20 @@ class ColdStartConfig:
     browsers: int = dataclasses.field(default=2, metadata={"min": 1, "max": 256})
     # all: every weight of the base; the run then starts RL from a base of its own.
     train: Literal["lora", "all"] = "lora"
-    # Folders written by tools.record_demo: recorded demonstrations in place of scripted ones.
+    # Folders written by tools.record_demo, or a run's kept/ and shards/: recorded demonstrations in
+    # place of scripted ones.
     demonstrations: tuple[str, ...] = ()
+    # Of these only the solved ones, at most so many of a task instance, the shortest first (expert
+    # iteration); 0: all.
+    keep_shortest: int = dataclasses.field(default=0, metadata={"min": 0, "max": 65_536})
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        if self.keep_shortest and not self.demonstrations:
+            raise ConfigError(
+                f"cold_start.keep_shortest={self.keep_shortest}: selects from "
+                "cold_start.demonstrations, and there are none; name a run's kept/ and shards/"
+            )
 
 
 def run_cold_start(
@@ -93,7 +106,13 @@ def run_cold_start(
 
     recorded: list[Trajectory] = []
     if cfg.demonstrations:
-        recorded = recorded_demonstrations.load(cfg.demonstrations, chat, model.inputs)
+        recorded = recorded_demonstrations.load(
+            cfg.demonstrations,
+            chat,
+            model.inputs,
+            base_hash=model.base_hash,
+            keep_shortest=cfg.keep_shortest,
+        )
         print(recorded_demonstrations.describe(recorded), flush=True)
 
     def batches_at(step: int) -> list[TrainBatch]:

@@ -34,6 +34,7 @@ from uirl_jax.learner.supervised import check_finite
 from uirl_jax.learner.training import LearnerConfig, TrainingConfig, prepare
 from uirl_jax.metrics import Progress, key_values
 from uirl_jax.rl.losses import RATIO_EDGES, RATIOS
+from uirl_jax.rl.rewards import turn_screens
 from uirl_jax.store import open_store
 from uirl_jax.trackers import Histogram
 from uirl_jax.types import Trajectory
@@ -404,6 +405,7 @@ def _describe(
         "episode/seconds": float(np.mean([trajectory.duration_s for trajectory in trajectories])),
         "groups/with_signal": float(np.mean(signals)),
         "groups/useless": sum(not signal for signal in signals),
+        "groups/shared_screens": _share_of_shared_screens(groups),
         "groups/replaced": sum(not algorithm.useful(group, algorithm_cfg) for group in groups),
         "offpolicy/staleness": float(np.mean(staleness)),
         "replay/episodes": len(replayed),
@@ -411,3 +413,13 @@ def _describe(
             np.mean([version - record.oldest_policy_version for record in replayed] or [0.0])
         ),
     } | {f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()}
+
+
+def _share_of_shared_screens(groups: Sequence[Group]) -> float:
+    """Of the turns, those whose screenshot another turn of the group saw: what GiGPO compares."""
+    shared, turns = 0, 0
+    for group in groups:
+        seen = collections.Counter(key for record in group for key in turn_screens(record))
+        shared += sum(count for key, count in seen.items() if key and count > 1)
+        turns += seen.total()
+    return shared / max(turns, 1)

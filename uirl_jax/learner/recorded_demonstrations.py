@@ -1,30 +1,54 @@
-"""Demonstrations recorded by people (tools.record_demo), as trajectories for supervised steps.
+"""Recorded episodes as trajectories for supervised steps: of people, or of an earlier run's policy.
 
-Reads a folder of shard files and re-encodes the trajectories in the run's own action format and
-tokens, so they may have been recorded with another model, prompt or context. All saved
-demonstrations are used, whether they solved the task or not.
+Reads folders of shard files: of `tools.record_demo`, or a run's kept/ and shards/ (expert
+iteration: a policy's own successes become supervised data of the next base). They may have been
+recorded with another model, prompt or context: the trajectories are encoded again in this run's
+action format and tokens. Those that this run's base sampled keep their tokens, thoughts included.
 """
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from uirl_jax.demonstrations.recording import retell
+from uirl_jax.demonstrations.recording import reads_alike, retell
 from uirl_jax.errors import ActionError, ConfigError, ImageError, ShardError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
+from uirl_jax.seeds import EVAL_SEEDS
 from uirl_jax.shards.reader import read_shard
-from uirl_jax.types import Trajectory
+from uirl_jax.types import TaskSpec, Trajectory
 
 
-def load(folders: Sequence[str], chat: Chat, inputs: Inputs) -> list[Trajectory]:
-    """All demonstrations below the folders, sorted by file name within each folder.
+class Recorded(NamedTuple):
+    """A record of a folder, and where it is from."""
 
+    trajectory: Trajectory
+    base_hash: str  # of the model that sampled it; empty: nobody did
+    path: Path
+
+
+def load(
+    folders: Sequence[str],
+    chat: Chat,
+    inputs: Inputs,
+    *,
+    base_hash: str = "",
+    keep_shortest: int = 0,
+) -> list[Trajectory]:
+    """The demonstrations below the folders, sorted by file name within each folder.
+
+    Args:
+      base_hash: of the run's model; what it sampled itself keeps its tokens.
+      keep_shortest: 0: all records, whether they solved the task or not. Otherwise as
+        `shortest_successes`.
     Raises:
-      ConfigError: a folder without demonstrations, files that cannot be read, or actions that this
-        run's action format cannot express; all faults together.
+      ConfigError: a folder without demonstrations, files that cannot be read, actions that this
+        run's action format cannot express, or no success to keep; all faults together.
     """
+    found: list[Recorded] = []
     demonstrations, faults = [], []
     for folder in map(Path, folders):
         paths = sorted(path for path in folder.rglob("*.tfrecord") if not path.name.startswith("."))
@@ -32,14 +56,49 @@ def load(folders: Sequence[str], chat: Chat, inputs: Inputs) -> list[Trajectory]
             faults.append(f"{folder}: no *.tfrecord there; python -m tools.record_demo writes them")
         for path in paths:
             try:
-                demonstrations += [retell(record, chat, inputs) for record in read_shard(path)[1]]
+                header, records = read_shard(path)
             except ShardError as error:
                 faults.append(str(error))
-            except (ActionError, ImageError) as error:
-                faults.append(f"{path}: {error}")
+                continue
+            found += [Recorded(record, header.base_hash, path) for record in records]
+            if keep_shortest:  # after each file: a run's screenshots do not fit in memory together
+                found = shortest_successes(found, keep_shortest)
+    if keep_shortest and not found and not faults:
+        faults.append(f"{', '.join(folders)}: no success on an instance that is not held out")
+    for trajectory, recorded_by, path in found:
+        try:
+            is_own = bool(base_hash) and recorded_by == base_hash
+            if not (is_own and reads_alike(trajectory, chat, inputs)):
+                trajectory = retell(trajectory, chat, inputs)
+            demonstrations.append(trajectory)
+        except (ActionError, ImageError) as error:
+            faults.append(f"{path}: {error}")
     if faults:
         raise ConfigError("cold_start.demonstrations: " + "; ".join(faults))
     return demonstrations
+
+
+def shortest_successes(found: Iterable[Recorded], count: int) -> list[Recorded]:
+    """The solved episodes, at most `count` of a task instance: fewest turns, then tokens, first.
+
+    Held-out instances are left out, and so are second copies of an episode, as in replay/.
+    """
+    solved = {
+        one.trajectory.episode_id: one
+        for one in found
+        if one.trajectory.success and one.trajectory.task.seed not in EVAL_SEEDS
+    }
+    kept: list[Recorded] = []
+    taken: collections.Counter[TaskSpec] = collections.Counter()
+    for one in sorted(solved.values(), key=lambda one: _length(one.trajectory)):
+        if taken[one.trajectory.task] < count:
+            taken[one.trajectory.task] += 1
+            kept.append(one)
+    return kept
+
+
+def _length(trajectory: Trajectory) -> tuple[int, int]:
+    return len(trajectory.turns), sum(len(turn.token_ids) for turn in trajectory.turns)
 
 
 def describe(demonstrations: Sequence[Trajectory]) -> str:

@@ -17,11 +17,13 @@ from uirl_jax.errors import ConfigError, TrainingError
 # The baseline that is subtracted from a group's returns, and the divisor if any:
 #   group_std      mean of the group, divided by its std (GRPO, arXiv:2402.03300, section 4.1.2)
 #   group_mean     mean of the group (Dr. GRPO, arXiv:2503.20783, section 3.2)
+#   group_ratio    mean of the group, divided by that mean: r / mean - 1 (MaxRL, arXiv:2602.02710,
+#                  algorithm 1; with rewards 0 and 1 the mean is the group's success rate)
 #   leave_one_out  mean of the other members (RLOO, arXiv:2402.14740, eq. 4)
 #   batch          mean of all tokens of the step, divided by their std (REINFORCE++,
 #                  arXiv:2501.03262, eq. 8)
 #   none           no baseline (REINFORCE)
-Normalise = Literal["group_std", "group_mean", "leave_one_out", "batch", "none"]
+Normalise = Literal["group_std", "group_mean", "group_ratio", "leave_one_out", "batch", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,8 @@ class AdvantageConfig:
 
     estimator: Literal["group", "gae"] = "group"  # gae: needs the value head
     # group_std: minus the group's mean, over its standard deviation (GRPO). group_mean: minus the
-    # mean (Dr. GRPO). leave_one_out: RLOO. batch: over the whole step (REINFORCE++). none: as is.
+    # mean (Dr. GRPO). group_ratio: minus the mean, over the mean (MaxRL; returns of at least 0).
+    # leave_one_out: RLOO. batch: over the whole step (REINFORCE++). none: as is.
     normalise: Normalise = "group_std"
     # The return that a token gets. episode: the episode's. turn: of its turn and the turns after
     # it. token: of the token and those after it (with normalise batch or none).
@@ -40,13 +43,16 @@ class AdvantageConfig:
     virtual_return: float | None = dataclasses.field(
         default=None, metadata={"min": -1e6, "max": 1e6}
     )
+    # Weight of a second advantage, with credit episode: the return from a turn on, compared with
+    # the turns of the group that saw the same screenshot (GiGPO, arXiv:2505.10978). 0: none.
+    screen_weight: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 1000.0})
     # Gamma between turns; within a turn it is 1.
     turn_discount: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     # With estimator gae: 0 trusts the critic, 1 the returns.
     gae_lambda: float = dataclasses.field(default=0.95, metadata={"min": 0.0, "max": 1.0})
     # "module:function" in place of the group's estimator; docs/own_code.md has its arguments.
     function: str = ""
-    # Added to a standard deviation.
+    # Added to a standard deviation; with group_ratio the smallest mean that is not taken for 0.
     epsilon: float = dataclasses.field(default=1e-6, metadata={"above": 0.0, "max": 1.0})
 
     def __post_init__(self) -> None:
@@ -65,50 +71,103 @@ class AdvantageConfig:
                 f"advantage.virtual_return={self.virtual_return}: adds a virtual episode to each "
                 "group; it needs advantage.credit='episode' and advantages within groups"
             )
+        if self.screen_weight and not (
+            within_groups and self.credit == "episode" and not self.function
+        ):
+            raise ConfigError(
+                f"advantage.screen_weight={self.screen_weight}: is added to the advantages of "
+                "episodes; it needs advantage.credit='episode', advantages within groups and no "
+                "function of your own"
+            )
 
 
 def group_advantages(
-    token_rewards: Sequence[np.ndarray], turn_lengths: Sequence[Sequence[int]], cfg: AdvantageConfig
+    token_rewards: Sequence[np.ndarray],
+    turn_lengths: Sequence[Sequence[int]],
+    cfg: AdvantageConfig,
+    *,
+    turn_screens: Sequence[Sequence[str]] = (),
 ) -> list[np.ndarray]:
     """Advantages of one group's tokens: the return of the episode or turn, minus the baseline.
 
     With credit="turn" the baseline is over the members' turns of the same index: the return of a
     second turn is compared with the returns of the other members' second turns.
 
+    With a screen_weight w, GiGPO (arXiv:2505.10978, section 4): for turn t of member i
+
+        A_it = (R_i - mean_j R_j) / std_j R_j  +  w (R_it - mean(S)) / std(S)
+        R_i  = sum over k of r_ik,   R_it = sum over k >= t of turn_discount^(k - t) r_ik
+        S    = the R_ju of all turns of the group that saw the screenshot of turn t of i
+
+    with the baseline and divisor of `normalise` in both terms. A screenshot that was seen once adds
+    0. Nothing is bootstrapped where an episode was truncated: its returns are what it earned. In
+    groups of one turn both terms are the same, and A is 1 + w times GRPO's.
+
     Args:
       token_rewards: float[S] per member.
       turn_lengths: number of sampled tokens in each turn, per member; they add up to S.
+      turn_screens: the content hash of each turn's newest screenshot, per member; "" where there
+        is none. Needed with a screen_weight.
     Returns: float32[S] per member, equal for all tokens of a turn (or after each token with
       credit="token"). With normalise="batch" or "none" the plain returns; `batch_normalised` needs
       all groups. Exactly 0 where all compared returns are equal, as in a group of one member.
     Raises: TrainingError: a reward that is not finite, lengths that do not add up, or no member.
     """
     _check(token_rewards, turn_lengths)
-    if cfg.credit == "episode":
+    if cfg.credit == "token":
+        return [np.cumsum(rewards[::-1])[::-1].astype(np.float32) for rewards in token_rewards]
+    if cfg.credit == "turn":
+        turns = [range(len(lengths)) for lengths in turn_lengths]
+        by_turn = _compared(token_rewards, turn_lengths, turns, cfg)
+    else:
         returns_g = np.array([rewards.sum() for rewards in token_rewards], np.float64)
         virtual = () if cfg.virtual_return is None else (cfg.virtual_return,)
         values_g = normalised(returns_g, cfg.normalise, virtual=virtual, epsilon=cfg.epsilon)
-        return [
-            np.full(len(rewards), value, np.float32)
-            for rewards, value in zip(token_rewards, values_g, strict=True)
+        by_turn = [
+            np.full(len(lengths), value)
+            for value, lengths in zip(values_g, turn_lengths, strict=True)
         ]
-    if cfg.credit == "token":
-        return [np.cumsum(rewards[::-1])[::-1].astype(np.float32) for rewards in token_rewards]
+        if cfg.screen_weight:
+            by_screen = _compared(token_rewards, turn_lengths, turn_screens, cfg)
+            by_turn = [
+                episode_u + cfg.screen_weight * screen_u
+                for episode_u, screen_u in zip(by_turn, by_screen, strict=True)
+            ]
+    return [
+        np.repeat(values_u, lengths).astype(np.float32)
+        for values_u, lengths in zip(by_turn, turn_lengths, strict=True)
+    ]
+
+
+def _compared(
+    token_rewards: Sequence[np.ndarray],
+    turn_lengths: Sequence[Sequence[int]],
+    turn_keys: Sequence[Sequence[int | str]],
+    cfg: AdvantageConfig,
+) -> list[np.ndarray]:
+    """float64[U] per member: the return of each turn, minus the baseline of the turns of its key.
+
+    Turns with the key "" are compared with none and get 0.
+    """
     returns = [
         turn_returns(rewards, lengths, cfg.turn_discount)
         for rewards, lengths in zip(token_rewards, turn_lengths, strict=True)
     ]
-    for turn in range(max(map(len, returns))):
-        members = [returns_u for returns_u in returns if len(returns_u) > turn]
-        values_g = normalised(
-            np.array([returns_u[turn] for returns_u in members]), cfg.normalise, epsilon=cfg.epsilon
+    advantages = [np.zeros(len(returns_u)) for returns_u in returns]
+    alike: dict[int | str, list[tuple[int, int]]] = {}  # (member, turn) by key
+    for member, (keys_u, returns_u) in enumerate(zip(turn_keys, returns, strict=True)):
+        for turn, (key, _) in enumerate(zip(keys_u, returns_u, strict=True)):
+            if key != "":
+                alike.setdefault(key, []).append((member, turn))
+    for turns in alike.values():
+        values = normalised(
+            np.array([returns[member][turn] for member, turn in turns]),
+            cfg.normalise,
+            epsilon=cfg.epsilon,
         )
-        for returns_u, value in zip(members, values_g, strict=True):
-            returns_u[turn] = value
-    return [
-        np.repeat(values_u, lengths).astype(np.float32)
-        for values_u, lengths in zip(returns, turn_lengths, strict=True)
-    ]
+        for (member, turn), value in zip(turns, values, strict=True):
+            advantages[member][turn] = value
+    return advantages
 
 
 def turn_returns(
@@ -132,8 +191,14 @@ def normalised(
 
     The standard deviation is the population's, not the sample's.
 
+        group_std    A_g = (r_g - mean(r)) / (std(r) + epsilon)
+        group_ratio  A_g = (r_g - mean(r)) / mean(r), and 0 where mean(r) <= epsilon: MaxRL leaves
+                     out groups without a success (arXiv:2602.02710, algorithm 1)
+
     Args:
       virtual: values that count for the baseline and get no advantage themselves.
+    Raises: TrainingError: group_ratio of returns that differ, one of them below 0: over a negative
+      mean the better member would get the lower advantage.
     """
     if how in ("none", "batch"):
         return np.asarray(values_g, np.float64)
@@ -145,9 +210,21 @@ def normalised(
     centred_g = values_g - compared.mean()
     if how == "group_mean":
         return centred_g
+    if how == "group_ratio":
+        return _over_the_mean(centred_g, compared, epsilon)
     if how == "leave_one_out":  # v - mean of the others = (v - mean) n / (n - 1)
         return centred_g * len(compared) / (len(compared) - 1)
     return centred_g / (compared.std() + epsilon)
+
+
+def _over_the_mean(centred_g: np.ndarray, compared: np.ndarray, epsilon: float) -> np.ndarray:
+    if compared.min() < -epsilon:
+        raise TrainingError(
+            "advantage.normalise='group_ratio' divides by a mean of returns and needs them to be "
+            f"at least 0, got {compared.min():g}; use 'group_mean', or rewards of at least 0"
+        )
+    mean = compared.mean()
+    return centred_g / mean if mean > epsilon else np.zeros(len(centred_g))
 
 
 def batch_normalised(

@@ -96,3 +96,8 @@ def overlong_penalty(sampled_tokens: int, cfg: RewardConfig) -> float:
 def turn_lengths(trajectory: Trajectory) -> Sequence[int]:
     """Number of sampled tokens in each turn."""
     return [len(turn.token_ids) for turn in trajectory.turns]
+
+
+def turn_screens(trajectory: Trajectory) -> Sequence[str]:
+    """The content hash of the newest screenshot of each turn; "" where a turn has none."""
+    return [turn.image_keys[-1] if turn.image_keys else "" for turn in trajectory.turns]

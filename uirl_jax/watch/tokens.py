@@ -170,7 +170,12 @@ def advantages_of(
         token_rewards = [rewards.token_rewards(member, reward) for member in members]
         lengths = [rewards.turn_lengths(member) for member in members]
         with np.errstate(over="ignore", invalid="ignore"):  # the values are checked below
-            found = advantages.group_advantages(token_rewards, lengths, cfg)
+            found = advantages.group_advantages(
+                token_rewards,
+                lengths,
+                cfg,
+                turn_screens=[rewards.turn_screens(member) for member in members],
+            )
     except (UirlError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         return Advantages(None, f"Advantages are unknown: {without_invisible(str(error))[:200]}.")
     if not all(np.isfinite(advantages_s).all() for advantages_s in found):
