@@ -25,6 +25,7 @@ _DESKTOP = _MOUSE | {"type", "keys", "scroll"}
 WRONG = "num_incorrect_submissions"
 CORRECT = "num_correct_submissions"  # g2a
 ROWS = "submitted_row_indices"  # g2b
+RAW_REWARD = "raw_reward"  # g1+, of MiniWoB++: from -1 to 1, without the clock
 
 
 @dataclasses.dataclass(frozen=True)
