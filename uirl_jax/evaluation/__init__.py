@@ -1,4 +1,4 @@
-"""Evaluates a policy on held-out task instances.
+"""Evaluates a policy on task instances that training never draws.
 
 `play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files; `gate`
 decides whether a policy may be published. `suite` is the content of a tasks.json, `suite_play`
@@ -16,7 +16,13 @@ from uirl_jax.evaluation.gate import (
 )
 from uirl_jax.evaluation.paired import Comparison, compare
 from uirl_jax.evaluation.pictures import pictures
-from uirl_jax.evaluation.play import KEPT_EPISODES, RunTasks, eval_tasks, evaluate
+from uirl_jax.evaluation.play import (
+    KEPT_EPISODES,
+    InstanceSeeds,
+    RunTasks,
+    eval_tasks,
+    evaluate,
+)
 from uirl_jax.evaluation.rescaled import RescaledReward
 from uirl_jax.evaluation.results import (
     CHANCE,
@@ -67,6 +73,7 @@ __all__ = [
     "Contender",
     "Decisions",
     "EvalResult",
+    "InstanceSeeds",
     "Played",
     "PublishConfig",
     "Rate",
