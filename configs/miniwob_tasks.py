@@ -1,6 +1,6 @@
 """Changes of the quickstart for tasks of MiniWoB++ in Chromium; not a config by itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
@@ -19,10 +19,12 @@ MAX_TURNS = {name: turns for turns, names in _NAMES.items() for name in names}
 FOUR = ("click-dialog-2", "click-tab", "focus-text-2", "enter-text")  # for comparing algorithms
 
 
-def miniwob(cfg: ConfigDict, names: Sequence[str]) -> None:
+def miniwob(
+    cfg: ConfigDict, names: Sequence[str], max_turns: Mapping[str, int] = MAX_TURNS
+) -> None:
     """Screenshots (160x210) and the instruction, mouse and keyboard."""
     cfg.tasks = tuple(
-        ConfigDict({"name": f"miniwob/{name}", "max_turns": MAX_TURNS[name]}) for name in names
+        ConfigDict({"name": f"miniwob/{name}", "max_turns": max_turns[name]}) for name in names
     )
     cfg.chat.max_screenshots = 8  # all of them: an episode is one sequence
     cfg.chat.drop_screenshots = 1

@@ -4,16 +4,23 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_collections import ConfigDict
 
 from uirl_jax import evaluation, metrics, seeds
+from uirl_jax.config import reading
+from uirl_jax.config.schema import EvaluationConfig
 from uirl_jax.errors import ConfigError, ShardError, UirlError
+from uirl_jax.run import Run
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
@@ -97,11 +104,18 @@ def test_wilson_interval_more_confidence_is_wider() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(0, 2**30 - 1))
-def test_seeds_train_and_eval_never_meet(run_seed: int, index: int, eval_index: int) -> None:
+@given(st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(0, 2**29 - 1))
+def test_seeds_of_training_evaluation_and_tuning_never_meet(
+    run_seed: int, index: int, instance: int
+) -> None:
     assert 0 <= seeds.train_seed(run_seed, index) < 2**30
-    assert 2**30 <= seeds.eval_seed(eval_index) < 2**31
-    assert not set(seeds.TRAIN_SEEDS[:: 2**20]) & set(seeds.EVAL_SEEDS[:: 2**20])
+    assert 2**30 <= seeds.eval_seed(instance) < 2**30 + 2**29
+    assert 2**30 + 2**29 <= seeds.tune_seed(instance) < 2**31
+
+
+def test_seeds_of_evaluation_and_tuning_are_the_same_every_day() -> None:
+    assert [seeds.eval_seed(index) for index in (0, 1, 2**29 - 1)] == [2**30, 2**30 + 1, 1610612735]
+    assert [seeds.tune_seed(index) for index in (0, 1)] == [1610612736, 1610612737]
 
 
 def test_seeds_differ_by_run_and_index_and_stay_the_same() -> None:
@@ -111,10 +125,11 @@ def test_seeds_differ_by_run_and_index_and_stay_the_same() -> None:
     assert (seeds.train_seed(0, 0), seeds.train_seed(1, 2)) == (355386411, 107847921)
 
 
-@pytest.mark.parametrize("index", [-1, 2**30])
-def test_eval_seed_outside_its_range_is_refused(index: int) -> None:
+@pytest.mark.parametrize("index", [-1, 2**29])
+@pytest.mark.parametrize("seed_of", [seeds.eval_seed, seeds.tune_seed])
+def test_seed_outside_its_range_is_refused(seed_of: Callable[[int], int], index: int) -> None:
     with pytest.raises(ValueError, match="expected 0 <= index"):
-        seeds.eval_seed(index)
+        seed_of(index)
 
 
 def test_eval_tasks_kinds_in_turn_with_distinct_held_out_seeds() -> None:
@@ -125,6 +140,31 @@ def test_eval_tasks_kinds_in_turn_with_distinct_held_out_seeds() -> None:
     assert not {t.seed for t in tasks} & {t.seed for t in evaluation.eval_tasks([CLICK], 5, seed=1)}
     with pytest.raises(ValueError, match="instances"):
         evaluation.eval_tasks([], 3)
+
+
+def test_eval_tasks_of_tuning_are_no_held_out_ones() -> None:
+    tuning = evaluation.eval_tasks([CLICK], 5, seed=2, seeds="tuning")
+    assert [task.seed for task in tuning] == [seeds.tune_seed(200_000 + n) for n in range(5)]
+
+
+@pytest.mark.parametrize(("asked", "first"), [("held_out", 2**30), ("tuning", 2**30 + 2**29)])
+def test_run_is_measured_on_the_seeds_of_its_config(asked: str, first: int) -> None:
+    cfg = reading.from_config(EvaluationConfig, ConfigDict({"episodes": 3, "seeds": asked}))
+    run: Any = SimpleNamespace(cfg=SimpleNamespace(evaluation=cfg, kinds=[CLICK]))
+
+    async def evaluate(stage: str, tasks: list[TaskSpec], *_: object, **__: object):
+        return [task.seed for task in tasks]
+
+    players: Any = SimpleNamespace(evaluate=evaluate)
+    measured: Any = asyncio.run(Run.measure(run, players, "after", threading.Event()))
+    assert measured == [first, first + 1, first + 2]
+
+
+def test_seeds_of_neither_kind_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="seeds: got str 'train', expected 'held_out' or 'tuning'"
+    ):
+        reading.from_config(EvaluationConfig, ConfigDict({"seeds": "train"}))
 
 
 def test_evaluate_counts_attempts_and_writes_them(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tests import tiny_model
+from tests.sample_trajectories import make_trajectory
 from uirl_jax import seeds
+from uirl_jax.demonstrations.recording import is_example
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, RestartError, ShardError
 from uirl_jax.families import loading
@@ -130,3 +132,55 @@ def test_a_broken_shard_of_demonstrations_is_said(make, tmp_path):
     (tmp_path / "000000.tfrecord").write_bytes(b"no shard")
     with pytest.raises(ShardError, match=r"000000\.tfrecord"):
         make(None, 10).keep(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("aim", "reward", "success", "example"),
+    [
+        (None, 1.0, True, True),
+        (None, 0.98, False, False),
+        (0.98, 0.98, False, True),
+        (0.98, 0.98 - 1e-9, False, True),  # the page adds in another order
+        (0.98, 0.97, False, False),
+        (-1.0, 0.0, False, False),  # nothing to aim at: a failure is no example
+        (0.0, 0.0, False, False),
+    ],
+)
+def test_example_solved_its_task_or_was_paid_what_its_script_aimed_at(
+    aim, reward, success, example
+):
+    one = make_trajectory()
+    progress = {"done": True, "reward": reward} | ({} if aim is None else {"aimed_reward": aim})
+    last = dataclasses.replace(one.turns[-1], progress=progress)
+    turns = (*one.turns[:-1], last)
+    told = dataclasses.replace(one, turns=turns, reward=reward, success=success)
+    assert is_example(told) is example
+    assert is_example(dataclasses.replace(told, turns=())) is success
+
+
+def test_what_was_paid_what_its_script_aimed_at_is_kept_and_counted(make, tmp_path, capsys):
+    class Aiming(Demonstrator):
+        """As a script of a task that pays 0.98 at most: its reward in the odd numbers."""
+
+        def demonstrate_all(self, tasks, *args, **options):
+            played = super().demonstrate_all(tasks, *args, **options)
+            return [
+                dataclasses.replace(
+                    one,
+                    turns=(
+                        *one.turns[:-1],
+                        dataclasses.replace(
+                            one.turns[-1], progress={"done": True, "aimed_reward": 0.98}
+                        ),
+                    ),
+                    reward=0.98 if number % 2 else 0.5,
+                    success=False,
+                )
+                for number, one in enumerate(played)
+            ]
+
+    with Aiming() as demonstrator:
+        demonstrations = make(demonstrator, 6, kinds=KINDS[:1])
+        demonstrations.keep(tmp_path)
+    assert "0 of 6 solved their task, 3 were paid the best" in capsys.readouterr().out
+    assert {one.reward for one in demonstrations.take(0, 6)} == {0.98}

@@ -7,7 +7,7 @@ import pytest
 from uirl_jax.config import suites
 from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError
-from uirl_jax.seeds import eval_seed
+from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.types import TaskSpec
 
 CLICK = {"name": "desktop/click_button", "instances": 2}
@@ -31,6 +31,22 @@ def test_instances_are_held_out_and_seeds_are_taken_as_they_are(tmp_path):
         TaskSpec("desktop/enter_text", 8, "words=2", 6),
         TaskSpec("desktop/enter_text", 7, "words=2", 6),
     ]
+
+
+def test_tuning_behind_a_suite_plays_as_many_tuning_instances_under_another_name(tmp_path):
+    named = {"name": "desktop/enter_text", "max_turns": 6, "seeds": [8, 7]}
+    path = write(tmp_path, {**GOOD, "tasks": [{**CLICK, "first": 5}, named]})
+    suite = read_suite(f"{path}:tuning")
+    assert suite.name == "mine-tuning"
+    assert suite.specs == [
+        TaskSpec("desktop/click_button", tune_seed(5)),
+        TaskSpec("desktop/click_button", tune_seed(6)),
+        TaskSpec("desktop/enter_text", 8, "", 6),
+        TaskSpec("desktop/enter_text", 7, "", 6),
+    ]
+    assert len(read_suite("miniwob16:tuning").specs) == len(read_suite("miniwob16").specs)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_suite("nowhere:tuning")
 
 
 def test_suites_that_ship_are_whole_and_named_like_their_files():
@@ -76,7 +92,7 @@ BROKEN = [
     ({**GOOD, "tasks": [{**CLICK, "instances": "2"}]}, "tasks.json.tasks[0].instances"),
     ({**GOOD, "tasks": [{**CLICK, "instances": True}]}, "tasks.json.tasks[0].instances"),
     ({**GOOD, "tasks": [{**CLICK, "first": -1}]}, "tasks.json.tasks[0].first"),
-    ({**GOOD, "tasks": [{**CLICK, "first": 2**30 - 1}]}, "first + instances: at most"),
+    ({**GOOD, "tasks": [{**CLICK, "first": 2**29 - 1}]}, "first + instances: at most"),
     ({**GOOD, "tasks": [{"name": "a", "seeds": [1], "first": 2}]}, "first goes with instances"),
     ({**GOOD, "tasks": [{"name": "a", "seeds": [1, 1]}]}, "seeds: 1 is there more than once"),
     ({**GOOD, "tasks": [{"name": "a", "seeds": [-1]}]}, "tasks.json.tasks[0].seeds: got -1"),

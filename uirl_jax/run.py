@@ -332,9 +332,9 @@ class Run:
         stop: threading.Event,
         engine: SamplingEngine | None = None,
     ) -> evaluation.EvalResult:
-        """`Players.evaluate` on the run's held-out instances."""
+        """`Players.evaluate` on the run's own instances (evaluation.seeds)."""
         cfg = self.cfg.evaluation
-        tasks = evaluation.eval_tasks(self.cfg.kinds, cfg.episodes)
+        tasks = evaluation.eval_tasks(self.cfg.kinds, cfg.episodes, seeds=cfg.seeds)
         return await players.evaluate(
             stage, tasks, stop, temperature=cfg.temperature, engine=engine
         )

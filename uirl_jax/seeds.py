@@ -1,15 +1,19 @@
-"""Seeds of task instances: disjoint ranges for training and evaluation.
+"""Seeds of task instances: disjoint ranges for training, tuning and evaluation.
 
 `TaskSpec.seed` determines the start state, so an instance is held out if its seed is never used for
 training. Training (rollouts, demonstrations for the cold start and for the base model) uses
-`train_seed`, evaluation uses `eval_seed`. Their ranges are disjoint for every run seed. Standard
-library only.
+`train_seed`, evaluation uses `eval_seed`. Settings are chosen on instances of `tune_seed`, which
+are neither: the best of many settings on held-out instances would be partly the luckiest. The
+ranges are disjoint for every run seed. Standard library only.
 """
 
 import hashlib
 
+# All fit a signed 32-bit integer, which every dialect can carry. The first two must not move: runs
+# that go on draw the same instances, and results of other days are of the same ones.
 TRAIN_SEEDS = range(0, 2**30)
-EVAL_SEEDS = range(2**30, 2**31)  # both fit a signed 32-bit integer, which every dialect can carry
+EVAL_SEEDS = range(2**30, 2**30 + 2**29)
+TUNE_SEEDS = range(2**30 + 2**29, 2**31)
 
 
 def train_seed(run_seed: int, index: int) -> int:
@@ -33,3 +37,10 @@ def eval_seed(index: int) -> int:
     if not 0 <= index < len(EVAL_SEEDS):
         raise ValueError(f"eval_seed({index}): expected 0 <= index < {len(EVAL_SEEDS)}")
     return EVAL_SEEDS.start + index
+
+
+def tune_seed(index: int) -> int:
+    """Seed of the index-th tuning instance; otherwise as `eval_seed`."""
+    if not 0 <= index < len(TUNE_SEEDS):
+        raise ValueError(f"tune_seed({index}): expected 0 <= index < {len(TUNE_SEEDS)}")
+    return TUNE_SEEDS.start + index

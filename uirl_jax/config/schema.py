@@ -12,7 +12,7 @@ from uirl_jax import user_code
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError
-from uirl_jax.evaluation import PublishConfig
+from uirl_jax.evaluation import InstanceSeeds, PublishConfig
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.cluster import ClusterConfig
@@ -118,9 +118,9 @@ class ActorSection:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on held-out instances, before, during and after training."""
+    """Evaluation before, during and after training."""
 
-    # Held-out instances of a stage, each played once.
+    # Instances of a stage, each played once.
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
     # 0 is greedy.
     temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 100.0})
@@ -128,6 +128,9 @@ class EvaluationConfig:
     # Steps between two evaluations while the run trains; 0: only before and after it. The learner
     # waits meanwhile.
     every: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
+    # Instances to play, neither ever trained on: held_out, or tuning to choose settings, a
+    # checkpoint (publish.gate) or a config, so that the held-out ones stay unseen until the end.
+    seeds: InstanceSeeds = "held_out"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,18 @@ from uirl_jax.evaluation.suite import Suite
 from uirl_jax.untrusted import json as untrusted_json
 
 _MAX_BYTES = 8 * 2**20
+_TUNING = ":tuning"
 
 
 def read_suite(where: str) -> Suite:
     """Reads a suite.
 
-    Args: where: path of a JSON file, or the name of a suite that ships (`shipped`).
+    Args: where: path of a JSON file, or the name of a suite that ships (`shipped`); with `:tuning`
+      behind it, its tuning instances (`Suite.on_tuning`).
     Raises: ConfigError: one line with every fault and its place in the file.
     """
+    if where.endswith(_TUNING):
+        return read_suite(where.removesuffix(_TUNING)).on_tuning()
     path = Path(where)
     known = shipped()
     if where in known:

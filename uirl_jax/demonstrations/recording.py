@@ -2,8 +2,8 @@
 
 It looks like an actor's, but nothing was sampled: logprobs are 0 and the policy version is -1. The
 actions are kept in pixels beside the tokens, so that the same demonstration can be written again
-for a model with another tokenizer, action format or context (`retell`). `scripted` plays scripts,
-`tools.record_demo` records people.
+for a model with another tokenizer, action format or context (`retell`). `is_example` says which of
+a script's are worth learning from. `scripted` plays scripts, `tools.record_demo` records people.
 """
 
 import dataclasses
@@ -20,6 +20,19 @@ from uirl_jax.families.border import Inputs, Screen
 from uirl_jax.families.chat import Chat, Context
 from uirl_jax.families.screens import decode_image, plan_screen
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
+from uirl_jax.verifiers.dialects import AIMED_REWARD
+
+_ROUNDING = 1e-6  # the page adds in another order than the script
+
+
+def is_example(demonstration: Trajectory) -> bool:
+    """Whether to learn from it: it solved its task, or was paid what its script aimed at.
+
+    Some tasks pay by distance, and 1 for no whole pixel; success stays the reward 1 for policies.
+    """
+    progress = demonstration.turns[-1].progress if demonstration.turns else {}
+    aim = progress.get(AIMED_REWARD, 0.0)
+    return demonstration.success or 0.0 < aim - _ROUNDING <= demonstration.reward
 
 
 class Recording:

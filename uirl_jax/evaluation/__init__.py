@@ -1,8 +1,9 @@
-"""Evaluates a policy on held-out task instances.
+"""Evaluates a policy on task instances that training never draws.
 
 `play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files; `gate`
 decides whether a policy may be published. `suite` is the content of a tasks.json, `suite_play`
-plays it, `outcome`, `scores` and `paired` count. `tables` formats text, `pictures` draws turns.
+plays it, `outcome`, `scores`, `rescaled` and `paired` count. `tables` formats text, `pictures`
+draws turns.
 Other packages import all names from here: `from uirl_jax import evaluation`.
 """
 
@@ -15,7 +16,14 @@ from uirl_jax.evaluation.gate import (
 )
 from uirl_jax.evaluation.paired import Comparison, compare
 from uirl_jax.evaluation.pictures import pictures
-from uirl_jax.evaluation.play import KEPT_EPISODES, RunTasks, eval_tasks, evaluate
+from uirl_jax.evaluation.play import (
+    KEPT_EPISODES,
+    InstanceSeeds,
+    RunTasks,
+    eval_tasks,
+    evaluate,
+)
+from uirl_jax.evaluation.rescaled import RescaledReward
 from uirl_jax.evaluation.results import (
     CHANCE,
     EPISODES_FILE,
@@ -32,7 +40,7 @@ from uirl_jax.evaluation.results import (
     write_json,
     write_summary,
 )
-from uirl_jax.evaluation.scores import Played, Scores
+from uirl_jax.evaluation.scores import Played, Scores, score_by_task
 from uirl_jax.evaluation.statistics import (
     EvalResult,
     Rate,
@@ -49,6 +57,7 @@ from uirl_jax.evaluation.tables import (
     format_episodes,
     format_scores,
     format_table,
+    format_tasks,
     stage_label,
 )
 
@@ -64,9 +73,11 @@ __all__ = [
     "Contender",
     "Decisions",
     "EvalResult",
+    "InstanceSeeds",
     "Played",
     "PublishConfig",
     "Rate",
+    "RescaledReward",
     "RunTasks",
     "Scores",
     "Suite",
@@ -81,6 +92,7 @@ __all__ = [
     "format_episodes",
     "format_scores",
     "format_table",
+    "format_tasks",
     "objection",
     "open_suite",
     "pictures",
@@ -90,6 +102,7 @@ __all__ = [
     "read_results",
     "rename_stage",
     "renderers_text",
+    "score_by_task",
     "stage_label",
     "stage_name",
     "summary",

@@ -5,9 +5,11 @@ Read from what the verifier counted and from the last action; a trajectory is th
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from uirl_jax.types import StopReason, Trajectory
-from uirl_jax.verifiers.dialects import ROWS, WRONG
+from uirl_jax.verifiers.dialects import RAW_REWARD, ROWS, WRONG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +19,8 @@ class Outcome:
     Attributes:
       claims_success: the policy ended it as a success.
       tokens: sampled.
+      raw_reward: -1 to 1, of an episode that the task did not end -1; None: none was reported.
+      judged: whether the verifier said anything of it; not after an invalid first action.
     """
 
     success: bool
@@ -28,6 +32,8 @@ class Outcome:
     claims_success: bool
     tokens: int
     seconds: float
+    raw_reward: float | None = None
+    judged: bool = True
 
     @property
     def false_claim(self) -> bool:
@@ -57,7 +63,16 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
         claims_success=claims,
         tokens=sum(len(turn.token_ids) for turn in turns),
         seconds=trajectory.duration_s,
+        raw_reward=_raw(progress),
+        judged=bool(progress),
     )
+
+
+def _raw(progress: Mapping[str, Any]) -> float | None:
+    raw = progress.get(RAW_REWARD)
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not -1 <= raw <= 1:
+        return None
+    return float(raw) if progress.get("done") is True else -1.0
 
 
 def _repeated(rows: list) -> int:

@@ -1,8 +1,8 @@
-"""Runs the held-out tasks of one stage, once each, and counts successes.
+"""Runs the held-out or tuning tasks of one stage, once each, and counts successes.
 
 The caller passes the function that runs tasks (an actor with the policy of the stage). This module
 starts no sessions, samples nothing and imports neither actor nor learner. `seeds` defines the
-held-out seeds.
+seeds of both.
 """
 
 import dataclasses
@@ -11,37 +11,42 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from uirl_jax.errors import UirlError
 from uirl_jax.evaluation.results import EPISODES_FILE, EVAL_DIR, write_json
 from uirl_jax.evaluation.statistics import EvalResult, count
-from uirl_jax.seeds import eval_seed
+from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 KEPT_EPISODES = 12
 
+InstanceSeeds = Literal["held_out", "tuning"]
 RunTasks = Callable[[Sequence[TaskSpec]], Sequence[Trajectory] | Awaitable[Sequence[Trajectory]]]
 
 _STAGE = re.compile(r"[a-z0-9_]{1,64}")
 _RUN_SEED_STRIDE = 100_000  # maximum number of instances in one evaluation
 
 
-def eval_tasks(kinds: Sequence[TaskSpec], n: int, seed: int = 0) -> list[TaskSpec]:
-    """n held-out instances, alternating between the kinds; training never draws their seeds.
+def eval_tasks(
+    kinds: Sequence[TaskSpec], n: int, seed: int = 0, seeds: InstanceSeeds = "held_out"
+) -> list[TaskSpec]:
+    """n instances, alternating between the kinds; training never draws their seeds.
 
     Args:
         kinds: name, variant and max_turns of each; their seeds are ignored.
-        seed: selects another set of held-out instances.
+        seed: selects another set of instances.
+        seeds: which of the two ranges they are from.
     Raises: ValueError: no kind, or more than 100,000 instances.
     """
     if not kinds or not 0 <= n <= _RUN_SEED_STRIDE:
         raise ValueError(f"{n} instances of {len(kinds)} tasks; at most {_RUN_SEED_STRIDE}")
     first = seed * _RUN_SEED_STRIDE
+    seed_of = {"held_out": eval_seed, "tuning": tune_seed}[seeds]
     return [
-        dataclasses.replace(kinds[idx % len(kinds)], seed=eval_seed(first + idx))
-        for idx in range(n)
+        dataclasses.replace(kinds[idx % len(kinds)], seed=seed_of(first + idx)) for idx in range(n)
     ]
 
 

@@ -4,9 +4,10 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from uirl_jax.evaluation.outcome import Outcome
+from uirl_jax.evaluation.rescaled import RescaledReward, reporting, score_rescaled
 from uirl_jax.evaluation.statistics import Rate, rate, task_label
 from uirl_jax.types import TaskSpec
 
@@ -26,6 +27,7 @@ class Scores:
       wrong_submissions, duplicate_submissions, false_claims: sums over the episodes.
       seconds_per_success, tokens_per_success: of all episodes, shared among the successes; None
         without a success.
+      rescaled: Pix2Act's score of the tasks whose verifier reports raw rewards; None: of none.
     """
 
     success: Rate
@@ -40,6 +42,7 @@ class Scores:
     false_claims: int
     seconds_per_success: float | None
     tokens_per_success: float | None
+    rescaled: RescaledReward | None = None
 
 
 def pass_at(attempts: int, successes: int, k: int) -> float:
@@ -57,6 +60,11 @@ def pass_all(attempts: int, successes: int, k: int) -> float:
 
 def score(played: Played) -> Scores:
     """Counts; episodes that the environment broke are missing, not failed."""
+    return _score(played, reporting(played))
+
+
+def _score(played: Played, rescaled: Collection[str]) -> Scores:
+    """Args: rescaled: tasks that have Pix2Act's score."""
     episodes = [one for attempts in played.values() for one in attempts if one is not None]
     successes = sum(episode.success for episode in episodes)
 
@@ -79,6 +87,7 @@ def score(played: Played) -> Scores:
         false_claims=sum(one.false_claim for one in episodes),
         seconds_per_success=per_success(one.seconds for one in episodes),
         tokens_per_success=per_success(one.tokens for one in episodes),
+        rescaled=score_rescaled(played, rescaled),
     )
 
 
@@ -87,7 +96,8 @@ def score_by_task(played: Played) -> dict[str, Scores]:
     groups: dict[str, dict[TaskSpec, Sequence[Outcome | None]]] = {}
     for task, attempts in played.items():
         groups.setdefault(task_label(task), {})[task] = attempts
-    return {label: score(group) for label, group in sorted(groups.items())}
+    rescaled = reporting(played)
+    return {label: _score(group, rescaled) for label, group in sorted(groups.items())}
 
 
 def successes(played: Played) -> dict[TaskSpec, list[bool | None]]:

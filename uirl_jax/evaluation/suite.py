@@ -10,21 +10,22 @@
       "temperature": 1.0
     }
 
-`instances` are held-out ones, the same for every run (`seeds.eval_seed`); `seeds` names instances
-one by one.
+`instances` are held-out ones, the same for every run (`seeds.eval_seed`), or with `on_tuning` those
+of `seeds.tune_seed`; `seeds` names instances one by one.
 """
 
 import collections
 import dataclasses
 import re
+from typing import Self
 
 from uirl_jax.errors import ConfigError
-from uirl_jax.seeds import EVAL_SEEDS, eval_seed
+from uirl_jax.seeds import EVAL_SEEDS, TUNE_SEEDS, eval_seed, tune_seed
 from uirl_jax.types import TaskSpec
 
 MAX_EPISODES = 100_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_MAX_SEED = EVAL_SEEDS.stop - 1
+_MAX_SEED = TUNE_SEEDS.stop - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,24 @@ class Suite:
             )
         if faults:
             raise ConfigError("; ".join(faults))
+
+    def on_tuning(self) -> Self:
+        """The suite <name>-tuning: for held-out instances as many tuning ones.
+
+        Raises: ConfigError: its name would be too long.
+        """
+        tasks = [
+            dataclasses.replace(
+                task,
+                instances=0,
+                first=0,
+                seeds=tuple(tune_seed(task.first + index) for index in range(task.instances)),
+            )
+            if task.instances
+            else task
+            for task in self.tasks
+        ]
+        return dataclasses.replace(self, name=f"{self.name}-tuning", tasks=tuple(tasks))
 
     @property
     def specs(self) -> list[TaskSpec]:

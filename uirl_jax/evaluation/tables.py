@@ -32,10 +32,13 @@ def format_table(results: Sequence[EvalResult]) -> str:
 
 
 def format_scores(scores: Mapping[str, Scores]) -> str:
-    """A row for every contender, or for every task of one."""
+    """A row for every contender; Pix2Act's score where a verifier reports raw rewards."""
+    rescaled = any(one.rescaled is not None for one in scores.values())
     rows = [
         (
-            *("", "success", "95 % interval", "episodes", "pass@k", "pass^k", "reward", "turns"),
+            *("", "success", "95 % interval", "episodes"),
+            *(("score", "95 % interval") if rescaled else ()),
+            *("pass@k", "pass^k", "reward", "turns"),
             *("wrong", "twice", "false claims", "missing", "s/success", "tokens/success"),
         )
     ]
@@ -47,6 +50,7 @@ def format_scores(scores: Mapping[str, Scores]) -> str:
                 f"{one.success.rate:.1%}" if one.success.attempts else "-",
                 f"{one.success.low:.1%} to {one.success.high:.1%}",
                 f"{one.success.successes}/{one.success.attempts}",
+                *(_rescaled(one) if rescaled else ()),
                 f"{one.pass_at[most]:.1%} (k={most})" if one.pass_at else "-",
                 f"{one.pass_all[most]:.1%}" if one.pass_all else "-",
                 f"{one.mean_reward:.3f}",
@@ -60,6 +64,30 @@ def format_scores(scores: Mapping[str, Scores]) -> str:
             )
         )
     return "\n".join(_aligned(rows))
+
+
+def _rescaled(scores: Scores) -> tuple[str, str]:
+    one = scores.rescaled
+    return ("-", "-") if one is None else (f"{one.score:.1%}", f"{one.low:.1%} to {one.high:.1%}")
+
+
+def format_tasks(scores: Mapping[str, Mapping[str, Scores]]) -> str:
+    """A row for every task: each contender's successes and, where there is one, Pix2Act's score.
+
+    Args: scores: contender -> task -> its scores.
+    """
+    tasks = sorted({task for by_task in scores.values() for task in by_task})
+    header = [""]
+    cells = [[task] for task in tasks]
+    for name, by_task in scores.items():
+        rescaled = any(one.rescaled is not None for one in by_task.values())
+        header += [name, "score"] if rescaled else [name]
+        for row in cells:
+            success = by_task[row[0]].success
+            row.append(f"{success.successes}/{success.attempts}")
+            if rescaled:
+                row.append(_rescaled(by_task[row[0]])[0])
+    return "\n".join(_aligned([tuple(header), *map(tuple, cells)]))
 
 
 def _amount(value: float | None) -> str:

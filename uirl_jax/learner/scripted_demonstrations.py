@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from uirl_jax import seeds
+from uirl_jax.demonstrations.recording import is_example
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.families.chat import Chat
@@ -60,11 +61,11 @@ class ScriptedDemonstrations:
     def keep(self, directory: Path, stop: threading.Event | None = None) -> None:
         """Plays the episodes of the fixed set that are not in `directory` yet, and reads the rest.
 
-        Scripts can fail. With quality 1 demonstrations that did not solve their task are left out;
-        below 1 failures are intended and are kept.
+        Scripts can fail. With quality 1 demonstrations that are no example (`is_example`: they did
+        not solve their task) are left out; below 1 failures are intended and are kept.
 
         Raises:
-          ConfigError: no demonstration solved its task.
+          ConfigError: no demonstration is an example.
           ShardError: a file in `directory` cannot be read or written.
           RestartError: `stop` was set; complete shards are kept.
         """
@@ -91,10 +92,12 @@ class ScriptedDemonstrations:
         progress.close()
         if self._quality < 1.0:
             return
-        self._kept = [demonstration for demonstration in self._kept if demonstration.success]
-        print(
-            f"demonstrations: {len(self._kept)} of {self._episodes} solved their task", flush=True
+        self._kept = [demonstration for demonstration in self._kept if is_example(demonstration)]
+        solved = sum(demonstration.success for demonstration in self._kept)
+        aimed = (
+            f", {len(self._kept) - solved} were paid the best" if solved < len(self._kept) else ""
         )
+        print(f"demonstrations: {solved} of {self._episodes} solved their task{aimed}", flush=True)
         if not self._kept:
             names = ", ".join(sorted({kind.name for kind in self._kinds}))
             raise ConfigError(f"cold_start: no script solved {names} within max_turns")

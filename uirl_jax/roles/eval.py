@@ -77,6 +77,9 @@ def run_suite(
         asyncio.run(play(run))
     scores, comparisons = evaluation.conclude(directory, played)
     print(evaluation.format_scores(scores))
+    if len(kinds) > 1:
+        by_task = {name: evaluation.score_by_task(one) for name, one in played.items()}
+        print(evaluation.format_tasks(by_task))
     if comparisons:
         print(evaluation.format_comparisons(comparisons))
     print(f"scores: {directory / 'scores.json'}", flush=True)

@@ -25,6 +25,9 @@ _DESKTOP = _MOUSE | {"type", "keys", "scroll"}
 WRONG = "num_incorrect_submissions"
 CORRECT = "num_correct_submissions"  # g2a
 ROWS = "submitted_row_indices"  # g2b
+RAW_REWARD = "raw_reward"  # g1+, of MiniWoB++: from -1 to 1, without the clock
+# g1+, of a script that cannot reach the reward 1: the one that it aims at, above 0.
+AIMED_REWARD = "aimed_reward"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
+from uirl_jax.verifiers.dialects import AIMED_REWARD
 from uirl_jax.verifiers.tasks import variants
 
 PREFIX = "miniwob/"
@@ -153,6 +154,7 @@ class MiniWob:
         self._scale = parse_variant(task.name, task.variant)
         self._done = False
         self._careless: bool | None = None  # the demonstrator, once it has begun
+        self._aim: float | None = None  # its reward, if 1 is out of reach
         self.instruction = ""
         self.width_px, self.height_px = (side * self._scale for side in AREA_PX)
         self.delay_s = 0.0  # `act` returns when the page has settled
@@ -198,13 +200,16 @@ class MiniWob:
     async def progress(self) -> dict[str, Any]:
         """done, reward (None before), and raw_reward and reason as the page has them.
 
+        With a script that cannot reach 1 also aimed_reward (demonstrations.recording).
+
         A wrong end pays 0, as no end does. If it paid less, an invalid action or a click that hits
         nothing would pay better than an attempt.
         """
         counts = await self._tab.evaluate(_PROGRESS)
         self._done = bool(counts["done"])
         reward = max(0.0, float(counts["raw_reward"] or 0.0)) if self._done else None
-        return {**counts, "done": self._done, "reward": reward}
+        aim = {} if self._aim is None else {AIMED_REWARD: self._aim}
+        return {**counts, "done": self._done, "reward": reward, **aim}
 
     async def close(self) -> None:
         await self._pool.release(self._tab)
@@ -230,6 +235,7 @@ class MiniWob:
         fields = await self._tab.evaluate(f"{_read_script()}({name}, {careless})")
         if fields is None:
             return None
+        self._aim = fields.pop("aim", self._aim)
         for key in ("x", "y", "x2", "y2", "amount"):
             if key in fields:
                 fields[key] = round(fields[key] * self._scale)

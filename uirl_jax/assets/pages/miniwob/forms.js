@@ -1,6 +1,13 @@
 // What is written, chosen or set: fields, lists, dates, sliders, an editor.
-const slide = (handle, value, wanted) => {  // by the arrow keys, once the handle has the focus
+const slide = (handle, value, wanted) => {  // to the nearest pixel, then by the arrow keys
   if (value === wanted) return null;
+  const bar = handle.parentElement, dragged = state.dragged = state.dragged || [];
+  if (!dragged.includes(bar.id)) {
+    dragged.push(bar.id);
+    const [low, high, way] = ["min", "max", "orientation"].map(option => $(bar).slider("option", option));
+    const box = bar.getBoundingClientRect(), share = (wanted - low) / (high - low), at = middle(handle);
+    return drag(at, way === "vertical" ? {x: at.x, y: box.bottom - share * box.height} : {x: box.left + share * box.width, y: at.y});
+  }
   if (document.activeElement !== handle) return click(handle);
   return keys(value < wanted ? "right" : "left");
 };

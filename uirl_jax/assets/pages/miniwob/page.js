@@ -27,8 +27,23 @@ const mistaken = element => {  // the thing of its sort after it, or before it; 
   const at = sort.indexOf(element);
   return sort[at + 1] || sort[at - 1];
 };
+const clear = element => {  // its middle, or the middle of what another element leaves of it
+  const at = middle(element), box = element.getClientRects()[0];
+  const hits = ({x, y}) => {
+    const hit = document.elementFromPoint(x, y);
+    return !hit || element.contains(hit) || hit.contains(element);
+  };
+  if (hits(at)) return at;
+  const step = Math.max(1, Math.sqrt(box.width * box.height / 400)), free = [], covered = [];
+  for (let x = box.left - step / 2; x < box.right + step; x += step) for (let y = box.top - step / 2; y < box.bottom + step; y += step) {
+    const within = x > box.left && x < box.right && y > box.top && y < box.bottom;
+    (within && hits({x, y}) ? free : covered).push({x, y});
+  }
+  const room = p => Math.min(...covered.map(q => Math.hypot(p.x - q.x, p.y - q.y)));
+  return free.map(p => [room(p), p]).sort((a, b) => b[0] - a[0])[0]?.[1] || at;
+};
 const click = (wanted, slips = careless) => {  // scrolls first where it, or its edge, is out of sight
-  const element = (slips && mistaken(wanted)) || wanted, at = middle(element), height = element.getClientRects()[0].height;
+  const element = (slips && mistaken(wanted)) || wanted, at = clear(element), height = element.getClientRects()[0].height;
   if (slips && element === wanted) at.y += at.y + height < 210 ? height : -height;  // beside the only one
   const edge = Math.min(height / 2, 8) - 1;
   for (let parent = element.parentElement; parent && parent.id !== "wrap"; parent = parent.parentElement) {

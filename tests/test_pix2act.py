@@ -1,0 +1,44 @@
+"""The 59 tasks of Pix2Act: their turns, their suite, and a config that holds them.
+
+test_miniwob.py plays their scripts.
+"""
+
+import dataclasses
+
+from configs import miniwob_tasks, pix2act_tasks, quickstart
+from uirl_jax.config import reading, sizes
+from uirl_jax.config.schema import RunConfig
+from uirl_jax.config.suites import read_suite
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.table import family_of
+from uirl_jax.models import hub
+from uirl_jax.run import completed
+
+MAX_TURNS = pix2act_tasks.MAX_TURNS
+
+
+def test_tasks_are_59_and_have_the_turns_that_the_sixteen_have():
+    assert len(MAX_TURNS) == sum(map(len, pix2act_tasks._NAMES.values())) == 59
+    shared = set(MAX_TURNS) & set(miniwob_tasks.MAX_TURNS)
+    assert len(shared) == 12
+    assert all(MAX_TURNS[name] == miniwob_tasks.MAX_TURNS[name] for name in shared)
+
+
+def test_suite_has_the_tasks_and_turns_of_the_config_with_100_instances_each():
+    suite = read_suite("pix2act")
+    turns = {task.name.removeprefix("miniwob/"): task.max_turns for task in suite.tasks}
+    assert turns == MAX_TURNS and {task.instances for task in suite.tasks} == {100}
+
+
+def test_contexts_and_rows_of_the_config_hold_the_longest_episode():
+    cfg = quickstart.get_config()
+    pix2act_tasks.pix2act(cfg)
+    run = completed(reading.from_config(RunConfig, cfg))
+    path = hub.model_directory(run.model.path, weights=False)
+    family = family_of(path)
+    inputs = family.make_inputs(family.read_config(path))
+    run = dataclasses.replace(run, instruction_tokens=96)
+    chat = Chat(path, run.chat, family.chat)
+    longest = sizes._longest_episode(run, chat, inputs.plan_screen((160, 210)), 24).longest
+    assert longest <= run.engine.context_lengths[-1] <= run.learner.batch.row_lengths[-1] - 24
+    assert longest <= run.actor.rollout.max_context_tokens
