@@ -222,6 +222,7 @@ def assert_adapters_are_read_by_the_other(
         np.testing.assert_array_equal(tensor, again[key], err_msg=key)
 
     # One of peft's own making.
+    written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     own = peft.get_peft_model(
         reference_torch.make_reference(name),
         peft.LoraConfig(
@@ -230,12 +231,13 @@ def assert_adapters_are_read_by_the_other(
             lora_alpha=options["alpha"],
             use_rslora=options["rslora"],
             target_modules=in_pefts_words,
+            trainable_token_indices=written.get("trainable_token_indices"),
         ),
     )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for key, parameter in own.named_parameters():
-            if "lora_" in key:
+            if "lora_" in key or "trainable_tokens" in key:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     own.save_pretrained(tmp_path / "theirs")
     loaded = loading.load(

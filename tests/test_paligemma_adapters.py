@@ -12,7 +12,7 @@ CASES = {
     "text": (
         ("attention", "mlp"),
         r"model\.language_model\..*\.(q|k|v|o|gate|up|down)_proj",
-        {"alpha": 6.0, "rslora": False},
+        {"alpha": 6.0, "rslora": False, "trainable_token_ids": (3, 5, 9)},
     ),
     "all_linear": (family_checks.GROUPS, "all-linear", {"alpha": 3.0, "rslora": True}),
     "vision": (

@@ -28,7 +28,7 @@ from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.types import TrainBatch
 
 RULES = WEIGHTS.sharding_rules
-EVERYWHERE = LoraConfig(rank=2, targets=("all", "vision", "merger"))
+EVERYWHERE = LoraConfig(rank=2, targets=("all", "vision", "merger"), trainable_token_ids=(3, 7, 40))
 SIZES = {"data": 2, "fsdp": 2, "model": 2}
 
 
@@ -287,6 +287,13 @@ def check_eight_devices() -> None:
                 kernel = tree["text"]["blocks"]["gate_proj"]["kernel"][...]
                 assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 12)}
 
+        # So are rows of tokens that are trained, which every device has.
+        text = load(model_dir, mesh=mesh, lora=EVERYWHERE)["text"]
+        for name in ("embedding_rows", "head_rows"):
+            rows = text[name]["rows"][...]
+            assert rows.sharding.is_fully_replicated
+            np.testing.assert_array_equal(rows, nnx.state(model)["text"][name]["rows"][...])
+
 
 def load(model_dir: str, **options: Any) -> nnx.State:
     return nnx.state(load_pretrained(model_dir, **options))
@@ -336,7 +343,7 @@ def check_every_shape() -> None:
     )
     # With alpha / rank = 1: noise that is scaled up makes attention so steep that the rounding of
     # float32 alone is 4e-4 of a gradient.
-    lora = LoraConfig(rank=2, alpha=2.0, targets=("all",))
+    lora = LoraConfig(rank=2, alpha=2.0, targets=("all",), trainable_token_ids=(1, 30, 31, 33))
     model = Qwen2VL(cfg, lora=lora, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(  # with a B of zeros the gradients of A would be zero

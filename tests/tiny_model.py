@@ -15,7 +15,7 @@ from uirl_jax.families.qwen2_vl.model import Qwen2VL
 CONFIG = Path(__file__).with_name("tiny_config.py")
 
 
-def write(directory: Path, seed: int = 0) -> Path:
+def write(directory: Path, seed: int = 0, *, tied: bool = True) -> Path:
     texts = ["Click the red button.", "click(120, 80)", "user\n", "assistant\n"] * 20
     tokenizer = qwen_tokenizer.train_tokenizer(texts, 320)
     cfg = Qwen2VLConfig(
@@ -28,7 +28,7 @@ def write(directory: Path, seed: int = 0) -> Path:
         vision=VisionConfig(depth=1, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=32),
         mrope_section=(2, 3, 3),
         initializer_range=0.2,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         bos_token_id=tokenizer.token_to_id("<|endoftext|>"),
         eos_token_id=tokenizer.token_to_id("<|im_end|>"),
         image_token_id=tokenizer.token_to_id("<|image_pad|>"),

@@ -32,6 +32,7 @@ from uirl_jax.errors import ConfigError, PolicyError, UirlError
 from uirl_jax.families import chat_config, loading
 from uirl_jax.families.border import Family
 from uirl_jax.families.table import add_own, family_of
+from uirl_jax.families.token_ids import with_token_ids
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
 from uirl_jax.run import completed
@@ -165,10 +166,9 @@ def export(
             f"{workdir}: the run trains all weights (model.train='all') and has no "
             "adapter; export it with: merged"
         )
+    lora = with_token_ids(cfg.model.adapters, base_dir, model_cfg.vocab_size)
     abstract = nnx.eval_shape(
-        lambda: family.make_model(
-            model_cfg, lora=cfg.model.adapters, rngs=nnx.Rngs(0), param_dtype=jnp.float32
-        )
+        lambda: family.make_model(model_cfg, lora=lora, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
     )
     kind_of_leaf = loading.trained_kind(cfg.model.adapters)
     graphdef, abstract_adapters, abstract_base = nnx.split(abstract, kind_of_leaf, ...)

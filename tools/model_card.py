@@ -166,7 +166,8 @@ def _base(export: Export) -> list[str]:
         lines += [
             "",
             f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}"
-            f"{', rank-stabilised' if lora.rslora else ''}, on {plain(', '.join(lora.targets))}.",
+            f"{', rank-stabilised' if lora.rslora else ''}, on {plain(', '.join(lora.targets))}"
+            f"{', and the embeddings of added tokens' if lora.trains_tokens else ''}.",
         ]
     return [*lines, "", "The licence of the base model applies.", ""]
 
@@ -302,6 +303,9 @@ def _use(export: Export, has_template: bool) -> list[str]:
         loading += [f'model = AutoModelForImageTextToText.from_pretrained("{name}")']
         ours = f'uirl_jax.VLM.from_pretrained("{name}")'
         serve = [f"vllm serve {name}"]
+    served = ["Served:", "", "```", *serve, "```"]
+    if export.kind == "adapter" and export.lora is not None and export.lora.trains_tokens:
+        served = ["vLLM loads no adapter with rows of tokens: serve the run's `merged` export."]
     return [
         *lines,
         "```python",
@@ -317,11 +321,7 @@ def _use(export: Export, has_template: bool) -> list[str]:
         'vlm.predict_action(screenshot, "Click the login button").action',
         "```",
         "",
-        "Served:",
-        "",
-        "```",
-        *serve,
-        "```",
+        *served,
         "",
         "`uirl_chat.json` holds the prompts of the training; ask the model with them.",
         "",

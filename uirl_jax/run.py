@@ -169,9 +169,9 @@ def check_model(cfg: RunConfig) -> None:
     path = hub.model_directory(cfg.model.path, weights=False)
     family = family_of(path)
     check_family(cfg, family)
-    model_cfg, _ = loading.check(family, path, lora=cfg.model.adapters, adapter=cfg.model.adapter)
+    checked = loading.check(family, path, lora=cfg.model.adapters, adapter=cfg.model.adapter)
     longest = cfg.max_context_tokens + cfg.actor.rollout.max_new_tokens
-    limit = longest if family.max_positions is None else family.max_positions(model_cfg)
+    limit = longest if family.max_positions is None else family.max_positions(checked.cfg)
     if longest > limit:
         raise ConfigError(
             f"contexts of {cfg.max_context_tokens} tokens and "

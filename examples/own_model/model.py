@@ -116,7 +116,13 @@ class OwnModel(nnx.Module):
         return constrain(encode(pixels_ihwf).reshape(-1, self.cfg.hidden_size), "visual", None)
 
     def hidden(self, rows: TokenRows, visual_md: jax.Array | None, **options: Any) -> jax.Array:
-        x_btd = self.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True)
+        x_btd = self.text.embed(
+            rows.token_ids_bt,
+            visual_md,
+            rows.vision_index_bt,
+            in_parts=True,
+            adapters=options.get("adapters", True),
+        )
         segments = (rows.segment_ids_bt, rows.prefix_segments_bt)
         x_btd, _ = self.text.rows(x_btd, self._rotary(rows.positions_abt), *segments, **options)
         return self.text.final_norm(x_btd)
@@ -134,8 +140,8 @@ class OwnModel(nnx.Module):
         x_btd = self.text.embed(token_ids_bt, visual_md, vision_index_bt)
         return self.text.extend(x_btd, self._rotary(positions_abt), cache, start_b, **options)
 
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        return self.text.logits(x_btd)
+    def logits(self, x_btd: jax.Array, *, adapters: bool = True) -> jax.Array:
+        return self.text.logits(x_btd, adapters=adapters)
 
     def _rotary(self, positions_abt: jax.Array) -> decoder.Rotary:
         half = self.cfg.head_dim // 2

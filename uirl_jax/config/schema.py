@@ -258,6 +258,11 @@ class RunConfig:
                 "not loaded; set cold_start.steps=0, serve the model that an earlier run wrote and "
                 "set model.path to it"
             )
+        if self.engine.kind == "openai" and self.model.lora.trains_tokens:
+            faults.append(
+                "engine.kind='openai': vLLM and other servers load no adapter with rows of tokens; "
+                "set model.lora.trainable_tokens=() or engine.kind='jax'"
+            )
         if self.model.train == "all":
             faults += self._faults_of_all_weights()
         if self.actor.policy_lag > self.learner.max_staleness:

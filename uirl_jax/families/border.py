@@ -270,7 +270,7 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, x_btd: "jax.Array") -> "jax.Array":
+    def logits(self, x_btd: "jax.Array", *, adapters: bool = True) -> "jax.Array":
         """float32[B,T,V]."""
         ...
 
@@ -292,6 +292,7 @@ class Capabilities:
     packing: bool = True  # several sequences may share a row
     multi_image: bool = True  # a context may hold more than one screenshot
     growing_contexts: bool = True  # a context may begin with all of the turn before
+    trainable_tokens: bool = True  # adapters may include rows of tokens (models.token_rows)
 
 
 @dataclasses.dataclass(frozen=True)

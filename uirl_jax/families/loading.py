@@ -12,12 +12,13 @@ import json
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from uirl_jax import assets
@@ -26,7 +27,8 @@ from uirl_jax.families import chat_config
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
-from uirl_jax.models import hub, peft_adapters, weights
+from uirl_jax.families.token_ids import with_token_ids
+from uirl_jax.models import hub, peft_adapters, token_rows, weights
 from uirl_jax.models.blocks import Remat
 from uirl_jax.models.directory import copy_tokenizer, read_json
 from uirl_jax.models.lora import LoraConfig, LoRAParam
@@ -86,6 +88,7 @@ def load(
 
     Args:
       model_dir: also a name on the Hugging Face hub (see `hub`).
+      lora: of the adapters; its trainable_tokens are found in the directory's tokenizer.
       param_dtype: of what is frozen; also of activations.
       quantize: int8 holds the frozen projections in 8 bits (see `quantization`).
       adapter: a directory in PEFT's format. It must equal `lora` in everything but dropout, which
@@ -94,12 +97,12 @@ def load(
     Raises:
       ModelError: not a model directory, an architecture that is not supported, or weights that do
         not fit.
-      ConfigError: an unknown LoRA target.
+      ConfigError: an unknown LoRA target or trainable token.
     """
     path = hub.model_directory(model_dir, weights=False)  # what is refused costs no download
     family = family_of(path)
     # Before the weights: what is wrong with these shows in a second.
-    cfg, found = check(family, path, lora=lora, adapter=adapter)
+    cfg, lora, found = check(family, path, lora=lora, adapter=adapter)
     path = hub.model_directory(model_dir)
     with _hashing(path) as base_hash:
         model = read_model(
@@ -121,7 +124,8 @@ def load(
     graphdef, trainable, frozen = nnx.split(model, trained_kind(lora), ...)
     if found is not None:
         _check_base(assets.find(adapter), found, model_dir, path, base_hash.result())
-        trainable = weights.adapters_from_numpy(found.arrays, trainable)
+        arrays = _base_rows(trainable, found.arrays) | found.arrays
+        trainable = weights.adapters_from_numpy(arrays, trainable)
     return PolicyModel(
         path=path,
         family=family,
@@ -157,19 +161,38 @@ def adapter_lora(model_dir: str | Path, adapter: str | Path) -> LoraConfig:
     return load_adapter(assets.find(adapter), family, family.read_config(path)).lora
 
 
+class Checked(NamedTuple):
+    """What needs no weights."""
+
+    cfg: Any  # of Family.read_config
+    lora: LoraConfig | None  # with the ids of its trainable_tokens
+    adapter: peft_adapters.Adapter | None
+
+
 def check(
     family: Family, path: Path, *, lora: LoraConfig | None, adapter: str | Path = ""
-) -> tuple[Any, peft_adapters.Adapter | None]:
-    """Reads what needs no weights: the config of a model directory, and the adapter.
+) -> Checked:
+    """Reads the config of a model directory, and the adapter.
 
     Raises: ModelError, ConfigError as `load`.
     """
     if lora is not None:
         family.weights.projections_of(lora.targets)
+    if lora is not None and lora.trains_tokens:
+        family.require({"trainable_tokens": "model.lora.trainable_tokens"})
     cfg = family.read_config(path)
     _check_image_token(family, path, cfg)
+    lora = with_token_ids(lora, path, cfg.vocab_size)
     found = _read_adapter(assets.find(adapter), family, cfg, lora) if adapter else None
-    return cfg, found
+    return Checked(cfg, lora, found)
+
+
+def _base_rows(trainable: nnx.State, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rows of tokens that an adapter lacks, as they start: peft trains rows of the embeddings alone
+    unless it is told to train those of an untied head, too."""
+    fresh = weights.by_path(trainable)
+    missing = [path for path in token_rows.paths_in(fresh) if path not in arrays]
+    return {path: np.asarray(fresh[path]) for path in missing}  # every process has all of them
 
 
 def _check_image_token(family: Family, path: Path, cfg: Any) -> None:
@@ -227,17 +250,18 @@ def save_merged(
     The weights are read again, in the dtype that the files have, whatever a run held them in.
 
     Args:
-      lora: of the adapters; None: `trained` replaces all weights.
+      lora: of the adapters, as a run's config has it; None: `trained` replaces all weights.
       chat: the prompts that the adapters were trained with (see `chat_config`); None: the base's.
     Raises: ModelError where adapters do not fit.
     """
     path = Path(model_dir)
     family = family_of(path)
+    cfg = family.read_config(path)
     model = read_model(
         family,
         path,
-        family.read_config(path),
-        lora=lora,
+        cfg,
+        lora=with_token_ids(lora, path, cfg.vocab_size),
         param_dtype=weights.stored_dtype(path),
         init_key=jax.random.key(0),
     )
@@ -361,9 +385,20 @@ def _read_adapter(
         )
         if wanted != got
     ]
+    if lora.token_ids != found.lora.token_ids:
+        differences.append(
+            f"model.lora.trainable_tokens={lora.trainable_tokens!r} are the rows of "
+            f"{_numbers(lora.token_ids)}, the adapter has those of "
+            f"{_numbers(found.lora.token_ids)}"
+        )
     if differences:
         raise ModelError(f"{directory}: {'; '.join(differences)}; set what the adapter has")
     return found
+
+
+def _numbers(ids: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ids[:8])) + (f", ... ({len(ids)})" if len(ids) > 8 else "")
+    return f"the ids {shown}" if ids else "no token"
 
 
 def _check_base(

@@ -153,21 +153,30 @@ class TwoTowers(nnx.Module):
             attend=attend,
         )
 
-    def logits(self, x_btd: jax.Array) -> jax.Array:
+    def logits(self, x_btd: jax.Array, *, adapters: bool = True) -> jax.Array:
         """float32[B,T,V]."""
-        return self.text.logits(x_btd)
+        return self.text.logits(x_btd, adapters=adapters)
 
 
 def _text_rows(
-    model: TwoTowers, rows: TokenRows, visual_md: jax.Array | None, **options: Any
+    model: TwoTowers,
+    rows: TokenRows,
+    visual_md: jax.Array | None,
+    *,
+    adapters: bool = True,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
+    x_btd = model.text.embed(
+        rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True, adapters=adapters
+    )
     return model.text.rows(
-        model.text.embed(rows.token_ids_bt, visual_md, rows.vision_index_bt, in_parts=True),
+        x_btd,
         model.rotary(rows.positions_abt),
         rows.segment_ids_bt,
         rows.prefix_segments_bt,
         _levels(visual_md, rows.vision_index_bt),
         attend=model.attend_rows(rows),
+        adapters=adapters,
         **options,
     )
 

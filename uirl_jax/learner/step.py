@@ -296,6 +296,7 @@ def _logprobs(
     x_btd: jax.Array,
     cfg: StepConfig,
     *,
+    adapters: bool = True,
     entropies: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """float32[B,T] logprobs of the batch's tokens, and their distributions' entropies or None."""
@@ -309,6 +310,7 @@ def _logprobs(
         batch["sampled_index_bs"],
         temperature=cfg.temperature,
         forbidden_v=forbidden_v,
+        adapters=adapters,
         entropies=entropies,
     )
 
@@ -335,7 +337,7 @@ def _score(model: Any, critic: Any, batch: Arrays, cfg: StepConfig) -> Scored:
         if cfg.vision_trainable:
             base_md = _visual_tokens(model, batch, adapters=False)
         x_btd = _hidden(model, batch, base_md, adapters=False)
-        ref_bt, _ = _logprobs(model, batch, x_btd, cfg)
+        ref_bt, _ = _logprobs(model, batch, x_btd, cfg, adapters=False)
     return Scored(None if cfg.vision_trainable else visual_md, old_bt, ref_bt, after_bt)
 
 

@@ -22,6 +22,7 @@ from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain, platform, visual_parts
+from uirl_jax.models.token_rows import TrainedRows
 from uirl_jax.models.weight_table import WeightTable
 
 # (q_btnh, k_bksh, v_bksh, layer) -> attended [B,T,N,H]; a family's own mask and scores.
@@ -204,6 +205,8 @@ class DecoderBlock(nnx.Module):
 class Decoder(nnx.Module):
     """Token embeddings, blocks, final norm, and a head unless it is tied to the embeddings.
 
+    The adapters may include rows of the embeddings and of the head (`token_rows`).
+
     Args:
       table: of the family; maps the targets of `lora` to projections.
       compute_dtype: of activations.
@@ -252,6 +255,13 @@ class Decoder(nnx.Module):
                 param_dtype=param_dtype,
             )
         )
+        ids = () if lora is None else lora.token_ids
+        self.embedding_rows = TrainedRows(ids, self.embedding[...]) if ids else None
+        self.head_rows = (
+            TrainedRows(ids, self.lm_head.kernel[...].T)
+            if ids and self.lm_head is not None
+            else None
+        )
 
     def embed(
         self,
@@ -260,15 +270,20 @@ class Decoder(nnx.Module):
         vision_index_bt: jax.Array | None,
         *,
         in_parts: bool = False,
+        adapters: bool = True,
     ) -> jax.Array:
         """x_btd: token embeddings, with rows of visual_md where vision_index is not -1.
 
         Of wider rows (`VisualLevels`) the first D columns.
 
-        Args: in_parts: these are whole rows, see border.Model.hidden.
+        Args:
+          in_parts: these are whole rows, see border.Model.hidden.
+          adapters: False takes the base's rows of all tokens.
         """
         embedding_vd = constrain(self.embedding[...], "vocab", None)
         x_btd = layers.lookup(embedding_vd, token_ids_bt).astype(self.compute_dtype)
+        if adapters and self.embedding_rows is not None:
+            x_btd = self.embedding_rows.embedded(x_btd, token_ids_bt)
         if self.embedding_scale != 1:
             x_btd = x_btd * jnp.asarray(self.embedding_scale, x_btd.dtype)
         if visual_md is not None and vision_index_bt is not None:
@@ -379,12 +394,15 @@ class Decoder(nnx.Module):
                 (x_btd, cache, _), _ = body((x_btd, cache, layer), block)
         return self.final_norm(x_btd), cache
 
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        """float32[B,T,V]. Score whole rows with scoring.token_logprobs, which chunks them."""
+    def logits(self, x_btd: jax.Array, *, adapters: bool = True) -> jax.Array:
+        """float32[B,T,V]. Score whole rows with scoring.token_logprobs, which chunks them.
+
+        Args: adapters: False takes the base's rows of all tokens.
+        """
         if x_btd.shape[:2] == (1, 1) and x_btd.dtype == jnp.bfloat16 and platform() == "cpu":
             # XLA multiplies a single row by converting the whole table to float32: 891 MiB and
             # 260 ms for 151,936 x 1,536 on two cores; two rows take 1 MiB and 32 ms.
-            return self.logits(jnp.repeat(x_btd, 2, axis=0))[:1]
+            return self.logits(jnp.repeat(x_btd, 2, axis=0), adapters=adapters)[:1]
         if self.lm_head is not None:
             kernel_dv = constrain(self.lm_head.kernel[...].astype(x_btd.dtype), None, "vocab")
             logits_btv = jnp.einsum(
@@ -395,7 +413,9 @@ class Decoder(nnx.Module):
             logits_btv = jnp.einsum(
                 "btd,vd->btv", x_btd, embedding_vd, preferred_element_type=jnp.float32
             )
-        return constrain(logits_btv, "batch", None, "vocab")
+        logits_btv = constrain(logits_btv, "batch", None, "vocab")
+        rows = self.embedding_rows if self.lm_head is None else self.head_rows
+        return rows.scored(logits_btv, x_btd) if adapters and rows is not None else logits_btv
 
 
 def init_cache(cfg: DecoderConfig, slots: int, positions: int, dtype: jnp.dtype) -> KVCache:

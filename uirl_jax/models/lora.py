@@ -43,6 +43,13 @@ class LoraConfig:
     # Default 0: with dropout the ratio of new to old logprobs does not start at 1.
     dropout: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "below": 1.0})
     rslora: bool = False  # scale by alpha / sqrt(rank): updates do not shrink with the rank
+    # Added tokens whose embeddings, and rows of an untied head, are trained with the adapters. In a
+    # name * stands for any text: "<point_*>".
+    trainable_tokens: tuple[str, ...] = ()
+    # The same by id, for tokens that were not added; loading a model appends those of the names.
+    trainable_token_ids: tuple[int, ...] = dataclasses.field(
+        default=(), metadata={"min": 0, "max": 2**31 - 1}
+    )
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -56,6 +63,15 @@ class LoraConfig:
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    @property
+    def trains_tokens(self) -> bool:
+        return bool(self.trainable_tokens or self.trainable_token_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The order of the trained rows; complete once families.token_ids has found the names."""
+        return tuple(sorted(set(self.trainable_token_ids)))
+
 
 class AdaptedModel(Protocol):
     """What is read here of a family's model (families.border.Model)."""
@@ -63,7 +79,7 @@ class AdaptedModel(Protocol):
     cfg: Any
     lora: LoraConfig | None
 
-    def logits(self, x_btd: jax.Array) -> jax.Array: ...
+    def logits(self, x_btd: jax.Array, *, adapters: bool = True) -> jax.Array: ...
 
 
 class Linear(nnx.Module):

@@ -2,7 +2,8 @@
 
 The peft library loads the adapters written here into transformers' model, and vice versa. A
 family's table (`weight_table`) maps PEFT's modules to leaves. Adapters that compute anything but
-x A B times a constant are refused. Pickles are never opened.
+x A B times a constant, or replace anything but rows of tokens (trainable_token_indices), are
+refused. Pickles are never opened.
 
 Source: peft 0.21, tuners/lora/config.py, tuners/tuners_utils.py, utils/save_and_load.py.
 """
@@ -22,6 +23,7 @@ from flax import nnx
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.models.directory import read_json
 from uirl_jax.models.lora import AdaptedModel, LoraConfig, LoRAParam
+from uirl_jax.models.token_rows import rows_path
 from uirl_jax.models.weight_files import DTYPE_NAMES, listed
 from uirl_jax.models.weight_table import Leaf, WeightTable
 from uirl_jax.models.weights import adapters_to_numpy, leaves_of
@@ -37,7 +39,7 @@ _MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}  # leaf -> PEFT's name, the
 _READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"),
-        *("target_modules", "exclude_modules", "init_lora_weights"),
+        *("target_modules", "exclude_modules", "init_lora_weights", "trainable_token_indices"),
     }
 )
 _INERT = frozenset(
@@ -51,6 +53,18 @@ _INERT = frozenset(
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
+# What follows a module's name in that of its tensor.
+_OF_ADAPTER = re.compile(r"\.lora_|\.token_adapter\.")
+_HEAD = "lm_head"  # last name of the head's module in every family
+_WHOLE_MODULES = ("embed_tokens.weight", "lm_head.weight", ".base_layer.weight")
+_ADVICE = {
+    "modules_to_save": (
+        " (whole modules were trained: merge the adapter onto its base with peft's "
+        "merge_and_unload and give the merged model as the base, or train the rows of the new "
+        "tokens alone, peft's trainable_token_indices)"
+    )
+}
+
 _BASE_HASH = "uirl_jax.base_hash"  # key in the metadata of the safetensors file
 
 
@@ -58,7 +72,9 @@ class Adapter(NamedTuple):
     """The content of an adapter's directory."""
 
     lora: LoraConfig  # of a model that these arrays fit
-    arrays: dict[str, np.ndarray]  # float32, by path, as in weights.adapters_to_numpy
+    # float32, by path, as in weights.adapters_to_numpy. Rows of tokens that are not here are those
+    # of the base.
+    arrays: dict[str, np.ndarray]
     base_model: str = ""  # name or directory of its base, if the file says so
     base_hash: str = ""  # of its base (weights.base_hash); only in adapters that this package wrote
 
@@ -84,6 +100,10 @@ def save_adapter(
     arrays = adapters_to_numpy(nnx.state(model, LoRAParam))
     tensors = {}
     leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)), table)
+    token_leaves = _token_leaves(leaves) if model.lora.token_ids else {}
+    for leaf in token_leaves.values():
+        module = table.current_name(_module(leaf.tensors[0]))
+        tensors[_rows_name(module)] = arrays[_rows_path(leaf)]
     adapted = _adapted(leaves, table.projections_of(model.lora.targets))
     for leaf in adapted:
         for name, peft_name in _MATRICES.items():
@@ -108,6 +128,9 @@ def save_adapter(
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+    if token_leaves:
+        ids = list(model.lora.token_ids)
+        config["trainable_token_indices"] = {name: ids for name in token_leaves}
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / _TENSORS, directory / _CONFIG) as (tensors_file, config_file):
         metadata = {"format": "pt"} | ({_BASE_HASH: base_hash} if base_hash else {})
@@ -192,9 +215,13 @@ def load_adapter(directory: str | Path, build: Callable[[], Any], table: WeightT
         tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
         leaves = [leaf for leaf in leaves if not leaf.path.startswith(table.unused)]
         lora = _lora_config(directory / _CONFIG, config, leaves, to_file_name, table)
+        rows = _token_rows(config, leaves, to_file_name)
         leaves = _adapted(leaves, table.projections_of(lora.targets))
-        _check(path, tensors, leaves, lora.rank, to_file_name)
+        _check(path, tensors, leaves, rows, lora.rank, to_file_name)
         arrays = {}
+        for name, (leaf, ids) in rows.items():
+            in_order = np.argsort(ids)
+            arrays[_rows_path(leaf)] = tensors[name][...].astype(np.float32)[in_order]
         for leaf in leaves:
             modules = [to_file_name(_module(tensor)) for tensor in leaf.tensors]
             for name, peft_name in _MATRICES.items():
@@ -216,11 +243,12 @@ def _lora_config(
 ) -> LoraConfig:
     """The LoraConfig of an adapter_config.json. Missing fields have peft's defaults."""
     problems = [
-        f"{name}={value!r} is not supported"
+        f"{name}={value!r} is not supported{_ADVICE.get(name, '')}"
         for name, value in sorted(config.items())
         if name not in _READ | _INERT
         and not (value is None or value is False or value in ([], {}, ""))
     ]
+    token_ids = _token_ids(config, leaves, problems)
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type={config.get('peft_type')!r}, expected 'LORA'")
     if config.get("bias", "none") != "none":
@@ -251,6 +279,7 @@ def _lora_config(
                 targets=table.targets_of(projections),
                 dropout=float(dropout),
                 rslora=rslora,
+                trainable_token_ids=tuple(sorted(next(iter(token_ids.values()), ()))),
             )
         except ConfigError as error:
             problems.append(str(error))
@@ -310,10 +339,11 @@ def _check(
     path: Path,
     tensors: Mapping[str, Any],
     leaves: list[Leaf],
+    rows: Mapping[str, tuple[Leaf, list[int]]],
     rank: int,
     to_file_name: Callable[[str], str],
 ) -> None:
-    expected = {}
+    expected = {name: [len(ids), leaf.tensor_shape[1]] for name, (leaf, ids) in rows.items()}
     for leaf in leaves:
         for tensor in leaf.tensors:
             out_features, in_features = leaf.tensor_shape
@@ -329,7 +359,9 @@ def _check(
         if dtype not in DTYPE_NAMES.values():
             problems.append(f"{name} has dtype {dtype}")
     if problems:
-        raise ModelError(f"{path}: adapters do not fit the model: {listed(problems)}")
+        whole = any(name.endswith(_WHOLE_MODULES) for name in tensors.keys() - expected.keys())
+        advice = _ADVICE["modules_to_save"] if whole else ""
+        raise ModelError(f"{path}: adapters do not fit the model: {listed(problems)}{advice}")
 
 
 def _layout_of(tensor_names: Iterable[str], table: WeightTable) -> Callable[[str], str]:
@@ -338,7 +370,7 @@ def _layout_of(tensor_names: Iterable[str], table: WeightTable) -> Callable[[str
     Regular expressions in target_modules match the file's names. A module without adapters has the
     name of one of the two main layouts.
     """
-    modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensor_names]
+    modules = [_OF_ADAPTER.split(name.removeprefix(_PREFIX))[0] for name in tensor_names]
     of_file = {table.published_name(module): module for module in modules}
     is_current = any(
         published not in (None, module) and table.current_name(published) == module
@@ -372,6 +404,76 @@ def _sibling(leaf: Leaf, name: str) -> str:
 
 def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight")
+
+
+def _token_leaves(leaves: list[Leaf]) -> dict[str, Leaf]:
+    """PEFT's name -> the leaf of the embeddings, and of the head unless it is tied to them."""
+    return {
+        _module(leaf.tensors[0]).rpartition(".")[2]: leaf
+        for leaf in leaves
+        if rows_path(leaf.path) is not None
+    }
+
+
+def _token_ids(
+    config: Mapping[str, Any], leaves: list[Leaf], problems: list[str]
+) -> dict[str, list[int]]:
+    """PEFT's name of embeddings and head -> the tokens whose rows are trained, in the file's order.
+
+    Appends to problems what is not computed: other modules, different tokens for the two. A tied
+    head may be listed beside the embeddings, whose rows it reads.
+    """
+    given: Any = config.get("trainable_token_indices")
+    if not given:
+        return {}
+    token_leaves = _token_leaves(leaves)
+    embedding = next(iter(token_leaves), "")
+    vocab_size = next((leaf.shape[0] for leaf in token_leaves.values()), 0)
+    by_module = given if isinstance(given, dict) else {embedding: given}
+    names, found = {module.rpartition(".")[2] for module in by_module}, {}
+    for module, ids in by_module.items():
+        name = module.rpartition(".")[2]
+        if name not in token_leaves and not (name == _HEAD and embedding in names):
+            problems.append(
+                f"trainable_token_indices of {module!r}, expected those of "
+                f"{' and '.join(token_leaves)}"
+            )
+        elif not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            problems.append(f"trainable_token_indices={given!r}, expected numbers of tokens")
+        elif len(set(ids)) < len(ids) or not all(0 <= i < vocab_size for i in ids):
+            problems.append(
+                f"trainable_token_indices of {module!r}: expected different numbers below "
+                f"{vocab_size}"
+            )
+        else:
+            found[name] = ids
+    if len({tuple(sorted(ids)) for ids in found.values()}) > 1:
+        problems.append(
+            f"trainable_token_indices of different tokens for {' and '.join(found)}; train the "
+            "same ones"
+        )
+    return {name: ids for name, ids in found.items() if name in token_leaves}
+
+
+def _token_rows(
+    config: Mapping[str, Any], leaves: list[Leaf], to_file_name: Callable[[str], str]
+) -> dict[str, tuple[Leaf, list[int]]]:
+    """Name of a tensor -> the leaf that its rows belong to, and their tokens."""
+    by_name = _token_leaves(leaves)
+    return {
+        _rows_name(to_file_name(_module(by_name[name].tensors[0]))): (by_name[name], ids)
+        for name, ids in _token_ids(config, leaves, []).items()
+    }
+
+
+def _rows_path(leaf: Leaf) -> str:
+    path = rows_path(leaf.path)
+    assert path is not None, leaf
+    return path
+
+
+def _rows_name(module: str) -> str:
+    return f"{_PREFIX}{module}.token_adapter.trainable_tokens_delta"
 
 
 def _tensor_name(module: str, matrix: str) -> str:

@@ -24,6 +24,7 @@ def token_logprobs(
     chunk: int | None = None,
     temperature: float = 1.0,
     forbidden_v: jax.Array | None = None,
+    adapters: bool = True,
 ) -> jax.Array:
     """float32[B,T]: [:,t] is the logprob of token_ids[:,t] given x[:,t-1]; [:,0] is 0.
 
@@ -38,6 +39,7 @@ def token_logprobs(
       temperature: of the distribution that was sampled from, as is forbidden_v, so that the result
         is comparable with the logprobs that the engine recorded.
       forbidden_v: bool[V], tokens that were excluded from sampling.
+      adapters: False takes the base's logits.
     """
     logprobs_bt, _ = token_logprobs_and_entropies(
         model,
@@ -47,6 +49,7 @@ def token_logprobs(
         chunk=chunk,
         temperature=temperature,
         forbidden_v=forbidden_v,
+        adapters=adapters,
         entropies=False,
     )
     return logprobs_bt
@@ -61,6 +64,7 @@ def token_logprobs_and_entropies(
     chunk: int | None = None,
     temperature: float = 1.0,
     forbidden_v: jax.Array | None = None,
+    adapters: bool = True,
     entropies: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
     """token_logprobs, and the entropy in nats of the distribution of each token.
@@ -80,7 +84,7 @@ def token_logprobs_and_entropies(
         chunk = max(MAX_LOGITS_BYTES // token_bytes, 1)
 
     def score(x_bcd: jax.Array, target_ids_bc: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        logits_bcv = model.logits(x_bcd) / temperature
+        logits_bcv = model.logits(x_bcd, adapters=adapters) / temperature
         if forbidden_v is not None:
             logits_bcv = jnp.where(forbidden_v, jnp.finfo(jnp.float32).min, logits_bcv)
         # A comparison instead of a gather: its gradient is elementwise, that of a gather is a

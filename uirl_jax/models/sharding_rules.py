@@ -13,6 +13,8 @@ _SHARED_RULES: Rules = types.MappingProxyType(
     {
         "embedding": ("vocab", "embed"),
         "lm_head/kernel": ("embed", "vocab"),
+        "embedding_rows/rows": (None, None),
+        "head_rows/rows": (None, None),
         "value_head/kernel": ("embed", None),
         "value_head/bias": (None,),
     }

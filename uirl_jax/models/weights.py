@@ -8,6 +8,7 @@ between file and device: host memory holds a few of them, never the model. Nothi
 
 import collections
 import concurrent.futures
+import functools
 import hashlib
 import itertools
 import json
@@ -25,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 from uirl_jax.errors import ModelError
-from uirl_jax.models import weight_files
+from uirl_jax.models import token_rows, weight_files
 from uirl_jax.models.lora import AdaptedModel, LoraConfig, LoRAParam
 from uirl_jax.models.quantization import Quantize, is_quantized, quantize_rows, quantized
 from uirl_jax.models.sharding import leaf_names, place, state_shardings
@@ -37,6 +38,7 @@ from uirl_jax.store.files import replacing
 _HASH_BLOCK_BYTES = 16 * 2**20
 # Threads that place tensors. One transposes 2 GB/s; a disk may read several times that.
 _PLACERS = 4
+_NO_ROWS = "the family's model has no models.token_rows; set Capabilities.trainable_tokens=False"
 # Names that save_pretrained writes, the same as transformers'.
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -76,13 +78,16 @@ def load_pretrained(
     stored = _stored_tensors(model_dir, table)
     _check(model_dir, stored, leaves, set(table.redundant(abstract.cfg)))
     base = _read_base(stored, leaves, base, shardings(base))
-    adapters = jax.tree.map_with_path(
-        lambda path, leaf, sharding: place(
-            np.asarray(_init_adapter(leaf_names(path), leaf, init_key)), sharding
-        ),
-        adapters,
-        shardings(adapters),
-    )
+    placed = shardings(adapters)
+    rows = _base_rows(abstract.lora, base, by_path(placed))
+
+    def start(path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+        names = leaf_names(path)
+        if (rows_nd := rows.get("/".join(names))) is not None:
+            return rows_nd
+        return place(np.asarray(_init_adapter(names, leaf, init_key)), sharding)
+
+    adapters = jax.tree.map_with_path(start, adapters, placed)
     return nnx.merge(graphdef, adapters, base)
 
 
@@ -91,10 +96,9 @@ def leaves_of(cfg: Any, base: nnx.State, table: WeightTable) -> list[Leaf]:
 
     Not the scale of an int8 kernel: it is computed from the kernel's tensors.
     """
-    named = [("/".join(leaf_names(path)), leaf) for path, leaf in jax.tree.leaves_with_path(base)]
     return [
         table.leaf(cfg, path, tuple(array.shape))
-        for path, array in named
+        for path, array in by_path(base).items()
         if not path.endswith("/kernel_scale")
     ]
 
@@ -110,9 +114,9 @@ def save_pretrained(
 ) -> None:
     """Writes config.json and safetensors in the published layout, which transformers reads.
 
-    Adapters are merged into their kernels in float32. All files are written before any is renamed;
-    weight files of an earlier save that were not replaced are deleted last. Needs disk space for
-    both and host memory for a few tensors.
+    Adapters are merged into their kernels in float32; trained rows of tokens replace the base's.
+    All files are written before any is renamed; weight files of an earlier save that were not
+    replaced are deleted last. Needs disk space for both and host memory for a few tensors.
 
     Args:
       config: content of config.json.
@@ -130,8 +134,7 @@ def save_pretrained(
             "(python -m tools.export merged)"
         )
     model_dir.mkdir(parents=True, exist_ok=True)
-    state = nnx.state(model)
-    arrays = {"/".join(leaf_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    arrays = by_path(nnx.state(model))
     leaves = leaves_of(model.cfg, nnx.state(model, nnx.Not(LoRAParam)), table)
     shards = weight_files.cut(
         [
@@ -222,13 +225,15 @@ def base_hash(model_dir: str | Path, stop: threading.Event | None = None) -> str
     return digest.hexdigest()
 
 
+def by_path(state: nnx.State) -> dict[str, Any]:
+    """Leaves by path, as they are."""
+    return {"/".join(leaf_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+
 def adapters_to_numpy(lora_state: nnx.State) -> dict[str, np.ndarray]:
     """Leaves by path: {"text/blocks/q_proj/lora_a": float32[L,D,R], ...}."""
     host = jax.device_get(lora_state)
-    return {
-        "/".join(leaf_names(path)): np.asarray(leaf)
-        for path, leaf in jax.tree.leaves_with_path(host)
-    }
+    return {path: np.asarray(leaf) for path, leaf in by_path(host).items()}
 
 
 def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx.State:
@@ -239,9 +244,7 @@ def adapters_from_numpy(flat: dict[str, np.ndarray], abstract: nnx.State) -> nnx
         jax.ShapeDtypeStruct.
     Raises: ModelError that lists every leaf that is missing, unexpected or of another shape.
     """
-    wanted = {
-        "/".join(leaf_names(path)): leaf for path, leaf in jax.tree.leaves_with_path(abstract)
-    }
+    wanted = by_path(abstract)
     problems = [f"missing {name}" for name in sorted(wanted.keys() - flat.keys())]
     problems += [f"unexpected {name}" for name in sorted(flat.keys() - wanted.keys())]
     problems += [
@@ -335,8 +338,12 @@ def _tensors_of(
     whole = arrays[leaf.path]
     parent = leaf.path.rpartition("/")[0]
     lora_a, lora_b = arrays.get(f"{parent}/lora_a"), arrays.get(f"{parent}/lora_b")
+    rows_nd = arrays.get(token_rows.rows_path(leaf.path) or "")
     for layer in range(leaf.shape[0]) if leaf.stacked else [slice(None)]:
         array = np.asarray(jax.device_get(whole[layer]))
+        if lora is not None and rows_nd is not None:
+            rows_nd = np.asarray(jax.device_get(rows_nd))
+            array = token_rows.replaced(array, leaf.path, lora.token_ids, rows_nd)
         if leaf.transposed:
             if lora is not None and lora_a is not None and lora_b is not None:
                 a_ir, b_ro = (
@@ -345,6 +352,27 @@ def _tensors_of(
                 array = array.astype(np.float32) + lora.scale * (a_ir @ b_ro)
             array = array.T.reshape(leaf.tensor_shape)
         yield np.ascontiguousarray(array)
+
+
+def _base_rows(
+    lora: LoraConfig | None, base: nnx.State, shardings: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """By path, what the trained rows of tokens start as.
+
+    Args: shardings: of the adapters, by path.
+    """
+    if lora is None or not lora.token_ids:
+        return {}
+    rows = {}
+    for path, leaf in by_path(base).items():
+        rows_path = token_rows.rows_path(path) or ""
+        if rows_path in shardings:
+            read = functools.partial(token_rows.base_rows, path=path, ids=lora.token_ids)
+            # Compiled, so that with several processes each computes its own part.
+            rows[rows_path] = jax.jit(read, out_shardings=shardings[rows_path])(leaf)
+    if not rows:
+        raise ModelError(f"lora.trainable_tokens={lora.trainable_tokens}: {_NO_ROWS}")
+    return rows
 
 
 def _init_adapter(names: list[str], leaf: jax.ShapeDtypeStruct, init_key: jax.Array) -> jax.Array:

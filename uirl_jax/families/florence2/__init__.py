@@ -37,6 +37,7 @@ FAMILY = Family(
         reuse_across_turns=False,
         multi_image=False,
         growing_contexts=False,
+        trainable_tokens=False,
     ),
     prefix_lm=True,
     max_positions=config.max_positions,

@@ -140,8 +140,9 @@ class Florence2(nnx.Module):
         )
         return x_btd, SlotCache(kv, encoder_1c111)
 
-    def logits(self, x_btd: jax.Array) -> jax.Array:
+    def logits(self, x_btd: jax.Array, *, adapters: bool = True) -> jax.Array:
         """float32[B,T,V]."""
+        del adapters  # none is on the head
         return self.text.logits(x_btd)
 
 

@@ -138,9 +138,10 @@ class PaliGemma(TwoTowers):
 
         return _attend(self.cfg, mask_of, span)
 
-    def logits(self, x_btd: jax.Array) -> jax.Array:
+    def logits(self, x_btd: jax.Array, *, adapters: bool = True) -> jax.Array:
         """float32[B,T,V]."""
-        logits_btv, softcap = self.text.logits(x_btd), self.cfg.final_logit_softcapping
+        logits_btv = self.text.logits(x_btd, adapters=adapters)
+        softcap = self.cfg.final_logit_softcapping
         return logits_btv if softcap is None else softcap * jnp.tanh(logits_btv / softcap)
 
 
