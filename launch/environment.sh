@@ -50,7 +50,7 @@ install_browser() {
       apt-get install -y -qq chromium-headless-shell fonts-liberation fonts-dejavu-core) >/dev/null || {
     echo "could not install chromium-headless-shell with apt-get; tests marked browser will be skipped" >&2
   }
-  "$dir/bin/python" -c 'import playwright, miniwob' 2>/dev/null ||
+  "$dir/bin/python" -c 'import miniwob' 2>/dev/null ||
     "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[browser]' || {
     echo "could not install the extra browser; tests marked browser will be skipped" >&2
   }

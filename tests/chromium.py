@@ -13,8 +13,8 @@ HTML = "text/html; charset=utf-8"
 
 def why_there_is_none() -> str:
     """Why no browser can be had on this machine; "" where one can."""
-    if importlib.util.find_spec("playwright") is None:
-        return "needs the extra `browser`: pip install 'playwright>=1.50,<2'"
+    if importlib.util.find_spec("miniwob") is None:
+        return "needs the extra `browser`: pip install 'miniwob>=1.1,<2'"
     from uirl_jax.verifiers.browser.pool import find_chromium
 
     try:
@@ -24,10 +24,10 @@ def why_there_is_none() -> str:
     return ""
 
 
-_REASON = why_there_is_none()
+REASON = why_there_is_none()
 needs_chromium = [
     pytest.mark.browser,
-    pytest.mark.skipif(bool(_REASON), reason=_REASON or "there is one"),
+    pytest.mark.skipif(bool(REASON), reason=REASON or "there is one"),
 ]
 
 

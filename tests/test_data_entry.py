@@ -14,7 +14,7 @@ from uirl_jax.verifiers.server.server import serve
 
 NAME = "simple_data_entry"
 
-pytestmark = needs_chromium  # the module under test imports Playwright
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")

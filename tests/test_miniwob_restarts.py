@@ -64,14 +64,14 @@ async def look(session):
     """What a script sees, the listeners of every node, and the screen."""
     tab = session._tab
     state = await tab.evaluate(STATE)
-    answer = await tab._cdp.send("Runtime.evaluate", {"expression": EVERYTHING})
-    nodes = await tab._cdp.send(
+    answer = await tab._page.send("Runtime.evaluate", {"expression": EVERYTHING})
+    nodes = await tab._page.send(
         "Runtime.getProperties", {"objectId": answer["result"]["objectId"], "ownProperties": True}
     )
     state["listeners"] = []
     for node in nodes["result"]:
         if node["name"].isdigit():
-            found = await tab._cdp.send(
+            found = await tab._page.send(
                 "DOMDebugger.getEventListeners", {"objectId": node["value"]["objectId"]}
             )
             state["listeners"].append(sorted(one["type"] for one in found["listeners"]))
@@ -79,9 +79,14 @@ async def look(session):
     return state, np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), int)
 
 
-async def fresh(pool, name, seed):
+def forget(pool):
+    """The next episode of any task loads its page."""
     for tab in pool._waiting:
-        tab.restarts = None
+        tab.kept = {(f"forgotten {n}", 1): kept for n, kept in enumerate(tab.kept.values())}
+
+
+async def fresh(pool, name, seed):
+    forget(pool)
     session = await begin(pool, name, seed)
     seen = await look(session)
     await end(pool, session)
@@ -110,8 +115,7 @@ async def compare(pool, name):
     """Three episodes one after the other in one page, each beside a fresh page's of its seed."""
     rng = np.random.default_rng(0)
     expected = {seed: await fresh(pool, name, seed) for seed in (2, 3)}
-    for tab in pool._waiting:
-        tab.restarts = None
+    forget(pool)
     session = await begin(pool, name, 1)
     try:
         await session._tab.evaluate("document.sameDocument = true")

@@ -2,7 +2,6 @@
 outside of the sessions that the call names. The hermetic desktop; `test_browser_fuzz` has browsers.
 """
 
-import importlib.util
 import json
 import socket
 from urllib.parse import quote
@@ -13,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
 
+from tests.chromium import REASON
 from tests.running_server import BOUND_S, running_server
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.server import calls
@@ -222,9 +222,7 @@ def test_session_of_any_type_variant_seed_and_n_is_refused(server, bystander):
 
     def check(query):
         answer = server.call("POST", "/session", params=query)
-        missing = query["type"] == "simple_data_entry" and not importlib.util.find_spec(
-            "playwright"
-        )
+        missing = query["type"] == "simple_data_entry" and REASON
         expected = (200, 422, 429, *([503] if missing else []))  # 503: what to install
         assert answer.status_code in expected, answer.text
         if answer.status_code == 200:

@@ -163,15 +163,11 @@ def browser() -> Finding:
         )
     except (UirlError, OSError, subprocess.SubprocessError) as error:
         return Finding("warn", "browser", str(error), advice)
-    try:
-        driver = importlib.metadata.version("playwright")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding("warn", "browser", f"{executable}, no playwright", advice)
     version = " ".join(shown.stdout.split()[:2]) or str(executable)
     if missing := rendering.missing_fonts():
         fonts = "apt-get install fonts-liberation fonts-dejavu-core"
         return Finding("warn", "browser", f"{version}; no {', '.join(missing)}", fonts)
-    return Finding("ok", "browser", f"{version}, playwright {driver}, both font packages")
+    return Finding("ok", "browser", f"{version}, both font packages")
 
 
 def speed() -> Finding:

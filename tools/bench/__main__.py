@@ -35,6 +35,7 @@ COMMANDS = (
     Command("hosts", "tools.bench.hosts", "a learner of 1, 2 and 4 processes on the same records"),
     Command("client", "tools.bench.client", "a turn's cost in the verifier's client"),
     Command("verifiers", "tools.bench.verifiers", "sessions in a real browser"),
+    Command("playing", "tools.bench.playing", "episodes a minute of MiniWoB++, and their costs"),
     Command("viewer", "tools.bench.viewer", "the viewer's list of 50,000 episodes, in Chromium"),
     Command("faults", "tools.bench.faults.command", "what verifiers' faults do to the actor"),
 )

@@ -1,8 +1,8 @@
 """Real browser sessions: a pool of Chromium processes, and the tasks that are played in them.
 
-`tab` is one page with a mouse, a keyboard and a screen, `pool` keeps such tabs warm, `data_entry`
-and `miniwob` are the tasks. All of them need the extra `browser`, and are imported when a session
-of such a type is asked for (`server.session_types`).
+From below: `cdp` is a process and its protocol, `page` one page in it, `keyboard` its keys, `tab` a
+page that a session acts in, `pool` keeps tabs warm, `data_entry`, `miniwob` and `own_page` are the
+tasks. They are imported when a session of such a type is asked for (`server.session_types`).
 """
 
 from uirl_jax.errors import VerifierError

@@ -5,7 +5,7 @@ task's area, 160x210 pixels, in the upper left corner of the viewport; with `sca
 the page becomes four of the screen. The instruction is the task's utterance. An episode seeds the
 page's random numbers and has no time limit. It restarts the page of an earlier episode, as the
 package does, or loads a fresh one: no difference can be seen (tests/test_miniwob_restarts.py), and
-a restart costs a quarter of the CPU time.
+a restart costs a tenth of the CPU time.
 
 The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with time, and 0 where it is
 negative; it is given at the end. Only 1 is a success, because some tasks pay for parts. Nothing
@@ -121,8 +121,8 @@ def parse_variant(name: str, variant: str) -> int:
 def _read(path: Path) -> bytes:
     """A file of the package; a page has its scripts and style sheets in it.
 
-    Every request passes through four processes: a page of six costs Chromium a quarter more CPU
-    time than a page of one (docs/performance.md).
+    A page of six requests costs Chromium a quarter more CPU time than a page of one
+    (docs/notes/performance.md).
     """
     body = path.read_bytes()
     if path.name == "core.js":
@@ -167,7 +167,7 @@ class MiniWob:
         tab = await pool.acquire(page)
         try:
             session = cls(pool, tab, task)
-            if page is None or tab.restarts != page:
+            if page is None or not tab.resume(page):
                 await tab.load(
                     url,
                     session._files,

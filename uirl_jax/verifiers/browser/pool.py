@@ -2,21 +2,18 @@
 
 A session takes a tab and gives it back. The pool then closes what the session left and prepares an
 empty page in the same process. Processes that crashed, hang or served long enough are replaced.
-Playwright's driver starts the processes over a pipe: when this process ends for any reason, the
-pipe closes, and the driver and all browsers end too.
+A process ends when the socket to it closes (`cdp`): with this process, however that ends.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
 
-from playwright.async_api import Playwright, async_playwright
-
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError, rendering
+from uirl_jax.verifiers.browser.cdp import Chromium
 from uirl_jax.verifiers.browser.tab import Tab
 
 logger = logging.getLogger(__name__)
@@ -24,12 +21,31 @@ logger = logging.getLogger(__name__)
 # The programs themselves: what Debian has in /usr/bin are shell scripts that start them as a child,
 # and ending the script would leave the browser behind.
 EXECUTABLES = ("/usr/lib/chromium/chromium-headless-shell", "/usr/lib/chromium/chromium")
-SESSIONS_PER_PROCESS = 100  # then it is replaced: a leak of its own cannot grow without end
+SESSIONS_PER_PROCESS = 1000  # then it is replaced: a leak of its own cannot grow without end
 _START_S = 30.0
-_END_S = 5.0
 _IDLE_S = 600.0  # a tab beyond the number asked for waits so long: longer than a step is learnt
 
 _ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",  # as root there is none; a page reaches no network and no file
+    # What Chromium does beside showing a page, and what would interrupt or slow down one.
+    *("--disable-background-networking", "--disable-breakpad", "--disable-component-update"),
+    *("--disable-default-apps", "--disable-extensions", "--disable-sync", "--mute-audio"),
+    *("--disable-field-trial-config", "--metrics-recording-only", "--no-first-run"),
+    *("--no-default-browser-check", "--no-service-autorun", "--no-startup-window"),
+    *("--password-store=basic", "--disable-search-engine-choice-screen", "--disable-infobars"),
+    *("--disable-background-timer-throttling", "--disable-backgrounding-occluded-windows"),
+    *("--disable-renderer-backgrounding", "--disable-back-forward-cache", "--disable-hang-monitor"),
+    *("--disable-ipc-flooding-protection", "--disable-popup-blocking", "--disable-dev-shm-usage"),
+    *("--disable-prompt-on-repost", "--allow-pre-commit-input", "--disable-stack-profiler"),
+    "--disable-features=HttpsUpgrades,HttpsFirstBalancedModeAutoEnable,PaintHolding,MediaRouter,"
+    "OptimizationHints,AvoidUnnecessaryBeforeUnloadCheckSync,DestroyProfileOnBrowserClose",
+    # Pixels: colours as they are, a mouse without touch, software for WebGL.
+    *("--force-color-profile=srgb", "--enable-unsafe-swiftshader", "--lang=en-US"),
+    "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,"
+    "availablePointerTypes=4",
+    # One renderer for the pages that rest: they are of one site.
+    "--renderer-process-limit=1",
     # Fewer processes: with eight sessions 81 MiB each and not 103, and 0.33 s to start, not 0.54.
     *("--in-process-gpu", "--no-zygote", "--enable-features=NetworkServiceInProcess2"),
     "--disable-smooth-scrolling",
@@ -69,9 +85,7 @@ class BrowserPool:
         """
         self._warm = min(warm, max_browsers)
         self._max_browsers = max_browsers
-        self._environment: dict[str, str | float | bool] = {**rendering.environment()}
-        self._driver: Playwright | None = None
-        self._driver_lock = asyncio.Lock()
+        self._environment = rendering.environment()
         self._tabs: set[Tab] = set()  # all of them
         self._waiting: list[Tab] = []  # the last one in goes out first, so that the rest can end
         self._in_use: set[Tab] = set()
@@ -97,7 +111,6 @@ class BrowserPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(tab) for tab in list(self._tabs)))
-        await self._stop_driver()
 
     @property
     def num_waiting(self) -> int:
@@ -107,8 +120,8 @@ class BrowserPool:
         """A tab with an empty page; the caller releases it.
 
         Args:
-          wanted: (URL, scale) of a page that can begin anew. Where one waits (`tab.restarts` says
-            so) it comes as the last session left it; any page may be loaded over it.
+          wanted: (URL, scale) of a page that can begin anew. A tab where one rests (`Tab.resume`)
+            comes before others.
         Raises:
           PoolFullError: max_browsers are in use.
           BrowserError: no browser can be started.
@@ -143,11 +156,11 @@ class BrowserPool:
         """One that waits, and answers; where none does, one that is nearly ready again."""
         while True:
             while self._waiting:
-                fitting = (tab for tab in reversed(self._waiting) if tab.restarts == wanted)
+                fitting = (tab for tab in reversed(self._waiting) if wanted in tab.kept)
                 tab = next(fitting, self._waiting[-1])
                 self._waiting.remove(tab)
                 try:
-                    await tab.evaluate("1")
+                    await tab.check()
                     return tab
                 except BrowserError as error:
                     logger.warning("event=browser_replaced reason=%s", error)
@@ -213,72 +226,26 @@ class BrowserPool:
                 await self._end(self._waiting.pop(0))
 
     async def _start(self) -> Tab:
-        """A new process, with its empty page. A driver that died is started again, once."""
+        """A new process, with its empty page."""
         executable = find_chromium()
-        for attempt in (1, 2):
-            driver = await self._running_driver()
-            browser = None
-            try:
-                async with asyncio.timeout(_START_S):
-                    browser = await driver.chromium.launch(
-                        executable_path=executable,
-                        args=_ARGUMENTS,
-                        env=self._environment,
-                        ignore_default_args=["--hide-scrollbars"],
-                        handle_sigint=False,  # ours to handle; the pipe's end is what ends it
-                        handle_sigterm=False,
-                        handle_sighup=False,
-                    )
-                    tab = Tab(browser)
-                    await tab.renew()
-                    self._tabs.add(tab)
-                    return tab
-            except BaseException as error:
-                if browser is not None:
-                    with contextlib.suppress(Exception):
-                        await browser.close()
-                if not isinstance(error, Exception):
-                    raise
-                if attempt == 2:
-                    raise BrowserError(
-                        f"{executable} does not start: {_first_line(error)}"
-                    ) from error
-                logger.warning("event=browser_start_failed reason=%s", _first_line(error))
-                await self._stop_driver_if_dead(driver)
-        raise AssertionError("the loop returns or raises")
-
-    async def _running_driver(self) -> Playwright:
-        async with self._driver_lock:
-            if self._driver is None:
-                self._driver = await async_playwright().start()
-            return self._driver
-
-    async def _stop_driver_if_dead(self, driver: Playwright) -> None:
-        """With it all its browsers are gone, though Playwright goes on calling them connected."""
+        browser = None
         try:
             async with asyncio.timeout(_START_S):
-                await (await driver.request.new_context()).dispose()  # any call that it answers
-            return
-        except Exception:  # a dead driver raises just that
-            logger.warning("event=driver_replaced")
-        if self._driver is driver:
-            for tab in self._tabs:
-                tab.broken = tab.broken or "Playwright's driver died"
-            await self._stop_driver()
-
-    async def _stop_driver(self) -> None:
-        async with self._driver_lock:
-            driver, self._driver = self._driver, None
-            if driver is not None:
-                with contextlib.suppress(Exception):  # it may be dead, and says so in many ways
-                    async with asyncio.timeout(_END_S):
-                        await driver.stop()
+                browser = await Chromium.launch(executable, _ARGUMENTS, self._environment)
+                tab = Tab(browser)
+                await tab.renew()
+        except BaseException as error:
+            if browser is not None:
+                await browser.close()
+            if not isinstance(error, Exception):
+                raise
+            raise BrowserError(f"{executable} does not start: {_first_line(error)}") from error
+        self._tabs.add(tab)
+        return tab
 
     async def _end(self, tab: Tab) -> None:
         self._tabs.discard(tab)
-        with contextlib.suppress(Exception):  # it may be gone already
-            async with asyncio.timeout(_END_S):
-                await tab.browser.close()
+        await tab.browser.close()
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -55,8 +55,8 @@ def environment() -> dict[str, str]:
             'fonts-dejavu-core"',
             " ".join(missing),
         )
-        return dict(os.environ)
-    return {**os.environ, "FONTCONFIG_FILE": str(FONTS)}
+        return {**os.environ, "TZ": "UTC"}
+    return {**os.environ, "TZ": "UTC", "FONTCONFIG_FILE": str(FONTS)}
 
 
 async def fingerprint(tab: Tab) -> str:

@@ -1,32 +1,28 @@
-"""One page in a Chromium process of its own: files in, screenshots out, mouse and keyboard.
+"""What a session has of its Chromium process: a page with a mouse, a keyboard and a screen.
 
-`pool` starts the process; a task says what the page shows and judges it. The calls of every turn
-(mouse, screenshot, waiting until the page has settled) use raw CDP; Playwright starts the page and
-types, because it knows the keyboard's layout. A page has no network: each request is answered from
-`files` or fails. Each session has a process, because the pages of one process share a clipboard.
+`pool` starts the process, `page` is a page, a task says what it shows and judges it. Each session
+has a process, because the pages of one process share a clipboard. Pages that can begin anew stay in
+it, beside each other, for sessions of their kind.
 """
 
 import asyncio
-import base64
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+import io
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
-from playwright.async_api import Browser, BrowserContext, CDPSession, Dialog, Page, Request, Route
-from playwright.async_api import Error as PlaywrightError
+from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action
-from uirl_jax.verifiers.browser import BrowserError
-
-logger = logging.getLogger(__name__)
-
-Files = Callable[[str], tuple[bytes, str] | None]  # URL -> (body, content type); None: no such file
+from uirl_jax.verifiers.browser import BrowserError, keyboard
+from uirl_jax.verifiers.browser.cdp import CdpError, Chromium
+from uirl_jax.verifiers.browser.page import Files, Page, Pages
 
 SETTLE_S = 1.0  # bound: a page that moves for ever is shown as it is then
 ANSWER_S = 10.0  # of silence before a page counts as hung
 MAX_PRESS_S = 5.0
+KEPT_PAGES = 16  # that rest in a process: 202 MiB (PSS) after a while, 181 with one page
 _DRAG_STEPS = 8
 _TYPED_CHARS = 200  # what is longer goes in as a whole: key by key it takes 2 ms a character
 
@@ -51,96 +47,103 @@ _CLEAR_CLIPBOARD = """document.addEventListener("copy", event => {
     event.clipboardData.setData("text/plain", ""); event.preventDefault(); }, {once: true});
   document.execCommand("copy")"""
 
-_KEY_NAMES = {
-    **{"ctrl": "Control", "alt": "Alt", "shift": "Shift", "win": "Meta", "cmd": "Meta"},
-    **{"enter": "Enter", "tab": "Tab", "space": "Space", "backspace": "Backspace"},
-    **{"delete": "Delete", "insert": "Insert", "esc": "Escape", "home": "Home", "end": "End"},
-    **{"up": "ArrowUp", "down": "ArrowDown", "left": "ArrowLeft", "right": "ArrowRight"},
-    **{"pageup": "PageUp", "pagedown": "PageDown"},
-    **{f"f{n}": f"F{n}" for n in range(1, 13)},
-}
+# Whether the page has let a drag and drop begin.
+_WATCH_DRAG = """(() => {
+  let event = null;
+  const seen = dragstart => { event = dragstart; };
+  addEventListener("dragstart", seen, {capture: true, once: true});
+  window.uirlDrag = {
+    get began() { return event !== null && !event.defaultPrevented; },
+    end() { removeEventListener("dragstart", seen, {capture: true}); delete window.uirlDrag; },
+  };
+})()"""
+
 _SCROLL = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 _CLICKS = {"click": 1, "double_click": 2, "triple_click": 3}
+
+
+class _View(NamedTuple):
+    """How a page is looked at."""
+
+    screen_px: tuple[int, int] = (0, 0)
+    viewport_px: tuple[int, int] = (0, 0)  # in the page's own pixels
+    scale: int = 1  # pixels of the screen for one of the page
+    trusted_url: str = ""  # of a page that leaves nothing to the next one in its context
+
+    @property
+    def middle_px(self) -> tuple[float, float]:
+        """Where the mouse is said to be before it has moved."""
+        return self.screen_px[0] / 2, self.screen_px[1] / 2
 
 
 class Tab:
     """A page that a session owns. Every call raises BrowserError once the page has crashed."""
 
-    def __init__(self, browser: Browser) -> None:
+    def __init__(self, browser: Chromium) -> None:
         self.browser = browser
         self.broken = ""  # why, once the page is of no use any more
         self.num_sessions = 0  # that it served; the pool counts
         self.waiting_since_s = 0.0  # monotonic; the pool's too
-        self.screen_px = (0, 0)
-        # (URL, scale) of the page, if it can begin anew by itself: it waits for the next session.
-        self.restarts: tuple[str, int] | None = None
-        self._context: BrowserContext | None = None
-        self._page: Page
-        self._cdp: CDPSession
-        self._files: Files | None = None
-        self._trusted_url = ""  # of the page that was loaded, if it may be emptied
-        self._scale = 1
-        self._viewport_px = (0, 0)
+        self.restarts: tuple[str, int] | None = None  # (URL, scale) of the page, if it can
+        self.kept: dict[tuple[str, int], tuple[Page, _View]] = {}  # they rest; the oldest first
+        self._pages = Pages(browser)
+        self._page: Page  # the session's; none of the kept ones
+        self._view = _View()
+        self._empty: Page | None = None
         self._mouse_px = (0.0, 0.0)
-        self._paints = 0
-        self._in_flight = 0
         self._deadline: asyncio.Timeout | None = None
 
     async def renew(self) -> None:
-        """A page without history, storage or clipboard, in the same process.
+        """After a session: no history, storage or clipboard is left, in the same process.
 
-        One that can begin anew stays, and any other trusted one is emptied: a third of the CPU time
-        of another page, which has a renderer of its own to start.
+        A page that can begin anew stays as it is, and any other trusted one is emptied: a third of
+        the CPU time of another context, which has a renderer of its own to start.
         """
-        if self.restarts is None or not await self._rest():
-            await (self._empty() if self._trusted_url else self._replace())
-        await self.evaluate(_CLEAR_CLIPBOARD)
+        if self.restarts is not None and await self._rest():
+            self.kept[self.restarts] = self._page, self._view
+        elif self._view.trusted_url:
+            await self._page.evaluate("window.name = ''")
+            await self._page.go("about:blank")
+            self._page.files = None
+            await self._clear_storage()
+            await self._page.evaluate(_CLEAR_CLIPBOARD)
+            if self._empty is not None:
+                await self._pages.close(self._empty)
+            self._empty = self._page
+        else:
+            self.kept.clear()
+            await self._pages.start()
+            self._empty = await self._pages.open(self._crashed)
+            await self._empty.evaluate(_CLEAR_CLIPBOARD)
+        self.restarts, self._view = None, _View()
 
     async def _rest(self) -> bool:
         """Leaves the page to itself, the mouse beside the screen; False where it went elsewhere."""
-        if await self._evaluate("window.name = '', location.href") != self._trusted_url:
+        url = await self._page.evaluate(f"{_CLEAR_CLIPBOARD}; window.name = ''; location.href")
+        if url != self._view.trusted_url:
             return False
-        await self._clear_storage()
-        self._mouse_px = (self._viewport_px[0] - 1.0, self._viewport_px[1] - 1.0)
-        await self._mouse("mouseMoved")
-        self._mouse_px = self._middle_px()
+        width, height = (side * self._view.scale for side in self._view.viewport_px)
+        self._mouse_px = (width - 1.0, height - 1.0)
+        await asyncio.gather(self._clear_storage(), self._mouse("mouseMoved"))
         return True
 
-    async def _empty(self) -> None:
-        await self._evaluate("window.name = ''")
-        await self._page.goto("about:blank")
-        self._files = None
-        await self._clear_storage()
-        self._trusted_url = ""
-        self.restarts = None
-
     async def _clear_storage(self) -> None:
-        everything = {"origin": self._trusted_url, "storageTypes": "all"}
-        await self._cdp.send("Storage.clearDataForOrigin", everything)
+        everything = {"origin": self._view.trusted_url, "storageTypes": "all"}
+        await self._page.send("Storage.clearDataForOrigin", everything)
 
-    def _middle_px(self) -> tuple[float, float]:
-        """Where the mouse is said to be before it has moved."""
-        return self.screen_px[0] / self._scale / 2, self.screen_px[1] / self._scale / 2
+    async def check(self) -> None:
+        """Raises BrowserError where the process does not answer."""
+        page = self._empty or next(page for page, _ in self.kept.values())
+        async with self._answering():
+            await page.evaluate("1")
 
-    async def _replace(self) -> None:
-        if self._context is not None:
-            await self._context.close()
-        self._files, self._paints, self._in_flight = None, 0, 0
-        self._context = await self.browser.new_context(
-            no_viewport=True,  # `load` sets it, and the scale with it
-            locale="en-US",
-            timezone_id="UTC",
-            reduced_motion="reduce",
-            accept_downloads=False,
-        )
-        await self._context.route("**/*", self._answer)
-        self._page = await self._context.new_page()
-        self._page.on("crash", self._crashed)
-        self._page.on("dialog", _dismiss)
-        self._context.on("page", _close)  # a second window would be one that nobody can see
-        self._cdp = await self._context.new_cdp_session(self._page)
-        self._cdp.on("LayerTree.layerTreeDidChange", self._painted)
-        await self._cdp.send("LayerTree.enable")
+    def resume(self, wanted: tuple[str, int]) -> bool:
+        """Gives the session the page of this kind that rests here, as the last one left it."""
+        if wanted not in self.kept:
+            return False
+        self._page, self._view = self.kept.pop(wanted)
+        self.restarts, self._mouse_px = wanted, self._view.middle_px
+        return True
 
     async def load(
         self,
@@ -163,49 +166,44 @@ class Tab:
           scale: pixels of the screen for one CSS pixel.
           trusted: no page of a user's: emptied, it leaves nothing to the next session.
           restarts: a trusted page whose next episode, begun in it, is as in another one: it may
-            wait for a session of its kind (`BrowserPool.acquire`), which does not load it.
+            rest until a session of its kind comes (`resume`), which does not load it.
         """
-        self.restarts = (url, scale) if restarts else None
-        self._trusted_url = url if trusted else ""
-        self.screen_px, self._scale, self._files = screen_px, scale, files
-        self._viewport_px = viewport_px or (screen_px[0] // scale, screen_px[1] // scale)
-        width, height = self._viewport_px
+        viewport_px = viewport_px or (screen_px[0] // scale, screen_px[1] // scale)
         async with self._answering():
-            await self._cdp.send(
-                "Emulation.setDeviceMetricsOverride",
-                {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False},
-            )
-            await self._page.goto(url)
-            await self._cdp.send("Page.resetNavigationHistory")  # nothing to go back to
-            self._mouse_px = self._middle_px()
+            self._page = await self._unused()
+            self.restarts = (url, scale) if restarts else None
+            self._view = _View(screen_px, viewport_px, scale, url if trusted else "")
+            self._mouse_px = self._view.middle_px
+            self._page.files = files
+            await self._page.resize(viewport_px, screen_px, scale)
+            await self._page.go(url)
+            await self._page.send("Page.resetNavigationHistory")  # nothing to go back to
+
+    async def _unused(self) -> Page:
+        if self._empty is not None:
+            page, self._empty = self._empty, None
+            return page
+        if len(self.kept) < KEPT_PAGES:
+            return await self._pages.open(self._crashed)
+        page, _ = self.kept.pop(next(iter(self.kept)))
+        return page
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression (awaited), as JSON has it. For the judge.
-
-        Raises:
-          VerifierError: it threw; the page is as good as before.
-        """
+        """`Page.evaluate`, for the judge."""
         async with self._answering():
-            return await self._evaluate(expression)
+            return await self._page.evaluate(expression)
 
     async def screenshot(self, image_format: str) -> bytes:
         """The screen as it stands: png, jpeg or webp."""
-        width, height = self.screen_px
-        fields: dict[str, Any] = {"format": image_format, "optimizeForSpeed": True}
-        if image_format != "png":
-            fields["quality"] = 90
-        if (width, height) != tuple(self._scale * side for side in self._viewport_px):
-            clip = {"x": 0, "y": 0, "width": width / self._scale, "height": height / self._scale}
-            fields["clip"] = {**clip, "scale": 1}
         async with self._answering():
-            answer = await self._cdp.send("Page.captureScreenshot", fields)
-        return base64.b64decode(answer["data"])
+            image = await self._page.screenshot("jpeg" if image_format == "jpeg" else "png")
+        return await asyncio.to_thread(_as_webp, image) if image_format == "webp" else image
 
     async def act(self, action: Action) -> None:
         """Applies an action (pixels of the screen), and returns when the page has settled."""
         async with self._answering():
             if action.x is not None and action.y is not None:
-                self._mouse_px = (action.x / self._scale, action.y / self._scale)
+                self._mouse_px = (action.x, action.y)
             await self._apply(action)
             await self._settle()
 
@@ -224,34 +222,68 @@ class Tab:
             await self._mouse("mouseReleased", button="left", clickCount=1)
         elif kind == "drag":
             assert action.x2 is not None and action.y2 is not None
-            mouse = self._page.mouse  # it knows HTML's own drag and drop
-            await mouse.move(*self._mouse_px)
-            await mouse.down()
-            self._mouse_px = (action.x2 / self._scale, action.y2 / self._scale)
-            await mouse.move(*self._mouse_px, steps=_DRAG_STEPS)
-            await mouse.up()
+            await self._drag((action.x2, action.y2))
         elif kind == "scroll":
             assert action.direction is not None and action.amount is not None
             dx, dy = _SCROLL[action.direction]
-            amount = action.amount / self._scale
+            amount = action.amount / self._view.scale
             await self._mouse("mouseWheel", deltaX=dx * amount, deltaY=dy * amount)
         elif kind == "type":
             await self._type(action.text or "")
         elif kind == "keys":
-            names = [_KEY_NAMES.get(key, key) for key in (action.keys or "").lower().split("+")]
-            await self._page.keyboard.press("+".join(names))
+            await self._press((action.keys or "").lower().split("+"))
         elif kind == "navigate_back":
-            await self._evaluate("history.back()")
+            await self._page.evaluate("history.back()")
 
     async def _type(self, text: str) -> None:
-        keyboard = self._page.keyboard
         for number, part in enumerate(text.split("\t")):
             if number > 0:
-                await keyboard.press("Tab")
-            if len(part) <= _TYPED_CHARS:
-                await keyboard.type(part)
-            else:
-                await keyboard.insert_text(part)
+                await self._press(["tab"])
+            if len(part) > _TYPED_CHARS:
+                await self._page.send("Input.insertText", {"text": part})
+                continue
+            for character in part:
+                if keyboard.prints(character):
+                    await self._press([character])
+                else:
+                    await self._page.send("Input.insertText", {"text": character})
+
+    async def _press(self, names: list[str]) -> None:
+        events = keyboard.press(names)
+        # Sent at once and handled in this order, as clicks are.
+        await asyncio.gather(*(self._page.send("Input.dispatchKeyEvent", e) for e in events))
+
+    async def _drag(self, to_px: tuple[float, float]) -> None:
+        """In steps; where the page begins a drag and drop of HTML's, that is what goes on."""
+        (x, y), held = self._mouse_px, {"button": "left", "buttons": 1}
+        await self._mouse("mouseMoved")
+        await self._mouse("mousePressed", **held, clickCount=1)
+        await self._page.evaluate(_WATCH_DRAG)
+        data = None
+        intercepted = self._page.intercept_drag()
+        await self._page.send("Input.setInterceptDrags", {"enabled": True})
+        for step in range(1, _DRAG_STEPS + 1):
+            part = step / _DRAG_STEPS
+            self._mouse_px = (x + (to_px[0] - x) * part, y + (to_px[1] - y) * part)
+            if data is not None:
+                await self._drag_event("dragOver", data)
+                continue
+            await self._mouse("mouseMoved", **held)
+            if await self._page.evaluate("uirlDrag.began"):
+                data = await intercepted
+                await self._drag_event("dragEnter", data)
+        await self._page.send("Input.setInterceptDrags", {"enabled": False})
+        if data is not None:
+            await self._drag_event("drop", data)
+        else:
+            await self._mouse("mouseReleased", button="left", clickCount=1)
+        await self._page.evaluate("uirlDrag.end()")
+
+    async def _drag_event(self, kind: str, data: Any) -> None:
+        x, y = self._mouse_px
+        await self._page.send(
+            "Input.dispatchDragEvent", {"type": kind, "x": x, "y": y, "data": data}
+        )
 
     async def _click(self, button: str, count: int) -> None:
         # Sent at once and handled in this order: a wait for each answer costs a third more.
@@ -263,7 +295,7 @@ class Tab:
 
     async def _mouse(self, kind: str, **fields: object) -> None:
         x, y = self._mouse_px
-        await self._cdp.send("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **fields})
+        await self._page.send("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **fields})
 
     async def settle(self) -> None:
         """Waits as after an action, where something else changed the page."""
@@ -275,35 +307,10 @@ class Tab:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 while True:
-                    before = self._paints
-                    moving = await self._evaluate(_TWO_FRAMES)
-                    if not moving and self._paints == before and not self._in_flight:
+                    before = self._page.paints
+                    moving = await self._page.evaluate(_TWO_FRAMES)
+                    if not moving and self._page.paints == before and not self._page.in_flight:
                         return
-
-    async def _evaluate(self, expression: str) -> Any:
-        fields = {"expression": expression, "awaitPromise": True, "returnByValue": True}
-        answer = await self._cdp.send("Runtime.evaluate", {**fields, "userGesture": True})
-        if "exceptionDetails" in answer:
-            thrown = answer["exceptionDetails"].get("exception", {})
-            raise VerifierError(f"the page threw {thrown.get('description', thrown)}"[:500])
-        return answer["result"].get("value")
-
-    async def _answer(self, route: Route, request: Request) -> None:
-        """Answers a request of the page. Nothing is ever asked of the network."""
-        self._in_flight += 1
-        try:
-            found = self._files(request.url) if self._files is not None else None
-            if found is not None:
-                body, content_type = found
-                await route.fulfill(body=body, content_type=content_type)
-            elif request.is_navigation_request():
-                await route.fulfill(status=204)  # a link elsewhere: the page stays
-            else:
-                await route.abort("blockedbyclient")
-        except PlaywrightError:
-            logger.debug("event=request_gone")  # the page was closed meanwhile
-        finally:
-            self._in_flight -= 1
 
     @contextlib.asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
@@ -314,27 +321,20 @@ class Tab:
                 yield
         except VerifierError:
             raise
-        except Exception as error:  # Playwright raises just that when its driver has died
+        except (CdpError, TimeoutError) as error:
             reason = str(error).partition("\n")[0][:200] or f"no answer within {ANSWER_S:g} s"
             self.broken = self.broken or reason
             raise BrowserError(f"the browser of this session is lost: {self.broken}") from error
 
-    def _painted(self, event: object) -> None:
-        self._paints += 1
-
-    def _crashed(self, page: Page) -> None:
+    def _crashed(self) -> None:
         self.broken = "its page crashed"
         if self._deadline is not None:  # whoever waits for the page need not wait any longer
             with contextlib.suppress(RuntimeError):  # nobody does
                 self._deadline.reschedule(asyncio.get_running_loop().time())
 
 
-async def _dismiss(dialog: Dialog) -> None:
-    """An alert is drawn by nobody here and would block the page."""
-    with contextlib.suppress(PlaywrightError):
-        await dialog.dismiss()
-
-
-async def _close(page: Page) -> None:
-    with contextlib.suppress(PlaywrightError):
-        await page.close()
+def _as_webp(png: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(png)) as image:
+        image.save(buffer, "WEBP", quality=90)
+    return buffer.getvalue()

@@ -16,7 +16,7 @@ from PIL import Image
 from uirl_jax.errors import VerifierError
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers import browser, own_tasks, wire
+from uirl_jax.verifiers import own_tasks, wire
 from uirl_jax.verifiers.tasks import desktop, variants
 
 SIMPLE_DATA_ENTRY = "simple_data_entry"
@@ -164,13 +164,8 @@ class SessionTypes:
                 hint = "; a server has the tasks of your own that its --task-dir names"
             near = variants.nearest(task.name, known)
             raise VerifierError(f"unknown task {task.name!r}{near}{hint}")
-        try:
-            from uirl_jax.verifiers.browser import data_entry, miniwob, own_page, pool, rendering
-        except ModuleNotFoundError as error:
-            raise browser.BrowserError(
-                f"{task.name} runs in a browser, and {error.name} is not installed: "
-                "pip install -e '.[browser]'"
-            ) from error
+        from uirl_jax.verifiers.browser import data_entry, miniwob, own_page, pool, rendering
+
         # Checked before a browser is started for nothing.
         if task.name == SIMPLE_DATA_ENTRY:
             data_entry.parse_variant(task.variant)
