@@ -278,7 +278,11 @@ def test_list_of_thousands_has_few_elements_and_right_rows(tmp_path):
                 await page.locator("#view").evaluate(
                     "(view, top) => { view.scrollTop = top; }", top
                 )
-                await it.until(f"{ROWS}.every(row => row.querySelector('a').href)")
+                # The rows of the new place, and filled: those of the old one go a frame later.
+                await it.until(
+                    f"{ROWS}.some(row => row.getAttribute('aria-rowindex') === '{top // 36 + 2}')"
+                    f" && {ROWS}.every(row => row.children[1]?.textContent)"
+                )
                 shown = await page.evaluate(
                     f"{ROWS}.map(row => [row.getAttribute('aria-rowindex'), "
                     "row.children[1].textContent])"
