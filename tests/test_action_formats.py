@@ -413,6 +413,21 @@ def test_loc_1000_bins_and_their_middles_are_those_of_transformers(extent_px):
         assert places[pixel, 0] <= back <= places[pixel, 0] + 1
 
 
+def test_prompt_of_points_shows_every_kind_as_it_is_written():
+    fmt = actions.find_format("points_64")
+    lines = fmt.prompt("points_64").template.splitlines()
+    for usage in (
+        "<x_N><y_N> click",
+        "<x_N><y_N><x_N><y_N> drag",
+        "direction amount [<x_N><y_N>] scroll",
+        '"text" type',
+    ):
+        assert usage in lines
+    assert "bins N from 0 to 63" in lines[-2] and len(lines) == len(actions.KINDS) + 3
+    drag = actions.format_action(Action("drag", x=1, y=2, x2=3, y2=4), SCREEN, fmt)
+    assert drag == "<x_0><y_0><x_0><y_0> drag"
+
+
 def test_loc_in_another_space_is_refused():
     with pytest.raises(ConfigError, match=r"coordinates='0-999', but action_format='loc' writes"):
         actions.find_format("loc", "0-999")

@@ -19,7 +19,7 @@ from uirl_jax.learner import cold_start, recorded_demonstrations
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
-from uirl_jax.seeds import eval_seed
+from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.shards import batching
 from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.shards.writer import write_shard
@@ -122,6 +122,7 @@ def test_shortest_successes_of_each_instance_are_kept():
         played("short", 1, turns=2, tokens=1),
         played("other", 2, turns=3),
         played("held_out", eval_seed(0), turns=1),
+        played("tuning", tune_seed(0), turns=1),
         played("unsolved", 3, turns=1, success=False),
     ]
     found = [recorded_demonstrations.Recorded(one, "base", Path()) for one in episodes]

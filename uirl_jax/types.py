@@ -106,6 +106,11 @@ class Trajectory:
     renderer: str = ""
 
     @property
+    def length(self) -> tuple[int, int]:
+        """Turns, then tokens of all turns: what makes one success shorter than another."""
+        return len(self.turns), sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
     def oldest_policy_version(self) -> int:
         """Determines the staleness; -1 for an episode without turns."""
         return self.policy_versions[0]

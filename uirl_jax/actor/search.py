@@ -37,7 +37,7 @@ class SearchConfig:
 class Found(NamedTuple):
     """What the search of one instance came to."""
 
-    shortest: Trajectory | None  # of the successes with the fewest turns; None: none succeeded
+    shortest: Trajectory | None  # of the successes, by Trajectory.length; None: none succeeded
     played: int
     by_branch: bool  # no episode from the start had succeeded before
     env_errors: int
@@ -59,7 +59,7 @@ async def search(play_all: PlayAll, cfg: SearchConfig, rng: np.random.Generator)
         env_errors += sum(e.stop_reason is StopReason.ENV_ERROR for e in episodes)
         first, played = played == 0, played + count
         if successes:
-            shortest = min(successes, key=lambda episode: len(episode.turns))
+            shortest = min(successes, key=lambda episode: episode.length)
             return Found(shortest, played, not first, env_errors)
         failures += [e for e in episodes if e.stop_reason is not StopReason.ENV_ERROR]
     return Found(None, played, False, env_errors)

@@ -17,7 +17,7 @@ from uirl_jax.demonstrations.recording import reads_alike, retell
 from uirl_jax.errors import ActionError, ConfigError, ImageError, ShardError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
-from uirl_jax.seeds import EVAL_SEEDS
+from uirl_jax.seeds import EVAL_SEEDS, TUNE_SEEDS
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec, Trajectory
 
@@ -81,24 +81,21 @@ def load(
 def shortest_successes(found: Iterable[Recorded], count: int) -> list[Recorded]:
     """The solved episodes, at most `count` of a task instance: fewest turns, then tokens, first.
 
-    Held-out instances are left out, and so are second copies of an episode, as in replay/.
+    Held-out and tuning instances are left out, and so are second copies of an episode, as in replay/.
     """
     solved = {
         one.trajectory.episode_id: one
         for one in found
-        if one.trajectory.success and one.trajectory.task.seed not in EVAL_SEEDS
+        if one.trajectory.success
+        and not any(one.trajectory.task.seed in seeds for seeds in (EVAL_SEEDS, TUNE_SEEDS))
     }
     kept: list[Recorded] = []
     taken: collections.Counter[TaskSpec] = collections.Counter()
-    for one in sorted(solved.values(), key=lambda one: _length(one.trajectory)):
+    for one in sorted(solved.values(), key=lambda one: one.trajectory.length):
         if taken[one.trajectory.task] < count:
             taken[one.trajectory.task] += 1
             kept.append(one)
     return kept
-
-
-def _length(trajectory: Trajectory) -> tuple[int, int]:
-    return len(trajectory.turns), sum(len(turn.token_ids) for turn in trajectory.turns)
 
 
 def describe(demonstrations: Sequence[Trajectory]) -> str:
