@@ -81,7 +81,7 @@ def load(
 def shortest_successes(found: Iterable[Recorded], count: int) -> list[Recorded]:
     """The solved episodes, at most `count` of a task instance: fewest turns, then tokens, first.
 
-    Held-out and tuning instances are left out, and so are second copies of an episode, as in replay/.
+    Left out are held-out and tuning instances, and second copies of an episode, as in replay/.
     """
     solved = {
         one.trajectory.episode_id: one
