@@ -130,7 +130,10 @@ def test_output_layer_of_its_own_and_files_in_pieces_grow_too(tmp_path):
     assert run(model, f"--out={out}") == 0
     grown = safetensors.numpy.load_file(out / "model-00001-of-00002.safetensors")
     assert {array.shape for array in grown.values()} == {(640, 192)}
-    assert not np.array_equal(*(array[478:606] for array in grown.values()))
+    # Draws of their own: 24,576 pairs are correlated by 0.006 by chance.
+    tables = [array.astype(np.float32) for array in grown.values()]
+    draws = [(vd[478:606] - vd[:478].mean(0)) / vd[:478].std(0) for vd in tables]
+    assert abs(np.corrcoef(draws[0].ravel(), draws[1].ravel())[0, 1]) < 0.05
     rest = "model-00002-of-00002.safetensors"
     assert (out / rest).read_bytes() == (model / rest).read_bytes()
     sizes = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]

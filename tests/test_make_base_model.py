@@ -23,6 +23,19 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
 
 
+def test_stages_learn_at_the_rates_of_the_command():
+    steps = {"finding": 1, "telling": 2, "acting": 3}
+    recipe = make_base_model.Recipe(steps, 4, 0.4, 0, "cosine", 2e-4, "tools.make_base_model")
+    stages = make_base_model.stages(recipe)
+    assert [(s.name, s.steps, s.lr, s.quality, s.schedule) for s in stages] == [
+        ("finding", 1, 2e-3, 1.0, "constant"),
+        ("telling", 2, 2e-3, 1.0, "cosine"),
+        ("acting", 3, 2e-4, 0.4, "cosine"),
+    ]
+    card = make_base_model.model_card(BASES["llava"], recipe, 1, 1.0)
+    assert "--telling_schedule=cosine --acting_lr=0.0002\n" in card.replace(" --batch_rows", "\n")
+
+
 @pytest.mark.parametrize("family", BASES)
 def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(family, tmp_path):
     out = tmp_path / "model"
