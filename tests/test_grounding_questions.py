@@ -24,6 +24,7 @@ from tools.grounding.stream import Stream
 from tools.grounding.themes import THEMES
 from tools.make_grounding_data import read_size
 from uirl_jax.errors import ConfigError
+from uirl_jax.seeds import TRAIN_SEEDS
 from uirl_jax.shards.reader import read_shard
 
 RNG_SEEDS = range(40)
@@ -169,6 +170,7 @@ def test_plans_are_reproducible_and_of_their_split(split):
     assert plans == [sources.plan(5, split, number, 0, own) for number in range(300)]
     assert {one.component for one in plans} <= allowed
     assert len({one.seed for one in plans}) == 300
+    assert all(plan.seed in TRAIN_SEEDS for plan in plans)  # no page of a held-out episode
     others = [sources.plan(6, split, number, 0, own) for number in range(300)]
     assert not {one.seed for one in plans} & {one.seed for one in others}
 
