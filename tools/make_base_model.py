@@ -11,7 +11,8 @@ which one is meant. `telling`: more colours, then more buttons. That it begins w
 what makes the second thing learnable: with eight it stayed at chance (docs/performance.md).
 `acting`: a demonstrator who often makes the task's characteristic mistake (the caption is clicked
 instead of the button): the model that comes out sees where to click and clicks beside it, which is
-what RL is for. Nothing is downloaded.
+what RL is for. With `--telling_schedule=joint` it is the end of `telling`, whose optimizer and
+falling rate carry on: a stage of its own starts from a high rate again. Nothing is downloaded.
 """
 
 import argparse
@@ -62,7 +63,7 @@ class Recipe:
     batch_rows: int  # conversations a step
     quality: float  # share of right demonstrations in the last stage
     seed: int  # of the weights and of the screens
-    telling_schedule: Literal["constant", "cosine"]  # of the stage's learning rate
+    telling_schedule: Literal["constant", "cosine", "joint"]  # of the stage's learning rate
     acting_lr: float  # of the last stage
     module: str  # whose command it is
 
@@ -242,7 +243,10 @@ def make_batch(
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One supervised stage."""
+    """One supervised stage.
+
+    Attributes: quality: share of right demonstrations from the step `spoilt_from` on.
+    """
 
     name: str
     steps: int
@@ -250,14 +254,16 @@ class Stage:
     lr: float
     quality: float
     schedule: Literal["constant", "cosine"]
+    spoilt_from: int = 0
 
 
 def draw(setting: Setting, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
     """The batch of one step."""
     rng = np.random.default_rng([seed, list(STAGE_STEPS).index(stage.name), step])
     fewest, most, colors = _screens(stage.name, step)
+    quality = stage.quality if step >= stage.spoilt_from else 1.0
     examples = [
-        looking_example(setting, rng, stage.quality, int(rng.integers(fewest, most + 1)), colors)
+        looking_example(setting, rng, quality, int(rng.integers(fewest, most + 1)), colors)
         for _ in range(rows)
     ]
     return make_batch(
@@ -383,8 +389,12 @@ Took {minutes:.0f} minutes (of the last process, where it was started more than 
 def stages(recipe: Recipe) -> tuple[Stage, ...]:
     """In their order; each starts from what the one before it ended with."""
     finding, telling, acting = (recipe.steps[name] for name in STAGE_STEPS)
+    first = Stage("finding", finding, 200, 2e-3, 1.0, "constant")
+    if recipe.telling_schedule == "joint":
+        both = telling + acting
+        return first, Stage("telling", both, 20, 2e-3, recipe.quality, "cosine", telling)
     return (
-        Stage("finding", finding, 200, 2e-3, 1.0, "constant"),
+        first,
         Stage("telling", telling, 20, 2e-3, 1.0, recipe.telling_schedule),
         Stage("acting", acting, 20, recipe.acting_lr, recipe.quality, "cosine"),
     )
@@ -424,15 +434,16 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
     add("--seed", type=int, default=0, help="of the weights and of the screens")
     add(
         "--telling_schedule",
-        choices=("constant", "cosine"),
+        choices=("constant", "cosine", "joint"),
         default="constant",
-        help="learning rate of the stage telling; cosine where its loss ends above 0.15",
+        help="learning rate of the stage telling; cosine where its loss ends above 0.15, joint: one "
+        "cosine over telling and acting, where acting undoes what telling taught",
     )
     add(
         "--acting_lr",
         type=float,
         default=1e-3,
-        help="learning rate of the last stage; 2e-4 where it undoes what `telling` taught",
+        help="learning rate of the stage acting; of no use to --telling_schedule=joint",
     )
     args = parser.parse_args()
     platform_flags.set_defaults()

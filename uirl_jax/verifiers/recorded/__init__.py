@@ -1,0 +1,1 @@
+"""Recorded screens and steps as tasks, `recorded/<set>`: a row is an episode, judged by rules."""
