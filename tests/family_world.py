@@ -50,6 +50,9 @@ _PROCESSORS = {
 }
 
 
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # they go with the process
+
+
 @functools.cache
 def reference_of(name: str):
     """transformers' model of reference_torch.CONFIGS; nobody changes it."""
@@ -59,9 +62,10 @@ def reference_of(name: str):
 @functools.cache
 def directory_of(name: str) -> Path:
     """Its directory, as it is published: weights, config.json, preprocessor_config.json."""
-    directory = Path(tempfile.mkdtemp(prefix=f"family-{name}-"))
-    write_reference(name, directory)
-    return directory
+    folder = tempfile.TemporaryDirectory(prefix=f"family-{name}-")
+    _FOLDERS.append(folder)
+    write_reference(name, Path(folder.name))
+    return Path(folder.name)
 
 
 def write_reference(name: str, directory: Path) -> None:

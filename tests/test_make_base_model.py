@@ -1,5 +1,6 @@
 """The tool that makes the shipped base model, cut down; and the model that ships."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -32,8 +33,35 @@ def test_stages_learn_at_the_rates_of_the_command():
         ("telling", 2, 2e-3, 1.0, "cosine"),
         ("acting", 3, 2e-4, 0.4, "cosine"),
     ]
+    joint = make_base_model.stages(dataclasses.replace(recipe, telling_schedule="joint"))
+    assert [(s.name, s.steps, s.lr, s.quality, s.schedule, s.spoilt_from) for s in joint] == [
+        ("finding", 1, 2e-3, 1.0, "constant", 0),
+        ("telling", 5, 2e-3, 0.4, "cosine", 2),
+    ]
     card = make_base_model.model_card(BASES["llava"], recipe, 1, 1.0)
     assert "--telling_schedule=cosine --acting_lr=0.0002\n" in card.replace(" --batch_rows", "\n")
+
+
+def test_a_joint_stage_is_spoilt_from_where_acting_begins(tmp_path, monkeypatch):
+    base = BASES["qwen2_vl"]
+    tokenizer = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base)[:200], 512)
+    base.tokenizer.save(tokenizer, tmp_path)
+    chat = Chat(tmp_path, base.chat, base.family.chat)
+    setting = make_base_model.Setting(base, chat, base.family.make_inputs(base.config(tokenizer)))
+    qualities = []
+    looking_example = make_base_model.looking_example
+
+    def watched(setting, rng, quality, buttons, colors):
+        qualities.append(quality)
+        return looking_example(setting, rng, quality, buttons, colors)
+
+    monkeypatch.setattr(make_base_model, "looking_example", watched)
+    steps = {"finding": 0, "telling": 2, "acting": 3}
+    recipe = make_base_model.Recipe(steps, 1, 0.4, 0, "joint", 1e-3, "tools.make_base_model")
+    _, joint = make_base_model.stages(recipe)
+    for step in range(joint.steps):
+        make_base_model.draw(setting, joint, 0, 1, step)
+    assert qualities == [1.0, 1.0, 0.4, 0.4, 0.4]
 
 
 @pytest.mark.parametrize("family", BASES)

@@ -79,7 +79,7 @@ def add_point_tokens(model: str | Path, out: Path, bins: int, seed: int = 0) -> 
         _fix_index(directory / "model.safetensors.index.json", directory)
         tokenizer.save(str(directory / "tokenizer.json"))
         _write_json(directory / "config.json", config)
-        _fix_tokenizer_config(directory / "tokenizer_config.json", tokens, first)
+        fix_tokenizer_config(directory / "tokenizer_config.json", tokens, first)
         if (own := chat_config.read(model_dir)) is not None:
             chat = ChatConfig(
                 action_format=f"points_{bins}",
@@ -153,7 +153,7 @@ def _fix_index(path: Path, directory: Path) -> None:
     _write_json(path, index)
 
 
-def _fix_tokenizer_config(path: Path, tokens: Sequence[str], first: int) -> None:
+def fix_tokenizer_config(path: Path, tokens: Sequence[str], first: int) -> None:
     """transformers reads added tokens here, too."""
     if not path.is_file():
         return

@@ -436,8 +436,8 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
         "--telling_schedule",
         choices=("constant", "cosine", "joint"),
         default="constant",
-        help="learning rate of the stage telling; cosine where its loss ends above 0.15, joint: one "
-        "cosine over telling and acting, where acting undoes what telling taught",
+        help="learning rate of the stage telling; cosine where its loss ends above 0.15, joint "
+        "(one cosine over telling and acting) where acting undoes what telling taught",
     )
     add(
         "--acting_lr",

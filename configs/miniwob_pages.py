@@ -1,0 +1,39 @@
+"""The sixteen tasks of MiniWoB++ from a model that can read pages: visual tokens of 16 pixels.
+
+    python -m tools.make_page_model --out=models/tiny-pages
+    python -m uirl_jax.main --config=configs/miniwob_pages.py:base --workdir=runs/pages-base
+    python -m uirl_jax.main --config=configs/miniwob_pages.py --workdir=runs/pages
+
+`:base` is a cold start on correct demonstrations, nothing spoilt; GRPO starts from what it makes. A
+screenshot is 130 visual tokens, and only the newest is seen: the page shows what was done.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import miniwob_cpu
+
+
+def get_config(stage: str = "grpo") -> ConfigDict:
+    if stage not in ("base", "grpo"):
+        raise ValueError(f"{stage!r}, expected base or grpo")
+    cfg = miniwob_cpu.get_config(stage)
+    cfg.model.path = "models/tiny-pages" if stage == "base" else "runs/pages-base/cold_start/model"
+    cfg.chat.action_format = "points_64"
+    cfg.chat.max_screenshots = 1
+    cfg.chat.drop_screenshots = 1
+
+    cfg.actor.rollout.max_new_tokens = 16
+    cfg.engine.max_new_tokens = 16
+    cfg.engine.context_lengths = (192, 256, 384)
+    cfg.engine.prefill_lengths = (192, 384)
+    cfg.engine.image_row_patches = 520  # 160x208
+    cfg.learner.batch.rows = 16
+    cfg.learner.batch.row_lengths = (384,)
+    cfg.learner.batch.sampled_lengths = (64,)
+    cfg.learner.batch.image_rows = (32,)
+    cfg.learner.batch.patch_lengths = (520,)
+    if stage == "base":
+        cfg.cold_start.steps = 1500
+        cfg.cold_start.episodes = 16000
+        cfg.cold_start.optimizer.lr = 1e-3
+    return cfg

@@ -1,0 +1,121 @@
+"""The drawn pages that a small model learns to read by, and the tool that trains it, cut down."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools import drawn_pages, make_page_model
+from tools.drawn_pages import Item, Page
+from uirl_jax import actions
+from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def pages(level: int, count: int = 60) -> list[Page]:
+    return [drawn_pages.draw_page(np.random.default_rng([level, n]), level) for n in range(count)]
+
+
+@pytest.mark.parametrize("level", drawn_pages.LEVELS)
+def test_things_are_on_the_page_and_not_over_each_other(level):
+    for page in pages(level):
+        width, height = page.image.size
+        for item in page.items:
+            left, top, right, bottom = item.box
+            assert 0 <= left < right < width and 0 <= top < bottom < height
+        # A cross lies on its window, and nothing else does.
+        for one, other in itertools.combinations(page.items, 2):
+            assert (
+                one.box[2] < other.box[0]
+                or other.box[2] < one.box[0]
+                or one.box[3] < other.box[1]
+                or other.box[3] < one.box[1]
+            )
+
+
+def test_equal_generators_give_equal_pages_and_questions():
+    for page, again in zip(pages(3, 10), pages(3, 10), strict=True):
+        assert page.items == again.items
+        assert page.image.tobytes() == again.image.tobytes()
+        asked, repeated = (drawn_pages.ask(p, np.random.default_rng(1), 8) for p in (page, again))
+        assert asked == repeated
+
+
+def test_no_instruction_of_a_page_means_two_things():
+    said = 0
+    for level in drawn_pages.LEVELS:
+        for page in pages(level):
+            meant: dict[str, tuple[int, ...]] = {}
+            for seed in range(6):
+                for question in drawn_pages.ask(page, np.random.default_rng(seed), 8):
+                    assert meant.setdefault(question.instruction, question.box) == question.box
+                    said += 1
+    assert said > 5000
+
+
+def test_what_could_be_meant_twice_is_not_asked():
+    one = Item("colour", (10, 60, 40, 90), color="red")
+    two = dataclasses.replace(one, box=(60, 60, 90, 90))
+    image = drawn_pages.draw_page(np.random.default_rng(0), 0).image
+    assert drawn_pages.ask(Page(image, (one, two)), np.random.default_rng(0), 8) == []
+    small = Item("shape", (10, 60, 18, 68), "circle", "blue", large=False)
+    large = Item("shape", (40, 60, 60, 80), "circle", "blue", large=True)
+    rng = np.random.default_rng(0)
+    for question in drawn_pages.ask(Page(image, (small, large)), rng, 50):
+        assert ("small" in question.instruction) == (question.box == small.box)
+        assert ("large" in question.instruction) == (question.box == large.box)
+    fields = tuple(Item("field", (10, top, 90, top + 20)) for top in (60, 120, 90))
+    boxes = {q.instruction: q.box for q in drawn_pages.ask(Page(image, fields), rng, 50)}
+    assert boxes == {
+        "Focus into the 1st input textbox.": fields[0].box,
+        "Focus into the 2nd input textbox.": fields[2].box,
+        "Focus into the 3rd input textbox.": fields[1].box,
+    }
+
+
+def test_answers_hit_what_was_asked_for(tmp_path):
+    base = make_page_model.BASE
+    tokenizer = base.tokenizer.train_tokenizer(make_page_model.tokenizer_texts()[:3000], 512)
+    base.tokenizer.save(tokenizer, tmp_path)
+    chat = Chat(tmp_path, base.chat, base.family.chat)
+    inputs = base.family.make_inputs(base.config(tokenizer))
+    setting = make_page_model.Setting(base, chat, inputs)
+    for seed in range(20):
+        example = make_page_model.page_example(setting, np.random.default_rng(seed), 3, 8)
+        rng = np.random.default_rng(seed)
+        questions: list[drawn_pages.Question] = []
+        while not questions:
+            page = drawn_pages.draw_page(rng, 3, 8)
+            questions = drawn_pages.ask(page, rng, make_page_model.QUESTIONS)
+        turns = np.split(example.token_ids_t, np.flatnonzero(np.diff(example.mask_t)) + 1)
+        assert len(turns) >= 2 * 5
+        for question, answer in zip(questions, turns[1::2], strict=False):
+            assert len(answer) == 4  # two places, the word, the end
+            click = actions.parse(chat.decode(answer), page.image.size, chat.action_format)
+            left, top, right, bottom = question.box
+            assert left <= click.x <= right and top <= click.y <= bottom
+
+
+def test_a_few_steps_write_a_model_that_loads(tmp_path):
+    out = tmp_path / "model"
+    command = [
+        *(sys.executable, "-m", "tools.make_page_model", f"--out={out}", "--steps=2"),
+        *(f"--workdir={tmp_path / 'work'}", "--batch_rows=2"),
+    ]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert process.returncode == 0, process.stderr[-2000:]
+    model = loading.load(out, lora=None, seed=0)
+    assert model.family.model_type == "qwen3_vl"
+    cfg = ChatConfig().completed(out)
+    assert (cfg.action_format, cfg.coordinates) == ("points_64", "points_64")
+    chat = Chat(out, cfg, model.family.chat)
+    assert chat.vocab_size <= model.cfg.vocab_size
+    assert len(chat.completion_ids("<x_12><y_30> click")) == 4
+    assert model.inputs.plan_screen((160, 210)).tokens == 130

@@ -1,0 +1,376 @@
+"""Small pages drawn with Pillow, and questions about them: what a small model learns to read by.
+
+Buttons, links, boxes to tick, fields, coloured boxes, shapes and letters at random places, in the
+fonts of the bundled server's pages. A page takes milliseconds and no browser, so that a model made
+from nothing sees each page once (`make_page_model`). The sizes are those of MiniWoB++: 160x210,
+with a band for the instruction on top. No page of a real task is copied.
+"""
+
+import dataclasses
+import functools
+import string
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from tools.grounding import words
+from uirl_jax.errors import ConfigError
+
+WIDTH_PX, HEIGHT_PX = 160, 210
+BAND_PX = 50
+LEVELS = range(4)  # two coloured boxes; more of them, and shapes; words; everything
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
+
+COLORS = {
+    "red": (255, 0, 0),
+    "blue": (0, 0, 255),
+    "lime": (0, 255, 0),
+    "yellow": (255, 255, 0),
+    "black": (0, 0, 0),
+    "cyan": (0, 255, 255),
+    "magenta": (255, 0, 255),
+    "orange": (255, 165, 0),
+    "purple": (128, 0, 128),
+    "green": (0, 128, 0),
+    "grey": (128, 128, 128),
+    "pink": (255, 192, 203),
+    "olive": (128, 128, 0),
+    "white": (255, 255, 255),
+}
+_FONT_DIRECTORIES = ("liberation", "liberation2")
+_ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
+_SHAPES = ("circle", "triangle", "rectangle")
+_INK = (20, 20, 20)
+_TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
+_SMALL_PX, _LARGE_PX = (7, 10), (15, 22)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One thing on a page. `box` is what to click; a label beside it belongs to its `outline`."""
+
+    kind: str  # button, link, check, radio, field, colour, shape, letter, digit, close
+    box: Box
+    text: str = ""
+    color: str = ""
+    large: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    instruction: str
+    box: Box
+
+    @property
+    def centre(self) -> tuple[int, int]:
+        left, top, right, bottom = self.box
+        return (left + right) // 2, (top + bottom) // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    image: Image.Image
+    items: tuple[Item, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _font(name: str, size_px: int) -> ImageFont.FreeTypeFont:
+    for directory in _FONT_DIRECTORIES:
+        path = Path("/usr/share/fonts/truetype") / directory / f"LiberationSans-{name}.ttf"
+        if path.is_file():
+            return ImageFont.truetype(str(path), size_px)
+    raise ConfigError(
+        f"LiberationSans-{name}.ttf is not installed: apt-get install fonts-liberation"
+    )
+
+
+def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
+    """A page of the level with at most so many things."""
+    painter = _Painter(rng, level)
+    if level == 0:
+        for color in rng.permutation(["red", "blue"]):
+            painter.colour(str(color))
+    else:
+        kinds = {1: ("colour", "item"), 2: ("button", "link", "check")}.get(level, _KINDS)
+        wanted = int(rng.integers(2, most + 1))
+        # Pages of one kind are where things must be told apart; mixed ones are most real pages.
+        chosen = kinds if rng.random() < 0.5 else (str(rng.choice(kinds)),)
+        for _ in range(wanted):
+            getattr(painter, str(rng.choice(chosen)))()
+    return Page(painter.image, tuple(painter.items))
+
+
+def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
+    """Questions that name one thing of the page each; the same thing may be asked for again."""
+    askable = [
+        phrases
+        for item in page.items
+        if (phrases := [Question(text, item.box) for text in _phrases(item, page.items)])
+    ]
+    if not askable:
+        return []
+    picks = rng.integers(len(askable), size=most)
+    return [askable[n][int(rng.integers(len(askable[n])))] for n in picks]
+
+
+def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
+    """Instructions that mean this thing and no other."""
+    peers = [other for other in items if other is not item]
+    same_text = [other for other in peers if other.text.lower() == item.text.lower()]
+    text = item.text
+    if item.kind in ("shape", "letter", "digit"):
+        return [f"Click on a {words}" for words in _looks(item, peers)]
+    if item.kind == "colour":
+        if any(other.color == item.color and other.kind == "colour" for other in peers):
+            return []
+        return [f"Click on the {item.color} colored box.", f"Click on the {item.color} box."]
+    if item.kind == "close":
+        return ['Close the dialog box by clicking the "x".', "Close the dialog."]
+    if item.kind == "field":
+        return [*_of_field(item, [o for o in peers if o.kind == "field"])]
+    if same_text or not text:
+        return []
+    if item.kind == "button":
+        return [
+            f'Click on the "{text}" button.',
+            f"Click button {text}.",
+            f'Click the button labeled "{text}".',
+            f'Click on "{text}".',
+        ]
+    if item.kind == "link":
+        return [f'Click on the link "{text}".', f'Click on "{text}".']
+    return [f"Select {text}.", f'Click on the {item.kind} "{text}".', f'Click on "{text}".']
+
+
+def _of_field(item: Item, peers: Sequence[Item]) -> list[str]:
+    phrases = []
+    if item.text and not any(o.text == item.text for o in peers):
+        phrases += [f"Focus into the {item.text} field.", f'Click on the field "{item.text}".']
+    if not peers:
+        phrases.append("Focus into the textbox.")
+    place = sum(other.box[1] < item.box[1] for other in peers)
+    rows = {other.box[1] for other in (item, *peers)}
+    if peers and len(rows) == len(peers) + 1 and place < len(_ORDINALS):
+        phrases.append(f"Focus into the {_ORDINALS[place]} input textbox.")
+    return phrases
+
+
+def _looks(item: Item, peers: Sequence[Item]) -> list[str]:
+    """Descriptions by size, colour and form that no other thing fits."""
+    drawn = [other for other in peers if other.kind in ("shape", "letter", "digit")]
+    nouns: list[tuple[str, Callable[[Item], bool]]] = [("item", lambda other: True)]
+    if item.kind == "shape":
+        nouns.append((item.text, lambda other: other.text == item.text))
+        nouns.append(("shape", lambda other: other.kind == "shape"))
+    else:
+        nouns.append((item.kind, lambda other: other.kind == item.kind))
+        nouns.append((item.text, lambda other: other.text == item.text))
+    found = []
+    for noun, fits in nouns:
+        for by_size in (False, True):
+            for by_color in (False, True):
+                rivals = [
+                    other
+                    for other in drawn
+                    if fits(other)
+                    and (not by_size or other.large == item.large)
+                    and (not by_color or other.color == item.color)
+                ]
+                if not rivals:
+                    size = ("large " if item.large else "small ") if by_size else ""
+                    color = f"{item.color} " if by_color else ""
+                    found.append(f"{size}{color}{noun}")
+    return found
+
+
+class _Painter:
+    """Draws things side by side, never over each other; what finds no room is left out."""
+
+    def __init__(self, rng: np.random.Generator, level: int) -> None:
+        self._rng = rng
+        ground = 255 if rng.random() < 0.7 else int(rng.integers(225, 256))
+        self.image = Image.new("RGB", (WIDTH_PX, HEIGHT_PX), (ground,) * 3)
+        self._draw = ImageDraw.Draw(self.image)
+        self.items: list[Item] = []
+        self._taken: list[Box] = []
+        self._texts: set[str] = set()
+        self._top = 0
+        if level < 3 or rng.random() < 0.9:
+            self._top = BAND_PX
+            self._draw.rectangle((0, 0, WIDTH_PX, BAND_PX - 1), fill=(255, 255, 0))
+            for line in range(int(rng.integers(1, 4))):
+                said = " ".join(str(word) for word in rng.choice(words.LATIN, 5))
+                self._write((2, 2 + 12 * line), said, 10)
+
+    def button(self) -> None:
+        text, font_px = self._new_text(), int(self._rng.integers(10, 15))
+        width, height = self._size(text, font_px)
+        pad_x, pad_y = int(self._rng.integers(4, 16)), int(self._rng.integers(2, 8))
+        box = self._place(width + 2 * pad_x, height + 2 * pad_y)
+        if box is not None:
+            fill = (239, 239, 239) if self._rng.random() < 0.7 else self._pale()
+            self._draw.rounded_rectangle(box, 3, fill=fill, outline=(118, 118, 118))
+            self._write((box[0] + pad_x, box[1] + pad_y), text, font_px)
+            self.items.append(Item("button", box, text))
+
+    def link(self) -> None:
+        text, font_px = self._new_text(), int(self._rng.integers(10, 14))
+        box = self._place(*self._size(text, font_px))
+        if box is not None:
+            ink = (0, 0, 238) if self._rng.random() < 0.7 else _INK
+            self._write(box[:2], text, font_px, ink)
+            if self._rng.random() < 0.6:
+                self._draw.line((box[0], box[3], box[2], box[3]), fill=ink)
+            self.items.append(Item("link", box, text))
+
+    def check(self) -> None:
+        """A box to tick, or a round one, and its label."""
+        text, font_px = self._new_text(), int(self._rng.integers(10, 13))
+        width, height = self._size(text, font_px)
+        side, gap = int(self._rng.integers(11, 15)), int(self._rng.integers(3, 9))
+        outline = self._place(side + gap + width, max(side, height))
+        if outline is None:
+            return
+        left, top = outline[:2]
+        box = (left, top, left + side, top + side)
+        ticked, is_round = self._rng.random() < 0.4, self._rng.random() < 0.35
+        fill = (0, 117, 255) if ticked else (255, 255, 255)
+        shape = self._draw.ellipse if is_round else self._draw.rectangle
+        shape(box, fill=fill, outline=(118, 118, 118))
+        if ticked and not is_round:
+            points = [(left + 2, top + side // 2), (left + side // 2 - 1, top + side - 3)]
+            self._draw.line([*points, (left + side - 2, top + 3)], fill=(255, 255, 255), width=2)
+        self._write((box[2] + gap, top + (side - height) // 2), text, font_px)
+        self.items.append(Item("radio" if is_round else "check", box, text))
+
+    def field(self) -> None:
+        font_px, height = int(self._rng.integers(10, 14)), int(self._rng.integers(16, 24))
+        width = int(self._rng.integers(60, 140))
+        label = self._new_text() if self._rng.random() < 0.5 else ""
+        above = self._size(label, font_px)[1] + 3 if label else 0
+        outline = self._place(width, height + above)
+        if outline is None:
+            return
+        left, top, right, bottom = outline
+        box = (left, top + above, right, bottom)
+        focused = self._rng.random() < 0.2
+        self._draw.rectangle(
+            box, fill=(255, 255, 255), outline=(16, 16, 16) if focused else (118, 118, 118)
+        )
+        if label:
+            self._write((left, top), label, font_px)
+        if self._rng.random() < 0.3:
+            self._write((left + 3, box[1] + 3), self._any_text()[:8], font_px)
+        self.items.append(Item("field", box, label))
+
+    def colour(self, color: str = "") -> None:
+        color = color or str(self._rng.choice(list(COLORS)))
+        side = int(self._rng.integers(16, 52))
+        box = self._place(side, side)
+        if box is not None:
+            self._draw.rectangle(box, fill=COLORS[color], outline=(0, 0, 0))
+            self.items.append(Item("colour", box, color=color))
+
+    def item(self) -> None:
+        """A shape, a letter or a digit, small or large."""
+        color = str(self._rng.choice([name for name in COLORS if name != "white"]))
+        large = bool(self._rng.random() < 0.5)
+        side = int(self._rng.integers(*(_LARGE_PX if large else _SMALL_PX)))
+        kind = str(self._rng.choice(["shape", "shape", "letter", "digit"]))
+        box = self._place(side + 2, side + 2)
+        if box is None:
+            return
+        if kind == "shape":
+            text = str(self._rng.choice(_SHAPES))
+            left, top, right, bottom = box
+            if text == "circle":
+                self._draw.ellipse(box, fill=COLORS[color])
+            elif text == "rectangle":
+                self._draw.rectangle(box, fill=COLORS[color])
+            else:
+                apex = ((left + right) // 2, top)
+                self._draw.polygon([apex, (right, bottom), (left, bottom)], fill=COLORS[color])
+        else:
+            signs = string.ascii_letters if kind == "letter" else string.digits
+            text = str(self._rng.choice(list(signs)))
+            self._draw.text(
+                ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2),
+                text,
+                COLORS[color],
+                _font("Regular", side + 3),
+                anchor="mm",
+            )
+        self.items.append(Item(kind, box, text, color, large))
+
+    def dialog(self) -> None:
+        """A window with a cross; of two none could be meant."""
+        if any(item.kind == "close" for item in self.items):
+            return
+        width, height = int(self._rng.integers(90, 150)), int(self._rng.integers(50, 90))
+        outline = self._place(width, height)
+        if outline is None:
+            return
+        left, top, right, _ = outline
+        self._draw.rounded_rectangle(outline, 3, fill=(255, 255, 255), outline=(170, 170, 170))
+        self._draw.rectangle((left + 3, top + 3, right - 3, top + 22), fill=(233, 233, 233))
+        box = (right - 22, top + 4, right - 5, top + 21)
+        self._draw.rectangle(box, fill=(246, 246, 246), outline=(197, 197, 197))
+        for start, end in (((5, 5), (12, 12)), ((12, 5), (5, 12))):
+            line = (box[0] + start[0], box[1] + start[1], box[0] + end[0], box[1] + end[1])
+            self._draw.line(line, fill=(60, 60, 60), width=2)
+        self._write((left + 8, top + 28), self._any_text(), 10)
+        self.items.append(Item("close", box))
+
+    def _place(self, width: int, height: int) -> Box | None:
+        for _ in range(20):
+            if width > WIDTH_PX - 4 or height > HEIGHT_PX - self._top - 4:
+                return None
+            left = int(self._rng.integers(2, WIDTH_PX - width - 1))
+            top = int(self._rng.integers(self._top + 2, HEIGHT_PX - height - 1))
+            box = (left, top, left + width, top + height)
+            if not any(_overlap(box, other) for other in self._taken):
+                self._taken.append(box)
+                return box
+        return None
+
+    def _new_text(self) -> str:
+        while (text := self._any_text()).lower() in self._texts:
+            pass
+        self._texts.add(text.lower())
+        return text
+
+    def _any_text(self) -> str:
+        if self._rng.random() < 0.4:
+            signs = string.ascii_letters + string.digits
+            return "".join(self._rng.choice(list(signs), int(self._rng.integers(1, 8))))
+        text = str(self._rng.choice(_TEXTS))
+        form = self._rng.random()
+        return text.lower() if form < 0.4 else text.upper() if form < 0.5 else text
+
+    def _size(self, text: str, font_px: int) -> tuple[int, int]:
+        return round(_font("Regular", font_px).getlength(text)), font_px + 2
+
+    def _write(
+        self, place: tuple[int, int], text: str, font_px: int, ink: tuple[int, ...] = _INK
+    ) -> None:
+        self._draw.text(place, text, ink, _font("Regular", font_px))
+
+    def _pale(self) -> tuple[int, int, int]:
+        red, green, blue = (int(level) for level in self._rng.integers(190, 256, 3))
+        return red, green, blue
+
+
+_KINDS = ("button", "link", "check", "field", "colour", "item", "item", "dialog")
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    gap = 2
+    return not (
+        one[2] + gap < other[0]
+        or other[2] + gap < one[0]
+        or one[3] + gap < other[1]
+        or other[3] + gap < one[1]
+    )

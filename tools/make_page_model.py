@@ -1,0 +1,252 @@
+"""Makes a small Qwen3-VL that reads small pages: the base of the MiniWoB++ runs, from nothing.
+
+    python -m tools.make_page_model --out=models/tiny-pages --steps=5000
+
+A visual token covers 16 x 16 pixels (8 x 8 patches, four of them), so that a page of 160x210 is 130
+tokens; clicks are written with point tokens (`points_64`). It learns on drawn pages
+(`drawn_pages`), eight questions each, no page twice: first two coloured boxes, then colours and
+shapes, then words, then everything. Interrupted, the same command continues. What it learns is
+where a named thing is, and nothing of any task: configs/miniwob_pages.py goes on from it.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+from tokenizers import AddedToken, Tokenizer
+
+from tools import drawn_pages, make_base_model, qwen_tokenizer, tiny_architectures
+from tools.add_point_tokens import fix_tokenizer_config
+from tools.make_base_model import Example, Setting
+from tools.tiny_architectures import BaseModel
+from uirl_jax import platform_flags
+from uirl_jax.actions.formats import format_action
+from uirl_jax.actions.loc import POINTS
+from uirl_jax.families import qwen3_vl
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.qwen.images import ImageConfig
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from uirl_jax.learner import supervised
+from uirl_jax.learner.state import OptimizerConfig
+from uirl_jax.learner.step import StepConfig
+from uirl_jax.types import Action, TrainBatch
+
+QUESTIONS = 8  # of a page
+_ROW_TOKENS = 384
+_FORMAT = "points_64"
+_LEVELS = (0, 250, 600, 1000)  # the first step of each of drawn_pages.LEVELS
+# Of instructions that drawn pages do not give: the demonstrations' words are whole tokens, too.
+_PHRASES = (
+    "Enter the username and the password into the text fields and press login.",
+    "into the text field and press Submit.",
+    "and click Submit.",
+    "Click on the grid coordinate (0,1).",
+    "Click the button that best describes the figure below.",
+    "Click the button in the dialog box labeled",
+    "Click on Tab",
+    "widget.",
+    "Click the button.",
+)
+_IMAGES = ImageConfig(
+    patch_size=8,
+    min_pixels=16 * 16,
+    max_pixels=512 * 512,
+    image_mean=(0.5, 0.5, 0.5),
+    image_std=(0.5, 0.5, 0.5),
+)
+
+
+class _PointTokenizer:
+    """Qwen's, with the tokens of places behind its last."""
+
+    @staticmethod
+    def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        tokenizer = qwen_tokenizer.train_tokenizer(texts, vocab_size)
+        tokens = POINTS[_FORMAT].tokens
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+        return tokenizer
+
+    @staticmethod
+    def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = "") -> None:
+        qwen_tokenizer.save(tokenizer, directory, system_prompt=system_prompt)
+        tokens = POINTS[_FORMAT].tokens
+        first = tokenizer.token_to_id(tokens[0])
+        fix_tokenizer_config(Path(directory) / "tokenizer_config.json", tokens, first)
+
+
+def _config(tokenizer: Tokenizer) -> Qwen3VLConfig:
+    return Qwen3VLConfig(
+        **{**tiny_architectures.TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **tiny_architectures.token_ids(tokenizer),
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+        vision=VisionConfig(
+            depth=3,
+            hidden_size=128,
+            intermediate_size=384,
+            num_heads=2,
+            out_hidden_size=192,
+            num_position_embeddings=26 * 26,
+            deepstack_visual_indexes=(0, 1),
+            patch_size=_IMAGES.patch_size,
+        ),
+        images=_IMAGES,
+    )
+
+
+BASE = BaseModel(
+    title="Qwen3-VL with visual tokens of 16 pixels",
+    family=qwen3_vl.FAMILY,
+    config=_config,
+    processor_json=_IMAGES.to_dict("Qwen3VLProcessor"),
+    coordinates=_FORMAT,
+    step=1,
+    largest=(64, 64),
+    tokenizer=_PointTokenizer(),
+    action_format=_FORMAT,
+)
+
+
+def tokenizer_texts() -> list[str]:
+    """Instructions about drawn pages, and the words on them."""
+    texts = []
+    for number in range(1500):
+        rng = np.random.default_rng([1, number])
+        page = drawn_pages.draw_page(rng, drawn_pages.LEVELS[-1])
+        texts += [question.instruction for question in drawn_pages.ask(page, rng, QUESTIONS)]
+        texts += [f'type("{item.text}")' for item in page.items if len(item.text) > 1]
+        texts += [" click", " type", " scroll", "down 100", "[screenshot omitted]", "user\n"]
+        texts += _PHRASES[number % len(_PHRASES) :][:3]
+    return texts
+
+
+def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> Example:
+    """A page and clicks on what it is asked for, without the page changing."""
+    chat, questions = setting.chat, []
+    while not questions:
+        page = drawn_pages.draw_page(rng, level, most)
+        questions = drawn_pages.ask(page, rng, QUESTIONS)
+    screen = setting.inputs.cut_screen(page.image)
+    ids: list[int] = []
+    mask: list[int] = []
+    for question in questions:
+        x, y = question.centre
+        action = Action("click", x=x, y=y)
+        text = format_action(action, page.image.size, chat.action_format, image_size=screen.seen_px)
+        asked = (
+            chat.question_ids(question.instruction)
+            if ids
+            else chat.context(question.instruction, [screen], []).ids.tolist()
+        )
+        answer = chat.completion_ids(text).tolist()
+        if len(ids) + len(asked) + len(answer) > _ROW_TOKENS:
+            break
+        ids += [*asked, *answer]
+        mask += [0] * len(asked) + [1] * len(answer)
+    return Example(np.array(ids, np.int32), np.array(mask, np.int32), (screen,))
+
+
+def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
+    """The batch of one step."""
+    rng = np.random.default_rng([seed, 1000, step])
+    level = sum(step >= first for first in _LEVELS) - 1
+    most = int(np.clip(2 + (step - _LEVELS[level]) // 100, 2, 8)) if level < 3 else 8
+    examples = [page_example(setting, rng, level, most) for _ in range(rows)]
+    return make_base_model.make_batch(
+        examples, row_tokens=_ROW_TOKENS, images_a_row=1, inputs=setting.inputs
+    )
+
+
+def batches(setting: Setting, seed: int, rows: int) -> Callable[[int], list[TrainBatch]]:
+    """The one batch of a step; the next one is drawn while a step runs."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
+
+    def batches_at(step: int) -> list[TrainBatch]:
+        future = drawn.pop(step, None) or pool.submit(draw, setting, seed, rows, step)
+        drawn[step + 1] = pool.submit(draw, setting, seed, rows, step + 1)
+        return [future.result()]
+
+    return batches_at
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the command says."""
+
+    steps: int
+    batch_rows: int
+    lr: float
+    seed: int
+
+
+def train(recipe: Recipe, out: Path, workdir: Path) -> None:
+    """The model directory in Hugging Face's format."""
+    started_s = time.monotonic()
+    workdir.mkdir(parents=True, exist_ok=True)
+    tokenizer = BASE.tokenizer.train_tokenizer(tokenizer_texts(), 512)
+    BASE.tokenizer.save(tokenizer, workdir / "tokenizer")
+    chat = Chat(workdir / "tokenizer", BASE.chat, BASE.family.chat)
+    cfg = BASE.config(tokenizer)
+    setting = Setting(BASE, chat, BASE.family.make_inputs(cfg))
+    model = BASE.family.make_model(
+        cfg, lora=None, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none"
+    )
+    graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    print(f"parameters={parameters} vocabulary={chat.vocab_size}", flush=True)
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        print(
+            f"step={step}/{recipe.steps} loss={metrics['sft/loss']:.4f} "
+            f"grad_norm={metrics['learner/grad_norm']:.2f} "
+            f"steps_per_s={metrics['learner/steps_per_s']:.2f} "
+            f"minutes={(time.monotonic() - started_s) / 60:.1f}",
+            flush=True,
+        )
+
+    trained = supervised.train(
+        (graphdef, trainable, frozen),
+        batches(setting, recipe.seed, recipe.batch_rows),
+        supervised.SupervisedConfig(
+            steps=recipe.steps,
+            optimizer=OptimizerConfig(
+                name="muon", lr=recipe.lr, warmup_steps=200, schedule="cosine", weight_decay=0.01
+            ),
+            checkpoint_every=250,
+            log_every=25,
+        ),
+        StepConfig(vision_trainable=True),
+        checkpoint_dir=workdir / "pages",
+        on_step=on_step,
+    )
+    make_base_model.write_model(BASE, nnx.merge(graphdef, trained, frozen), tokenizer, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.make_page_model", allow_abbrev=False)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="the model goes here")
+    add("--workdir", type=Path, default=Path("runs/page_model"), help="checkpoints")
+    add("--steps", type=int, default=5000, help="optimizer steps")
+    add("--batch_rows", type=int, default=16, help="pages a step")
+    add("--lr", type=float, default=2e-3, help="Muon's, falling along a cosine")
+    add("--seed", type=int, default=0, help="of the weights and of the pages")
+    args = parser.parse_args()
+    platform_flags.set_defaults()
+    logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
+    train(Recipe(args.steps, args.batch_rows, args.lr, args.seed), args.out, args.workdir)
+
+
+if __name__ == "__main__":
+    main()
