@@ -447,6 +447,7 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
     )
     args = parser.parse_args()
     platform_flags.set_defaults()
+    platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     steps = {name: getattr(args, f"{name}_steps") for name in STAGE_STEPS}
     recipe = Recipe(

@@ -223,7 +223,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
             optimizer=OptimizerConfig(
                 name="muon", lr=recipe.lr, warmup_steps=200, schedule="cosine", weight_decay=0.01
             ),
-            checkpoint_every=250,
+            checkpoint_every=100,
             log_every=25,
         ),
         StepConfig(vision_trainable=True),
@@ -244,6 +244,7 @@ def main() -> None:
     add("--seed", type=int, default=0, help="of the weights and of the pages")
     args = parser.parse_args()
     platform_flags.set_defaults()
+    platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     train(Recipe(args.steps, args.batch_rows, args.lr, args.seed), args.out, args.workdir)
 
