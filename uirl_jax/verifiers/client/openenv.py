@@ -134,6 +134,14 @@ class OpenEnvClient:
             self._kind = openenv_actions.find_kind(action, where)
         return self._kind
 
+    async def played_task(self) -> str:
+        """The name of the task that this server plays, or of one of them."""
+        kind = await self.kind()
+        if kind.name == "openapp":
+            return "openapp/task"
+        state = await self.transport.json("GET", ("state",), again_if="failed")
+        return _task_told(kind, state)
+
     async def create(self, task: TaskSpec) -> Session:
         """Connects and resets the environment. The caller deletes the session in a `finally`.
 
@@ -305,7 +313,7 @@ class OpenEnvClient:
             where = f"state at {self._base}"
             data = await socket.ask({"type": "state"}, self._limits.attempt_timeout_s)
             state = openenv_answers.read_state(data, self._limits, where)
-            told = f"browsergym/{state.get('benchmark')}.{state.get('task_name')}"
+            told = _task_told(kind, state)
         elif kind.name == "openapp" and isinstance(info := seen.fields.get("task_info"), dict):
             told = f"openapp/{info.get('task_name')}"
         if told and task.name != told:
@@ -323,10 +331,10 @@ class OpenEnvClient:
         async with self._trying:
             if self._takes_places is None:
                 where = f"a trial at {self._base}"
+                timeout_s = self._limits.create_timeout_s  # the first step may be a slow one
                 fields = _reset_fields(kind, task, where)
-                await self._observe(socket, "reset", fields, self._limits.create_timeout_s, where)
+                await self._observe(socket, "reset", fields, timeout_s, where)
                 data = kind.payload(_PROBE, (1, 1), 0.0)
-                timeout_s = self._limits.attempt_timeout_s
                 seen = await self._observe(socket, "step", data, timeout_s, where)
                 self._takes_places = not seen.action_error
         if not self._takes_places:
@@ -359,6 +367,13 @@ class OpenEnvClient:
         if entry is None:
             raise VerifierError(f"session {session_id} was not opened here, or is deleted")
         return entry
+
+
+def _task_told(kind: openenv_actions.Kind, state: dict[str, Any]) -> str:
+    """The task that a state names."""
+    if kind.name == "browsergym":
+        return printable(f"browsergym/{state.get('benchmark')}.{state.get('task_name')}")
+    return printable(str(state.get("task")))
 
 
 def _reset_fields(kind: openenv_actions.Kind, task: TaskSpec, where: str) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from uirl_jax.verifiers.server.openenv_calls import (
     read_reset,
     task_fields,
 )
+from uirl_jax.verifiers.server.session_types import SessionTypes
 from uirl_jax.verifiers.server.sessions import Sessions
 
 logger = logging.getLogger(__name__)
@@ -72,11 +73,13 @@ class OpenEnvDoor:
     """The calls of OpenEnv, on the sessions of the bundled server.
 
     Args:
-      names: of the tasks that the lists have.
+      types: what the task lists have, and the task of a reset that names none.
     """
 
-    def __init__(self, sessions: Sessions, names: tuple[str, ...], limits: ServerLimits) -> None:
-        self._sessions, self._names, self._limits = sessions, names, limits
+    def __init__(self, sessions: Sessions, types: SessionTypes, limits: ServerLimits) -> None:
+        self._sessions, self._names, self._limits = sessions, types.names(), limits
+        self._no_state = {"episode_id": None, "step_count": 0}
+        self._no_state |= task_fields(TaskSpec(types.example, 0))
         self._sockets: set[web.WebSocketResponse] = set()
         self._action = calls.action_schema(limits, ACTION_FIELDS)
 
@@ -84,7 +87,7 @@ class OpenEnvDoor:
         handlers: dict[str, calls.Handler] = {
             "/reset": self._reset_once,
             "/step": self._step_once,
-            "/state": self._told({"episode_id": None, "step_count": 0, **task_fields(None)}),
+            "/state": self._told(self._no_state),
             "/health": self._told({"status": "healthy"}),
             "/metadata": self._told(self._metadata()),
             "/schema": self._told(self._schemas()),
@@ -157,8 +160,7 @@ class OpenEnvDoor:
                 observed = await self._step(held, data)
             elif kind == "state":
                 episode = held.episode
-                empty = {"episode_id": None, "step_count": 0, **task_fields(None)}
-                state = empty if episode is None else episode.state()
+                state = self._no_state if episode is None else episode.state()
                 return {"type": "state", "data": state}
             elif kind == "close":
                 return None
@@ -179,7 +181,7 @@ class OpenEnvDoor:
         return {"type": "observation", "data": observed}
 
     async def _reset(self, held: "_Held", data: Mapping[str, Any]) -> dict[str, Any]:
-        task, episode_id = read_reset(data)
+        task, episode_id = read_reset(data, self._no_state["task"])
         await self._end(held)  # what it holds may be the last browser
         (session,) = await self._sessions.open(task)
         held.episode = _Episode(session, task, episode_id)

@@ -17,7 +17,6 @@ from uirl_jax.verifiers.server import calls
 from uirl_jax.verifiers.server.calls import Call
 
 ENV_NAME = "uirl_jax"
-FIRST_TASK = "desktop/click_button"  # of a reset that names none
 SPLITS = {"train": seeds.TRAIN_SEEDS, "validation": seeds.TUNE_SEEDS, "test": seeds.EVAL_SEEDS}
 MAX_LISTED = 1000  # tasks in one answer
 ACTION_FIELDS = tuple(name for name in wire.FIELD_TYPES if name not in ("request_id", "format"))
@@ -150,8 +149,14 @@ def message_data(message: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def read_reset(fields: Mapping[str, Any]) -> tuple[TaskSpec, str]:
-    """The task and the id of the episode. Raises ValueError, with a printable reason."""
+def read_reset(fields: Mapping[str, Any], first_task: str) -> tuple[TaskSpec, str]:
+    """The task and the id of the episode.
+
+    Args:
+      first_task: the name of the task where none is given.
+    Raises:
+      ValueError: with a printable reason.
+    """
     for name, value in fields.items():
         if name not in RESET:
             shown = untrusted_json.printable(name)
@@ -160,7 +165,7 @@ def read_reset(fields: Mapping[str, Any]) -> tuple[TaskSpec, str]:
     seed = fields.get("seed")
     if seed is None:
         seed = seeds.TRAIN_SEEDS.start + secrets.randbelow(len(seeds.TRAIN_SEEDS))
-    task = TaskSpec(fields.get("task") or FIRST_TASK, seed, fields.get("variant") or "")
+    task = TaskSpec(fields.get("task") or first_task, seed, fields.get("variant") or "")
     return task, fields.get("episode_id") or uuid.uuid4().hex
 
 
@@ -183,7 +188,6 @@ def read_field(name: str, value: Any, schema: calls.Schema) -> None:
         raise ValueError(f"{name} is {value}, expected more than 0")
 
 
-def task_fields(task: TaskSpec | None) -> dict[str, Any]:
+def task_fields(task: TaskSpec) -> dict[str, Any]:
     """What names a task; as parameters of a reset they begin it."""
-    task = task or TaskSpec("", 0)
     return {"task": task.name, "seed": task.seed, "variant": task.variant}

@@ -109,6 +109,7 @@ async def serve(
     limits: ServerLimits | None = None,
     task_dirs: Sequence[str | Path] = (),
     single: TaskSpec | None = None,
+    types: SessionTypes | None = None,
 ) -> AsyncIterator[int]:
     """Serves while the context is open.
 
@@ -119,6 +120,8 @@ async def serve(
       allowed_hosts: further names that a Host header may carry.
       task_dirs: folders of tasks of one's own (own_tasks.load).
       single: the one session that there is, as a container of the field has one (`field_calls`).
+      types: what is served in place of the server's own tasks (examples/browsergym_bridge.py); it
+        is closed with the server.
 
     Yields:
       The port.
@@ -132,7 +135,7 @@ async def serve(
         raise ConfigError(f"verifier: listening on {host} needs a token (--token-file)")
     if token is not None and len(token.encode()) < MIN_TOKEN_BYTES:
         raise ConfigError(f"verifier: a token has at least {MIN_TOKEN_BYTES} bytes")
-    types = SessionTypes(
+    types = types or SessionTypes(
         warm_browsers=limits.warm_browsers if single is None else 0,
         max_browsers=limits.max_browsers if single is None else 1,
         own=own_tasks.load(task_dirs),
@@ -150,7 +153,7 @@ async def serve(
         )
         app.add_routes(served.routes())
         if isinstance(served, Sessions):
-            door = openenv.OpenEnvDoor(served, types.names(), limits)
+            door = openenv.OpenEnvDoor(served, types, limits)
             app.add_routes(door.routes())
             app.on_shutdown.append(door.close)
         runner = web.AppRunner(

@@ -127,6 +127,8 @@ class SessionTypes:
       own: tasks that people wrote themselves, by name (own_tasks.load).
     """
 
+    example = "desktop/click_button"  # a task for who only wants to see whether the server works
+
     def __init__(
         self,
         *,

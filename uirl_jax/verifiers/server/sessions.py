@@ -200,7 +200,8 @@ class Sessions:
         )
 
     async def root(self, request: web.Request, query: dict[str, str]) -> web.Response:
-        return web.Response(text="uirl_jax verifier: Session Server, dialect G1+\n")
+        name = "uirl_jax verifier: Session Server, dialect G1+"
+        return web.Response(text=f"{name}\nExample task: {self._types.example}\n")
 
     async def status(self, request: web.Request, query: dict[str, str]) -> web.Response:
         running = {key: session.info() for key, session in self._open.items()}
