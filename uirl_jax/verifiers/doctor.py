@@ -102,8 +102,10 @@ async def _try_openenv(finding: Finding, task: str, token: str | None) -> bool:
             return False
         finding.says, finding.dialect = says.strip(), OPENENV
         kind = await _step(finding, "schema", client.kind)
+        if kind is None:
+            return True
         name = task or await _step(finding, "state", client.played_task)
-        if kind is not None and name is not None:
+        if name is not None:
             finding.works.append(f"environment {kind.name}, task {name}")
             await _try_session(client, TaskSpec(name, seed=0), finding)
     return True

@@ -139,8 +139,11 @@ class OpenEnvClient:
         kind = await self.kind()
         if kind.name == "openapp":
             return "openapp/task"
-        state = await self.transport.json("GET", ("state",), again_if="failed")
-        return _task_told(kind, state)
+        socket = await self._connect()  # by HTTP the state has no name in it
+        try:
+            return _task_told(kind, await self._state(socket))
+        finally:
+            await asyncio.shield(socket.close())
 
     async def create(self, task: TaskSpec) -> Session:
         """Connects and resets the environment. The caller deletes the session in a `finally`.
@@ -310,10 +313,7 @@ class OpenEnvClient:
         """
         told = ""
         if kind.name == "browsergym":
-            where = f"state at {self._base}"
-            data = await socket.ask({"type": "state"}, self._limits.attempt_timeout_s)
-            state = openenv_answers.read_state(data, self._limits, where)
-            told = _task_told(kind, state)
+            told = _task_told(kind, await self._state(socket))
         elif kind.name == "openapp" and isinstance(info := seen.fields.get("task_info"), dict):
             told = f"openapp/{info.get('task_name')}"
         if told and task.name != told:
@@ -341,6 +341,10 @@ class OpenEnvClient:
             raise InvalidRequestError(
                 f"{self._base}: its action set has no coordinates; {openenv_actions.PLACES_HINT}"
             )
+
+    async def _state(self, socket: Socket) -> dict[str, Any]:
+        data = await socket.ask({"type": "state"}, self._limits.create_timeout_s)
+        return openenv_answers.read_state(data, self._limits, f"state at {self._base}")
 
     async def _observe(
         self, socket: Socket, kind: str, data: dict[str, Any], timeout_s: float, where: str
