@@ -136,7 +136,7 @@ def test_rewards_of_the_steps_add_up_to_the_episodes():
         ({}, "UNKNOWN_TYPE", "'None'"),
         ({"type": "reset", "data": [1]}, "VALIDATION_ERROR", "data is not an object"),
         ({"type": "reset", "extra": 1}, "VALIDATION_ERROR", "'extra' of a message"),
-        ({"type": "reset", "data": {"level": 1}}, "VALIDATION_ERROR", "unknown parameter 'level'"),
+        ({"type": "reset", "data": {"level": 1}}, "VALIDATION_ERROR", "unknown field 'level'"),
         ({"type": "reset", "data": {"seed": -1}}, "VALIDATION_ERROR", "seed is -1"),
         ({"type": "reset", "data": {"seed": "1"}}, "VALIDATION_ERROR", "seed is a str"),
         ({"type": "reset", "data": {"task": "no/task"}}, "VALIDATION_ERROR", "unknown task"),
@@ -156,7 +156,7 @@ def test_rewards_of_the_steps_add_up_to_the_episodes():
         (
             {"type": "step", "data": {**solution(), "metadata": "m"}},
             "VALIDATION_ERROR",
-            "metadata is not an object",
+            "metadata is a str",
         ),
         (
             {"type": "step", "data": {**solution(), "request_id": "r"}},

@@ -39,11 +39,12 @@ from uirl_jax.verifiers.server.openenv_calls import (
     ENV_NAME,
     MAX_LISTED,
     OBSERVATION,
+    RESET,
     SPLITS,
     STATE,
     STEP,
+    check_fields,
     message_data,
-    read_field,
     read_reset,
     task_fields,
 )
@@ -230,9 +231,8 @@ class OpenEnvDoor:
 
     def _read_action(self, fields: Mapping[str, Any], session: OpenSession) -> wire.ActCall:
         """Raises ValueError, with a printable reason."""
-        metadata = fields.get("metadata")
-        if metadata is not None and not isinstance(metadata, dict):
-            raise ValueError("metadata is not an object")
+        if (metadata := fields.get("metadata")) is not None:  # OpenEnv's actions all have it
+            check_fields({"metadata": metadata}, {"metadata": ANY})
         given = {name: value for name, value in fields.items() if name != "metadata"}
         for name in given:
             if name not in ACTION_FIELDS:
@@ -254,12 +254,11 @@ class OpenEnvDoor:
 
     async def _step_once(self, request: web.Request, query: dict[str, str]) -> web.Response:
         fields = await calls.read_body(request)
-        action = fields.get("action")
-        if not isinstance(action, dict):
-            raise ValueError("action is not an object")
-        for name in ("timeout_s", "request_id"):  # of the protocol, and nothing follows from them
-            read_field(name, fields.pop(name, None), STEP[name])
-        del fields["action"]
+        check_fields(fields, {**RESET, **STEP})
+        if "action" not in fields:
+            raise ValueError("action is missing")
+        action = fields["action"]
+        fields = {name: value for name, value in fields.items() if name in RESET}
         held = _Held()
         try:
             await self._reset(held, fields)
@@ -271,10 +270,7 @@ class OpenEnvDoor:
         body = await calls.read_body(request)
         call = CALLS[request.path]
         assert call.body is not None  # all lists have one
-        for name, value in body.items():
-            if name not in call.body["properties"]:
-                raise ValueError(f"unknown field {untrusted_json.printable(name)!r}")
-            read_field(name, value, call.body["properties"][name])
+        check_fields(body, call.body["properties"])
         split = body.get("split")
         if split not in SPLITS:
             shown = untrusted_json.printable(str(split))

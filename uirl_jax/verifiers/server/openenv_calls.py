@@ -157,11 +157,7 @@ def read_reset(fields: Mapping[str, Any], first_task: str) -> tuple[TaskSpec, st
     Raises:
       ValueError: with a printable reason.
     """
-    for name, value in fields.items():
-        if name not in RESET:
-            shown = untrusted_json.printable(name)
-            raise ValueError(f"unknown parameter {shown!r}, known: {', '.join(RESET)}")
-        read_field(name, value, RESET[name])
+    check_fields(fields, RESET)
     seed = fields.get("seed")
     if seed is None:
         seed = seeds.TRAIN_SEEDS.start + secrets.randbelow(len(seeds.TRAIN_SEEDS))
@@ -169,18 +165,28 @@ def read_reset(fields: Mapping[str, Any], first_task: str) -> tuple[TaskSpec, st
     return task, fields.get("episode_id") or uuid.uuid4().hex
 
 
-def read_field(name: str, value: Any, schema: calls.Schema) -> None:
-    """Raises ValueError for a value that the (small) schema of a field refuses."""
+def check_fields(fields: Mapping[str, Any], known: Mapping[str, calls.Schema]) -> None:
+    """Raises ValueError for a field that is not known, or whose value its schema refuses."""
+    for name, value in fields.items():
+        if name not in known:
+            shown = untrusted_json.printable(name)
+            raise ValueError(f"unknown field {shown!r}, known: {', '.join(known)}")
+        _check_field(name, value, known[name])
+
+
+def _check_field(name: str, value: Any, schema: calls.Schema) -> None:
     kinds = schema.get("type", "string")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if value is None and "null" in kinds:
         return
-    types = {"integer": int, "number": (int, float), "string": str}
+    types = {"integer": int, "number": (int, float), "string": str, "object": dict}
     if isinstance(value, bool) or not isinstance(value, types[kinds[0]]):
         raise ValueError(f"{name} is a {type(value).__name__}, expected {kinds[0]}")
     if isinstance(value, str):
         if len(value) > schema.get("maxLength", 1000):
             raise ValueError(f"{name} has {len(value)} characters")
+    elif isinstance(value, dict):
+        return  # `openenv` reads it
     elif not schema.get("minimum", value) <= value <= schema.get("maximum", value):
         low, high = schema.get("minimum"), schema.get("maximum", "")
         raise ValueError(f"{name} is {value}, allowed: {low}-{high}")
