@@ -26,11 +26,17 @@ Answer = Callable[[dict[str, Any], web.WebSocketResponse], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: Answer, schema: Any = BROWSERGYM) -> AsyncIterator[str]:
-    """A server whose WebSocket hands every message to `answer`; its URL."""
+async def serving(
+    answer: Answer, schema: Any = BROWSERGYM, *, heartbeat_s: float | None = None
+) -> AsyncIterator[str]:
+    """A server whose WebSocket hands every message to `answer`; its URL.
+
+    Args:
+      heartbeat_s: it pings so often, and drops who does not answer within half of that.
+    """
 
     async def ws(request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(heartbeat=heartbeat_s)
         await socket.prepare(request)
         with contextlib.suppress(ConnectionError):
             async for message in socket:

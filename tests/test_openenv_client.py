@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import types
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests import openenv_world
 from tests.openenv_world import TASK, error, observation, serving
 from uirl_jax import actions
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
+from uirl_jax.config.schema import VerifierConfig
 from uirl_jax.errors import (
     ActionError,
     ActUncertainError,
@@ -27,6 +29,7 @@ from uirl_jax.errors import (
     VerifierError,
     VerifierFullError,
 )
+from uirl_jax.run import Run
 from uirl_jax.types import Action, Judgement, Rule, StopReason, TaskSpec
 from uirl_jax.verifiers import doctor
 from uirl_jax.verifiers.client import openenv_actions, openenv_answers
@@ -286,6 +289,18 @@ def test_answers_that_nobody_asked_for_are_not_taken_for_the_next_one():
     with_client(scripted(twice, observation()), use)
 
 
+def test_server_that_pings_keeps_a_session_whose_policy_thinks_for_long():
+    async def run():
+        answer = scripted(observation(reward=1.0, done=True))
+        async with serving(answer, heartbeat_s=0.4) as url, OpenEnvClient(url) as client:
+            session = await client.create(TASK)
+            await asyncio.sleep(1.2)
+            await client.act(session.id, CLICK)
+            assert (await client.progress(session.id))["done"]
+
+    asyncio.run(run())
+
+
 def test_refusals_are_told_apart():
     async def full(client):
         with pytest.raises(VerifierFullError, match="CAPACITY_REACHED") as caught:
@@ -492,6 +507,15 @@ def test_episode_through_the_door_equals_one_in_our_own_protocol():
         assert one.instruction == other.instruction and one.images == other.images
         assert (one.reward, one.stop_reason) == (other.reward, other.stop_reason)
         assert len(one.turns) == len(other.turns)
+
+
+def test_config_of_the_dialect_makes_this_client(tmp_path, monkeypatch):
+    verifier = VerifierConfig(urls=("http://127.0.0.1:9",), dialect="openenv")
+    run = types.SimpleNamespace(cfg=types.SimpleNamespace(verifier=verifier, rules={}))
+    monkeypatch.setenv("UIRL_VERIFIER_TOKEN", "t" * 40)
+    client = Run.make_client(run, "http://127.0.0.1:9", "actor")
+    assert isinstance(client, OpenEnvClient) and client.dialect.has_sessions
+    assert client._headers == {"Authorization": "Bearer " + "t" * 40}
 
 
 # ------------------------------------------------------------------------------- doctor

@@ -2,9 +2,10 @@
 
     python -m uirl_jax.verifiers.doctor http://127.0.0.1:8000 http://10.0.0.7:8000/proxy/ab12cd34
 
-Prints the lines to put into a config. A server with sessions is checked by opening one, moving the
-pointer in it and deleting it. A container, whose one session cannot be reset, is only looked at.
-The checks are those of a run's client. Exits with 1 if a run would refuse one of the servers.
+Prints the lines to put into a config, for OpenEnv's servers too. A server with sessions is checked
+by opening one, moving the pointer in it and deleting it. A container, whose one session cannot be
+reset, is only looked at. The checks are those of a run's client. Exits with 1 if a run would refuse
+one of the servers.
 """
 
 import argparse

@@ -129,7 +129,11 @@ class Socket:
 
     async def _receive(self) -> None:
         while not self._broken:
-            message = await self._socket.receive()
+            try:
+                message = await self._socket.receive()
+            except (RuntimeError, OSError, aiohttp.ClientError) as error:
+                self._break(printable(f"{type(error).__name__}: {error}", 160))
+                return
             if message.type is aiohttp.WSMsgType.TEXT:
                 self._take(message.data.encode("utf-8", "surrogatepass"))
             elif message.type is aiohttp.WSMsgType.BINARY:
