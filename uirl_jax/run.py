@@ -43,10 +43,12 @@ from uirl_jax.store.local import LocalStore
 from uirl_jax.store.mirror import fetch_directory
 from uirl_jax.trackers import TENSORBOARD_DIR, TensorBoard, Tracker, WeightsAndBiases
 from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.openenv import OpenEnvClient
 from uirl_jax.verifiers.client.rules import own_rules
 from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.used_containers import InStore
 from uirl_jax.verifiers.containers.containers import Client, ContainerClient
+from uirl_jax.verifiers.dialects import OPENENV
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
@@ -315,13 +317,15 @@ class Run:
         """Makes the client of one of base_urls."""
         verifier = self.cfg.verifier
         options: dict[str, Any] = {
-            "dialect": verifier.dialect,
             "delay_s": verifier.action_delay_s,
             "limits": verifier.limits,
             "find_own_rule": own_rules(self.cfg.rules),
         }
+        token = read_token(verifier.token_file) if verifier.urls else None
+        if verifier.dialect == OPENENV:
+            return OpenEnvClient(url, token=token, **options)
+        options["dialect"] = verifier.dialect
         if verifier.containers.runtime == "none":
-            token = read_token(verifier.token_file) if verifier.urls else None
             return VerifierClient(url, token=token, used=InStore(self.store), **options)
         return ContainerClient(verifier.containers, f"{self.run_id}-{owner}", **options)
 

@@ -1,13 +1,14 @@
-"""The dialects of ui-verifiers' servers: calls, actions and counts of each.
+"""The dialects of verifiers' servers: calls, actions and counts of each.
 
     g1+  multi-session, the bundled server's: seeds, instructions, done and reward, request ids
     g1   multi-session, ui-verifiers' first server: five mouse actions, its progress may be a 500
     g2a  one container is one session; counts right submissions
     g2b  the same, today's: lists the rows that were submitted
     g3   a proxy in front of g2a or g2b: base_url is http://host/proxy/{session_id}
+    openenv  a WebSocket is one session; the actions are those of the environment behind it
 
 `doctor` finds out which one a server speaks; the config says it (verifier.dialect). HTTP is in
-`client.transport`, sessions are in `client`.
+`client.transport`, sessions are in `client`; `openenv` has a client of its own, `client.openenv`.
 Source: TobiasNorlund/ui-verifiers (f82ccc2 for g1, 88c365e^ for g2a, f53cfb2) and ui-rl (b590d56).
 """
 
@@ -18,8 +19,9 @@ from uirl_jax.errors import ActionError, VerifierError
 from uirl_jax.types import Action
 from uirl_jax.verifiers import wire
 
-DialectName = Literal["g1+", "g1", "g2a", "g2b", "g3"]
+DialectName = Literal["g1+", "g1", "g2a", "g2b", "g3", "openenv"]
 
+OPENENV: DialectName = "openenv"
 _MOUSE = frozenset({"move", "click", "right_click", "double_click", "triple_click"})
 _DESKTOP = _MOUSE | {"type", "keys", "scroll"}
 WRONG = "num_incorrect_submissions"
@@ -32,7 +34,7 @@ AIMED_REWARD = "aimed_reward"
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """How to speak to a server. Everything but g1+ leaves instruction and reward to us."""
+    """How to speak to a server. The ui-verifiers' leave instruction and reward to us."""
 
     name: DialectName
     has_sessions: bool  # /session; else the server is the one session, and cannot be reset
@@ -44,7 +46,7 @@ class Dialect:
     @property
     def judges(self) -> bool:
         """Whether the server says the instruction, done and reward."""
-        return self.name == "g1+"
+        return self.name in ("g1+", OPENENV)
 
 
 _A, _B = frozenset({CORRECT, WRONG}), frozenset({ROWS, WRONG})
@@ -56,6 +58,7 @@ DIALECTS: dict[str, Dialect] = {
         Dialect("g2a", False, _DESKTOP, (_A,), 4.0),
         Dialect("g2b", False, _DESKTOP, (_B,), 4.0),
         Dialect("g3", False, _DESKTOP, (_A, _B), 16.0, max_delay_s=25.0),  # it gives up after 30 s
+        Dialect(OPENENV, True, None, (), 4.0),  # kinds: the environment's, `client.openenv_actions`
     )
 }
 

@@ -2,15 +2,17 @@
 
     python -m uirl_jax.verifiers.doctor http://127.0.0.1:8000 http://10.0.0.7:8000/proxy/ab12cd34
 
-Prints the lines to put into a config. A server with sessions is checked by opening one, moving the
-pointer in it and deleting it. A container, whose one session cannot be reset, is only looked at.
-The checks are those of a run's client. Exits with 1 if a run would refuse one of the servers.
+Prints the lines to put into a config, for OpenEnv's servers too. A server with sessions is checked
+by opening one, moving the pointer in it and deleting it. A container, whose one session cannot be
+reset, is only looked at. The checks are those of a run's client. Exits with 1 if a run would refuse
+one of the servers.
 """
 
 import argparse
 import asyncio
 import dataclasses
 import json
+import re
 import statistics
 import sys
 import time
@@ -18,18 +20,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from uirl_jax.errors import UirlError, VerifierError
+from uirl_jax.errors import ActionError, UirlError, VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.openenv import OpenEnvClient
 from uirl_jax.verifiers.client.rules import DATA_ENTRY
 from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.transport import ClientLimits
-from uirl_jax.verifiers.dialects import CORRECT, ROWS
+from uirl_jax.verifiers.dialects import CORRECT, OPENENV, ROWS
 
 T = TypeVar("T")
 
 LOOKS = 5  # screenshots that are timed
+_EXAMPLE = re.compile(r"^Example task: (\S{1,200})$", re.MULTILINE)
 _LIMITS = ClientLimits(attempts=1, create_timeout_s=60.0)
 
 
@@ -72,15 +76,40 @@ async def examine(url: str, *, task: str = "", token: str | None = None) -> Find
 async def _examine(finding: Finding, task: str, token: str | None) -> None:
     url = finding.url
     async with VerifierClient(url, limits=_LIMITS, token=token) as client:
-        text = await client.root()
+        try:
+            text = await client.root()
+        except VerifierError:  # an OpenEnv server has no root, or a page for people
+            if await _try_openenv(finding, task, token):
+                return
+            raise
         finding.says = printable((text.splitlines() or [""])[0], 120)
         finding.dialect = await _dialect(client, url, text)
     async with VerifierClient(url, dialect=finding.dialect, limits=_LIMITS, token=token) as client:
         if client.dialect.has_sessions:
-            name = task or ("desktop/click_button" if client.dialect.judges else DATA_ENTRY)
+            example = _EXAMPLE.search(text)
+            known = example[1] if example else "desktop/click_button"
+            name = task or (known if client.dialect.judges else DATA_ENTRY)
             await _try_session(client, TaskSpec(name, seed=0), finding)
         else:
             await _look(client, finding)
+
+
+async def _try_openenv(finding: Finding, task: str, token: str | None) -> bool:
+    """Looks at an OpenEnv server; False where it is none."""
+    async with OpenEnvClient(finding.url, limits=_LIMITS, token=token) as client:
+        try:
+            says = await client.root()
+        except VerifierError:
+            return False
+        finding.says, finding.dialect = says.strip(), OPENENV
+        kind = await _step(finding, "schema", client.kind)
+        if kind is None:
+            return True
+        name = task or await _step(finding, "state", client.played_task)
+        if name is not None:
+            finding.works.append(f"environment {kind.name}, task {name}")
+            await _try_session(client, TaskSpec(name, seed=0), finding)
+    return True
 
 
 async def _dialect(client: VerifierClient, url: str, text: str) -> str:
@@ -107,7 +136,9 @@ async def _dialect(client: VerifierClient, url: str, text: str) -> str:
     )
 
 
-async def _try_session(client: VerifierClient, task: TaskSpec, finding: Finding) -> None:
+async def _try_session(
+    client: VerifierClient | OpenEnvClient, task: TaskSpec, finding: Finding
+) -> None:
     session = await _step(finding, "create", lambda: client.create(task))
     if session is None:
         return
@@ -115,8 +146,13 @@ async def _try_session(client: VerifierClient, task: TaskSpec, finding: Finding)
         finding.works.append(f"screen {session.width_px}x{session.height_px}")
         for _ in range(LOOKS):
             await _step(finding, "screenshot", lambda: client.screenshot(session.id))
-        middle = Action("move", x=session.width_px // 2, y=session.height_px // 2)
-        await _step(finding, "act", lambda: client.act(session.id, middle, "doctor"))
+        action = Action("move", x=session.width_px // 2, y=session.height_px // 2)
+        try:
+            client.check_action(action)
+        except ActionError as error:
+            finding.works.append(f"no pointer ({error})")
+            action = Action("wait", seconds=0.0)
+        await _step(finding, "act", lambda: client.act(session.id, action, "doctor"))
         await _step(finding, "progress", lambda: client.progress(session.id))
     finally:
         await _step(finding, "delete", lambda: client.delete(session.id))

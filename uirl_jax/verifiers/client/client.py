@@ -84,6 +84,11 @@ class VerifierClient:
     ) -> None:
         self._find_own_rule = find_own_rule
         self.dialect = dialects.find_dialect(dialect)
+        if dialect == dialects.OPENENV:
+            raise VerifierError(
+                "verifier client: the dialect openenv has a client of its own (client.openenv), "
+                "which runs and evaluations use; this command plays the others"
+            )
         if delay_s > self.dialect.max_delay_s:
             raise VerifierError(
                 f"verifier client: a delay of {delay_s:g} s; a server of {dialect} is to be asked "

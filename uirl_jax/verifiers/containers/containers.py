@@ -31,6 +31,7 @@ from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import dialects
 from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.openenv import OpenEnvClient
 from uirl_jax.verifiers.client.rules import FindOwnRule, no_own_rule
 from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.containers.runtime import (
@@ -282,7 +283,8 @@ class ContainerClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
-Client = VerifierClient | ContainerClient  # a server's sessions, or a container for each
+# A server's sessions, in one of two protocols, or a container for each.
+Client = VerifierClient | OpenEnvClient | ContainerClient
 
 
 def _is_over(labels: dict[str, str]) -> bool:

@@ -62,6 +62,7 @@ class Call:
     query: tuple[str, ...] = ()
     required: tuple[str, ...] = ()  # of them
     has_body: bool = False  # a JSON object with the fields of an action
+    body: Schema | None = None  # of another JSON object; without required fields it may be left out
     statuses: tuple[int, ...] = ()  # beside 200 and those that every call may have
     answers: Schema | None = None  # of the JSON; None: text
     is_image: bool = False
@@ -151,17 +152,27 @@ def _operation(call: Call, limits: ServerLimits) -> dict[str, Any]:
         "parameters": parameters,
         "responses": _responses(call),
     }
+    if call.body is not None:
+        content = {_JSON: {"schema": call.body}}
+        operation["requestBody"] = {"required": bool(call.body["required"]), "content": content}
     if call.has_body:
-        fields = {name: _or_null(_schema(name, limits)) for name in wire.FIELD_TYPES}
-        fields["action_type"] = _schema("action_type", limits)
-        body = {
-            "type": "object",
-            "properties": fields,
-            "required": ["action_type"],
-            "additionalProperties": False,
+        operation["requestBody"] = {
+            "required": True,
+            "content": {_JSON: {"schema": action_schema(limits)}},
         }
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
     return operation
+
+
+def action_schema(limits: ServerLimits, names: Collection[str] = wire.FIELD_TYPES) -> Schema:
+    """Of an action's fields, or of those that are named."""
+    fields = {name: _or_null(_schema(name, limits)) for name in names}
+    fields["action_type"] = _schema("action_type", limits)
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": ["action_type"],
+        "additionalProperties": False,
+    }
 
 
 def _responses(call: Call) -> dict[str, Any]:

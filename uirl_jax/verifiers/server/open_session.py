@@ -90,16 +90,27 @@ class OpenSession:
         return self.task.width_px, self.task.height_px
 
     async def act(self, call: wire.ActCall) -> web.Response:
-        """Applies an action, waits, and answers with the screen.
+        """Applies an action, waits, and answers with the screen. Raises as `apply` does."""
+        # Looked up under the lock: a repeated request waits for the first one's answer.
+        if call.request_id in self.answers:
+            body, content_type = self.answers[call.request_id]
+            return web.Response(body=body, content_type=content_type)
+        await self.apply(call)
+        image = await self.task.screenshot(call.image_format)
+        answer = _image_response(image, call.image_format)
+        if call.request_id:
+            self.answers[call.request_id] = (image, answer.content_type)
+            if len(self.answers) > _ANSWERS_KEPT:
+                self.answers.popitem(last=False)
+        return answer
+
+    async def apply(self, call: wire.ActCall) -> None:
+        """Applies an action, and waits.
 
         Raises:
           web.HTTPTooManyRequests: too many lately; nothing was applied.
           web.HTTPNotFound: the session was ended meanwhile.
         """
-        # Looked up under the lock: a repeated request waits for the first one's answer.
-        if call.request_id in self.answers:
-            body, content_type = self.answers[call.request_id]
-            return web.Response(body=body, content_type=content_type)
         if call.action is not None:
             wait_s = self.rate.take()
             if wait_s > 0.0:
@@ -111,14 +122,7 @@ class OpenSession:
             await self.task.act(call.action)
             self.action_count += 1
             await self.pause(call.delay_s)
-        image = await self.task.screenshot(call.image_format)
-        answer = _image_response(image, call.image_format)
-        if call.request_id:
-            self.answers[call.request_id] = (image, answer.content_type)
-            if len(self.answers) > _ANSWERS_KEPT:
-                self.answers.popitem(last=False)
         self.touched_s = time.monotonic()
-        return answer
 
     async def pause(self, seconds: float) -> None:
         """Waits for the screen; no longer than the session lasts.

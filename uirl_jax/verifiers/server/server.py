@@ -1,12 +1,14 @@
 """The bundled verifier: desktops and browsers over HTTP (dialect G1+), in a process of its own.
 
+OpenEnv's protocol is on the same port (`openenv`).
+
     python -m uirl_jax.verifiers.server --port 0 --port-file PATH --exit-with-parent
     python -m uirl_jax.verifiers.server --single=simple_data_entry     one session, dialect G2b
 
 The actor's client treats it like any verifier. No caller is trusted: it listens on loopback or asks
 for a token, checks the Host header, refuses requests from web pages, and limits everything that a
 caller can make grow. This module has access checks, the port and the life of the process; the calls
-are in `sessions` and `field_calls`. There is no TLS: put a proxy in front.
+are in `sessions`, `field_calls` and `openenv`. There is no TLS: put a proxy in front.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.server import openenv, openenv_calls
 from uirl_jax.verifiers.server.field_calls import SingleSession
 from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
 from uirl_jax.verifiers.server.session_types import SessionTypes
@@ -106,6 +109,7 @@ async def serve(
     limits: ServerLimits | None = None,
     task_dirs: Sequence[str | Path] = (),
     single: TaskSpec | None = None,
+    types: SessionTypes | None = None,
 ) -> AsyncIterator[int]:
     """Serves while the context is open.
 
@@ -116,6 +120,8 @@ async def serve(
       allowed_hosts: further names that a Host header may carry.
       task_dirs: folders of tasks of one's own (own_tasks.load).
       single: the one session that there is, as a container of the field has one (`field_calls`).
+      types: what is served in place of the server's own tasks (examples/browsergym_bridge.py); it
+        is closed with the server.
 
     Yields:
       The port.
@@ -129,21 +135,27 @@ async def serve(
         raise ConfigError(f"verifier: listening on {host} needs a token (--token-file)")
     if token is not None and len(token.encode()) < MIN_TOKEN_BYTES:
         raise ConfigError(f"verifier: a token has at least {MIN_TOKEN_BYTES} bytes")
-    types = SessionTypes(
+    types = types or SessionTypes(
         warm_browsers=limits.warm_browsers if single is None else 0,
         max_browsers=limits.max_browsers if single is None else 1,
         own=own_tasks.load(task_dirs),
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(types.close)
-        served: Sessions | SingleSession = Sessions(types, limits)
+        served: Sessions | SingleSession
         if single is not None:
             served = SingleSession(types, single, limits)
+        else:
+            served = Sessions(types, limits, more_calls=tuple(openenv_calls.CALLS.values()))
         await stack.enter_async_context(served)
         app = web.Application(
             middlewares=[_guard(host, allowed_hosts, token)], client_max_size=limits.max_body_bytes
         )
         app.add_routes(served.routes())
+        if isinstance(served, Sessions):
+            door = openenv.OpenEnvDoor(served, types, limits)
+            app.add_routes(door.routes())
+            app.on_shutdown.append(door.close)
         runner = web.AppRunner(
             app,
             access_log=None,

@@ -127,6 +127,8 @@ class SessionTypes:
       own: tasks that people wrote themselves, by name (own_tasks.load).
     """
 
+    example = "desktop/click_button"  # a task for who only wants to see whether the server works
+
     def __init__(
         self,
         *,
@@ -141,6 +143,17 @@ class SessionTypes:
         self._pool: Any = None
         self.renderer = ""  # fingerprint of how pages are drawn, once a browser runs
         self._pool_lock = asyncio.Lock()
+
+    def names(self) -> tuple[str, ...]:
+        """Tasks that can be opened here, the hermetic desktop's first."""
+        from uirl_jax.verifiers.browser import BrowserError, miniwob, pool
+
+        names = [*desktop.TASKS, *self._own]
+        with contextlib.suppress(BrowserError):
+            pool.find_chromium()
+            names.append(SIMPLE_DATA_ENTRY)
+            names += miniwob.task_names()
+        return tuple(names)
 
     async def open(self, task: TaskSpec) -> RunningTask:
         """Starts a task.

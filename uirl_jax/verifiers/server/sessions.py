@@ -16,6 +16,7 @@ Calls (parameters in the query; `act` also as a JSON body by POST: typed text st
     GET    /session/{id}/progress     counts of the task, done, reward
     DELETE /session/{id}              {"deleted": id}
     any    /proxy/{id}/{endpoint}     the session as a container of the field (`field_calls`)
+OpenEnv's calls are in `openenv`, which opens its sessions here.
 Errors are {"detail": reason} with 401, 403, 404, 405, 408, 413, 415, 422, 429, 500
 or 503.
 """
@@ -27,7 +28,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
 from aiohttp import web
@@ -136,11 +137,18 @@ PROGRESS = Call(
 
 
 class Sessions:
-    """Who is open, and one handler a call. An async context manager: leaving it ends them all."""
+    """Who is open, and one handler a call. An async context manager: leaving it ends them all.
 
-    def __init__(self, types: SessionTypes, limits: ServerLimits) -> None:
+    Args:
+      more_calls: of the same server, for the page that lists them.
+    """
+
+    def __init__(
+        self, types: SessionTypes, limits: ServerLimits, more_calls: Sequence[Call] = ()
+    ) -> None:
         self._types = types
         self._limits = limits
+        self._more_calls = more_calls
         self._num_opening = 0
         self._open: dict[str, OpenSession] = {}
         self._ended: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
@@ -152,7 +160,7 @@ class Sessions:
     async def __aexit__(self, *_: object) -> None:
         self._sweeper.cancel()
         for session in list(self._open.values()):
-            await self._end(session)
+            await self.end(session)
 
     def routes(self) -> list[web.RouteDef]:
         handled = [calls.route(call, handler) for call, handler in self._handlers()]
@@ -184,11 +192,16 @@ class Sessions:
         ]
         own = [call for call, _ in self._handlers()]
         return web.json_response(
-            calls.page("uirl_jax verifier, dialects G1+ and G3", [*own, *behind], self._limits)
+            calls.page(
+                "uirl_jax verifier, dialects G1+, G3 and OpenEnv",
+                [*own, *behind, *self._more_calls],
+                self._limits,
+            )
         )
 
     async def root(self, request: web.Request, query: dict[str, str]) -> web.Response:
-        return web.Response(text="uirl_jax verifier: Session Server, dialect G1+\n")
+        name = "uirl_jax verifier: Session Server, dialect G1+"
+        return web.Response(text=f"{name}\nExample task: {self._types.example}\n")
 
     async def status(self, request: web.Request, query: dict[str, str]) -> web.Response:
         running = {key: session.info() for key, session in self._open.items()}
@@ -201,6 +214,29 @@ class Sessions:
             seed = wire.whole_number("seed", query["seed"])
         if not 1 <= count <= self._limits.max_sessions:
             raise ValueError(f"n is {count}, allowed: 1-{self._limits.max_sessions}")
+        task = TaskSpec(query.get("type", ""), seed, query.get("variant", ""))
+        opened = await self.open(task, count)
+        sessions = [
+            {
+                "id": session.session_id,
+                "instruction": session.task.instruction,
+                "screen_width": session.task.width_px,
+                "screen_height": session.task.height_px,
+                "renderer": session.task.renderer,
+            }
+            for session in opened
+        ]
+        return web.json_response(
+            {"session_ids": [session["id"] for session in sessions], "sessions": sessions}
+        )
+
+    async def open(self, task: TaskSpec, count: int = 1) -> list[OpenSession]:
+        """Opens sessions of one task instance: all of them or none.
+
+        Raises:
+          ValueError: no such task, with a printable reason.
+          web.HTTPException: no room for them, or no browser.
+        """
         num_open = len(self._open) + self._num_opening
         if num_open + count > self._limits.max_sessions:
             raise refusal(
@@ -210,7 +246,6 @@ class Sessions:
                 capacity=self._limits.max_sessions,
                 headers=_COME_BACK,
             )
-        task = TaskSpec(query.get("type", ""), seed, query.get("variant", ""))
         self._num_opening += count
         try:
             opened = await self._open_all(task, count)
@@ -218,24 +253,18 @@ class Sessions:
             self._num_opening -= count
         sessions = []
         for running in opened:
-            session_id = secrets.token_hex(8)
             rate = ActionRate(self._limits.max_actions_per_s)
-            self._open[session_id] = OpenSession(session_id, task.name, running, rate)
-            sessions.append(
-                {
-                    "id": session_id,
-                    "instruction": running.instruction,
-                    "screen_width": running.width_px,
-                    "screen_height": running.height_px,
-                    "renderer": running.renderer,
-                }
-            )
+            session = OpenSession(secrets.token_hex(8), task.name, running, rate)
+            self._open[session.session_id] = session
+            sessions.append(session)
         logger.info(
-            "event=create type=%s seed=%d n=%d open=%d", task.name, seed, count, len(self._open)
+            "event=create type=%s seed=%d n=%d open=%d",
+            task.name,
+            task.seed,
+            count,
+            len(self._open),
         )
-        return web.json_response(
-            {"session_ids": [session["id"] for session in sessions], "sessions": sessions}
-        )
+        return sessions
 
     async def _open_all(self, task: TaskSpec, count: int) -> list[RunningTask]:
         """All of them or none. One seed for all: they are attempts at one task instance."""
@@ -279,7 +308,7 @@ class Sessions:
             self._limits.max_delay_s,
             default_delay_s=session.task.delay_s,
         )
-        async with self._in_turn(session):
+        async with self.in_turn(session):
             answer = await session.act(call)
         kind = "screenshot" if call.action is None else call.action.kind
         logger.debug("event=act session=%s kind=%s", session.session_id, kind)  # never its text
@@ -288,17 +317,17 @@ class Sessions:
     async def screenshot(self, request: web.Request, query: dict[str, str]) -> web.Response:
         image_format = wire.read_image_format(query.get("format", "png"))
         session = self._find(request)
-        async with self._in_turn(session):
+        async with self.in_turn(session):
             return await session.image(image_format)
 
     async def progress(self, request: web.Request, query: dict[str, str]) -> web.Response:
         session = self._find(request)
-        async with self._in_turn(session):
+        async with self.in_turn(session):
             return web.json_response(await session.task.progress())
 
     async def delete(self, request: web.Request, query: dict[str, str]) -> web.Response:
         session = self._find(request)
-        await self._end(session)
+        await self.end(session)
         return web.json_response({"deleted": session.session_id})
 
     async def proxy(self, request: web.Request) -> web.Response:
@@ -311,7 +340,7 @@ class Sessions:
         try:
             async with asyncio.timeout(_PROXY_TIMEOUT_S):
                 return await field_calls.answer(
-                    session, endpoint, request, self._limits, self._in_turn
+                    session, endpoint, request, self._limits, self.in_turn
                 )
         except TimeoutError:
             return web.Response(text=f"no answer within {_PROXY_TIMEOUT_S:g} s", status=500)
@@ -324,10 +353,10 @@ class Sessions:
             for session in list(self._open.values()):
                 if session.touched_s < oldest_s and not session.lock.locked():
                     logger.warning("event=idle_end session=%s", session.session_id)
-                    await self._end(session)
+                    await self.end(session)
 
     @contextlib.asynccontextmanager
-    async def _in_turn(self, session: OpenSession) -> AsyncIterator[None]:
+    async def in_turn(self, session: OpenSession) -> AsyncIterator[None]:
         """One call at a time. A session whose browser is lost ends with the call that finds out."""
         async with session.lock:
             session.check_open()
@@ -340,7 +369,7 @@ class Sessions:
                 reason = untrusted_json.printable(str(error), 300)
                 raise refusal(web.HTTPInternalServerError, reason) from error
 
-    async def _end(self, session: OpenSession) -> None:
+    async def end(self, session: OpenSession) -> None:
         """Closes what a session holds, after the call that is using it."""
         if self._forget(session):
             async with session.lock:
