@@ -47,6 +47,9 @@ from uirl_jax.verifiers.client.rules import own_rules
 from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.used_containers import InStore
 from uirl_jax.verifiers.containers.containers import Client, ContainerClient
+from uirl_jax.verifiers.recorded import in_process
+from uirl_jax.verifiers.recorded import sets as recorded_sets
+from uirl_jax.verifiers.recorded.rewards import with_weights
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
@@ -308,17 +311,26 @@ class Run:
     def base_urls(self) -> list[str]:
         verifier = self.cfg.verifier
         if verifier.is_bundled:
+            if not self.cfg.needs_server:
+                return [in_process.URL]
             return supervisor.read_urls(self.port_file)
         return list(verifier.urls) or [f"{verifier.containers.runtime}:{verifier.containers.image}"]
 
     def make_client(self, url: str, owner: str) -> Client:
         """Makes the client of one of base_urls."""
         verifier = self.cfg.verifier
+        find_own_rule = with_weights(verifier.recorded.rewards, own_rules(self.cfg.rules))
+        if url == in_process.URL:
+            return in_process.RecordedClient(
+                recorded_sets.load(verifier.recorded.sets),
+                find_own_rule=find_own_rule,
+                max_pixels=verifier.limits.max_image_pixels,
+            )
         options: dict[str, Any] = {
             "dialect": verifier.dialect,
             "delay_s": verifier.action_delay_s,
             "limits": verifier.limits,
-            "find_own_rule": own_rules(self.cfg.rules),
+            "find_own_rule": find_own_rule,
         }
         if verifier.containers.runtime == "none":
             token = read_token(verifier.token_file) if verifier.urls else None

@@ -88,7 +88,7 @@ def run_suite(
 @contextlib.contextmanager
 def own_verifier(run: Run) -> Iterator[Run]:
     """The run with a bundled server of its own, if it plays on one: the run's may be busy."""
-    if not run.cfg.verifier.is_bundled:
+    if not run.cfg.needs_server:
         yield run
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -41,6 +41,7 @@ from uirl_jax.verifiers.containers.runtime import (
     ContainerConfig,
     Runtime,
 )
+from uirl_jax.verifiers.recorded.in_process import RecordedClient
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
@@ -282,7 +283,8 @@ class ContainerClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
-Client = VerifierClient | ContainerClient  # a server's sessions, or a container for each
+# A server's sessions, a container for each, or recorded ones in this process.
+Client = VerifierClient | ContainerClient | RecordedClient
 
 
 def _is_over(labels: dict[str, str]) -> bool:

@@ -68,6 +68,7 @@ _OPENED = calls.whole(
     screen_width=_INTEGER,
     screen_height=_INTEGER,
     renderer=_TEXT,  # fingerprint of how its pages are drawn; empty: nothing depends on the machine
+    judges_every_action={"type": "boolean"},  # takes `terminate` and `answer` too
 )
 _CREATED = calls.whole(
     session_ids={"type": "array", "items": _TEXT}, sessions={"type": "array", "items": _OPENED}
@@ -228,6 +229,7 @@ class Sessions:
                     "screen_width": running.width_px,
                     "screen_height": running.height_px,
                     "renderer": running.renderer,
+                    "judges_every_action": running.judges_every_action,
                 }
             )
         logger.info(
@@ -278,6 +280,7 @@ class Sessions:
             session.screen_size,
             self._limits.max_delay_s,
             default_delay_s=session.task.delay_s,
+            said=session.task.judges_every_action,
         )
         async with self._in_turn(session):
             answer = await session.act(call)
