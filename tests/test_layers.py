@@ -29,7 +29,7 @@ VERIFIERS = (
     {"wire"},
     {"dialects"},
     {"client", "tasks"},
-    {"own_tasks", "containers"},
+    {"own_tasks", "containers", "recorded"},
     {"browser"},
     {"server"},
     {"doctor"},
