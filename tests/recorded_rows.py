@@ -65,9 +65,7 @@ class InMemory:
 def grounding_set(train: int = 12, test: int = 4, **options) -> InMemory:
     """One click each."""
     splits = ["train"] * train + ["test"] * test
-    return InMemory(
-        [row(n, [click(shade=n, **options)], split) for n, split in enumerate(splits)]
-    )
+    return InMemory([row(n, [click(shade=n, **options)], split) for n, split in enumerate(splits)])
 
 
 def walk_row(number: int = 0, split: str = "train") -> Row:

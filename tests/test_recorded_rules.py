@@ -110,9 +110,7 @@ def published_matching(touch, lift, kind, touch2, lift2, kind2, boxes):
     for y, x, height, width in boxes:
         top, left = max(0, y - 1.4 * height / 2), max(0, x - 1.4 * width / 2)
         high, wide = min(1, height * 2.4), min(1, width * 2.4)
-        if all(
-            top <= p[0] <= top + high and left <= p[1] <= left + wide for p in (touch, touch2)
-        ):
+        if all(top <= p[0] <= top + high and left <= p[1] <= left + wide for p in (touch, touch2)):
             return True
     return bool(near)
 
@@ -185,7 +183,9 @@ def test_text_f1_counts_words(ours, recorded, f1):
 
 
 def test_text_similarity_of_kitten_and_sitting_is_4_of_7():
-    found = rules.text_similarity(Action("type", text="Kitten "), step(Action("type", text="sitting")))
+    found = rules.text_similarity(
+        Action("type", text="Kitten "), step(Action("type", text="sitting"))
+    )
     assert found == pytest.approx(4 / 7)
     assert rules.text_similarity(at(1, 1), step(Action("type", text=""))) == 0.0
 

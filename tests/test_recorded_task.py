@@ -1,4 +1,4 @@
-"""Recorded sessions: rows of seeds, one step and walks, pictures, weights, and both ways to serve."""
+"""Recorded sessions: rows of seeds, one step, walks, pictures, weights; over HTTP and not."""
 
 import asyncio
 import io
@@ -234,10 +234,11 @@ def test_screens_of_a_turned_phone_are_scaled_with_their_places():
 
 def test_weights_are_a_weighted_sum_of_the_parts():
     weights = {"point_in_box": 1.0, "type": 0.1, "completion": 0.5}
-    judgement = rewards.rule(weights).judge(progress_after(opened(grounding_set()), HIT), 1)
-    assert judgement == (True, pytest.approx(1.6), True)
+    rule = rewards.weighted_rule(weights)
+    hit = progress_after(opened(grounding_set()), HIT)
+    assert rule.judge(hit, 1) == (True, pytest.approx(1.6), True)
     missed = progress_after(opened(grounding_set()), Action("click", x=99, y=199))
-    assert rewards.rule(weights).judge(missed, 1) == (True, pytest.approx(0.1), False)
+    assert rule.judge(missed, 1) == (True, pytest.approx(0.1), False)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_weights_are_a_weighted_sum_of_the_parts():
 )
 def test_progress_of_another_task_cannot_be_judged(progress):
     with pytest.raises(VerifierError, match="progress has"):
-        rewards.rule({"type": 1.0}).judge(progress, 1)
+        rewards.weighted_rule({"type": 1.0}).judge(progress, 1)
 
 
 def test_weights_and_sets_of_a_config_are_checked_together():

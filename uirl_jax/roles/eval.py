@@ -50,6 +50,8 @@ def run_eval_role(
     with own_verifier(run) as run:
         result = asyncio.run(measure(run))
     print(evaluation.format_table([result]), flush=True)
+    if result.recorded:
+        print(f"\n{evaluation.format_recorded(result.recorded)}", flush=True)
 
 
 def run_suite(

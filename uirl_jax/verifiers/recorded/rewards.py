@@ -89,7 +89,7 @@ def read_sets(texts: list[str]) -> dict[str, str]:
     return sets
 
 
-def rule(weights: Mapping[str, float]) -> Rule:
+def weighted_rule(weights: Mapping[str, float]) -> Rule:
     """The rule of recorded tasks with these weights; the instruction is the session's own."""
 
     def judge(progress: Mapping[str, Any], turns: int) -> Judgement:
@@ -112,7 +112,7 @@ def with_weights(weights: Mapping[str, float], find_own_rule: FindOwnRule) -> Fi
     """Rules of tasks: the user's own come first, then the weights for recorded tasks."""
     if not weights:
         return find_own_rule
-    weighted = rule(weights)
+    weighted = weighted_rule(weights)
 
     def find(task: TaskSpec) -> Rule | None:
         own = find_own_rule(task)

@@ -6,6 +6,7 @@ Rows are read in a thread, and the latest are kept: the members of a group play 
 import asyncio
 import collections
 from collections.abc import Mapping
+from pathlib import Path
 
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.types import TaskSpec
@@ -80,7 +81,7 @@ def load(paths: Mapping[str, str]) -> RecordedSets:
     faults = []
     for name, path in paths.items():
         try:
-            sets[name] = parquet.RowFile(path)
+            sets[name] = parquet.RowFile(Path(path))
         except (OSError, UirlError) as error:
             faults.append(f"{name}: {error}")
     if faults:

@@ -1,0 +1,145 @@
+"""Tables of recorded sets: ScreenSpot's, by platform and icon or text, and AITW's action matching.
+
+Counted from what the recorded session told after an episode (`verifiers.recorded.task`): the parts,
+a rule's value each, and the row's labels. An invalid action is an attempt with 0 in every part.
+Pure functions.
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from uirl_jax.evaluation.rates import Rate, rate
+from uirl_jax.types import Trajectory
+from uirl_jax.verifiers.recorded import rewards, rules
+
+PLATFORM, UI_TYPE = "platform", "ui_type"  # labels
+HIT = "point_in_box"
+# ScreenSpot names the system or the site; its table has three platforms (arXiv:2401.10935).
+_PLATFORMS = {
+    **dict.fromkeys(("ios", "android", "mobile"), "mobile"),
+    **dict.fromkeys(("windows", "macos", "desktop"), "desktop"),
+    **dict.fromkeys(("web", "tool", "shop", "gitlab", "forum"), "web"),
+}
+_MOST_CELLS = 200  # labels are a set's own words
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Touches in the box among attempts with these labels; "" where the set has none."""
+
+    platform: str
+    ui_type: str
+    hits: Rate
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedResult:
+    """Of one set.
+
+    Attributes:
+      parts: the mean of every rule over the attempts, `aitw` AITW's action matching.
+      cells: by platform and kind of element; empty where the set has neither label.
+      rows: how many rows of the set were played.
+    """
+
+    attempts: int
+    rows: int
+    parts: dict[str, float]
+    cells: list[Cell]
+
+
+def recorded_results(attempts: Iterable[Trajectory]) -> dict[str, RecordedResult]:
+    """By name of the task; empty without recorded tasks. Args: attempts: no env_errors."""
+    by_set: dict[str, list[Mapping[str, Any]]] = {}
+    for attempt in attempts:
+        if attempt.task.name.startswith(rewards.PREFIX) and attempt.turns:
+            by_set.setdefault(attempt.task.name, []).append(attempt.turns[-1].progress)
+    return {name: _result(told) for name, told in sorted(by_set.items())}
+
+
+def _result(told: list[Mapping[str, Any]]) -> RecordedResult:
+    by_labels: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
+    for progress in told:
+        labels = _mapping(progress, "labels")
+        platform, ui_type = (str(labels.get(name, ""))[:40] for name in (PLATFORM, UI_TYPE))
+        key = (_PLATFORMS.get(platform.lower(), platform), ui_type)
+        if key not in by_labels and len(by_labels) >= _MOST_CELLS:
+            key = ("others", "")
+        by_labels[key].append(_part(progress, HIT) == 1.0)
+    named = [key for key in by_labels if key != ("", "")]
+    return RecordedResult(
+        attempts=len(told),
+        rows=len({str(progress.get("row")) for progress in told}),
+        parts={
+            name: statistics.fmean(_part(progress, name) for progress in told)
+            for name in rules.NAMES
+        },
+        cells=[
+            Cell(*key, rate(sum(hits), len(hits)))
+            for key, hits in sorted(by_labels.items())
+            if named
+        ],
+    )
+
+
+def from_json(flat: Mapping[str, Any]) -> RecordedResult:
+    """What `dataclasses.asdict` made these values of. Raises: TypeError, KeyError: others."""
+    cells = [Cell(one["platform"], one["ui_type"], Rate(**one["hits"])) for one in flat["cells"]]
+    return RecordedResult(**{**flat, "cells": cells})
+
+
+def format_recorded(results: Mapping[str, RecordedResult]) -> str:
+    """A table of each set: its cells if it has labels, and the mean of every rule."""
+    return "\n\n".join(_format(name, result) for name, result in results.items())
+
+
+def _format(name: str, result: RecordedResult) -> str:
+    lines = [f"{name}: {result.attempts} episodes on {result.rows} rows"]
+    if result.cells:
+        lines += ["", *_cells_table(result.cells), ""]
+    lines += [f"{rule:<16}{value:>8.1%}" for rule, value in result.parts.items()]
+    return "\n".join(lines)
+
+
+def _cells_table(cells: list[Cell]) -> list[str]:
+    """Rows are platforms, columns kinds of element; the last ones count all attempts alike."""
+    counted: dict[tuple[str, str], Rate] = {(c.platform, c.ui_type): c.hits for c in cells}
+    platforms = sorted({cell.platform for cell in cells})
+    kinds = sorted({cell.ui_type for cell in cells}, reverse=True)  # text before icon
+
+    def shown(rates: list[Rate]) -> str:
+        attempts = sum(one.attempts for one in rates)
+        hits = sum(one.successes for one in rates)
+        return f"{hits / attempts:.1%} ({hits}/{attempts})" if attempts else "-"
+
+    def line(label: str, chosen: list[str]) -> str:
+        by_kind = [
+            shown([counted[p, kind] for p in chosen if (p, kind) in counted]) for kind in kinds
+        ]
+        everything = shown([r for (p, _), r in counted.items() if p in chosen])
+        return f"{label:<16}" + "".join(f"{text:>20}" for text in (*by_kind, everything))
+
+    header = f"{HIT:<16}" + "".join(f"{kind or 'no kind':>20}" for kind in (*kinds, "all"))
+    mean = statistics.fmean(cell.hits.rate for cell in cells)
+    return [
+        header,
+        "-" * len(header),
+        *(line(platform or "no platform", [platform]) for platform in platforms),
+        line("all", platforms),
+        f"mean of the {len(cells)} cells: {mean:.1%}",
+    ]
+
+
+def _part(progress: Mapping[str, Any], name: str) -> float:
+    value = _mapping(progress, rewards.PARTS).get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        return 0.0
+    return float(value)
+
+
+def _mapping(progress: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = progress.get(name)
+    return found if isinstance(found, Mapping) else {}
