@@ -166,7 +166,9 @@ class RowFile:
     Raises: RecordError: no parquet file, or not one of rows. ConfigError: pyarrow is missing.
     """
 
-    def __init__(self, path: Path, *, check_pictures: bool = True, kept_groups: int = 8) -> None:
+    def __init__(
+        self, path: str | Path, *, check_pictures: bool = True, kept_groups: int = 8
+    ) -> None:
         self._path = Path(path)
         self.faults = Faults()
         self._lock = threading.Lock()
