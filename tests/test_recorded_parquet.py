@@ -110,7 +110,7 @@ steps = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.builds(

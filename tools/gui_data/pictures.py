@@ -50,10 +50,15 @@ class Pictures:
         if len(name) > 1000:
             raise RecordError(f"a name of {len(name)} characters for a picture")
         for root in self._roots:
-            path = (root / name).resolve()
+            try:
+                path = (root / name).resolve()
+                is_there = path.exists()
+            except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle
+                reason = getattr(error, "strerror", None) or type(error).__name__
+                raise RecordError(f"picture {printable(name)!r}: {reason}") from None
             if not path.is_relative_to(root):
                 raise RecordError(f"picture {printable(name)!r} lies outside of {root}")
-            if path.exists():
+            if is_there:
                 return look(self._read(path))
         where = " or ".join(map(str, self._roots))
         raise RecordError(f"picture {printable(name)!r} is not in {where}")

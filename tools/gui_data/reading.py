@@ -87,9 +87,11 @@ def document(path: Path) -> dict[str, Any]:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_DOCUMENT_BYTES:
             raise RecordError(f"{path}: {size_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are read")
-        return parse(path.read_bytes())
+        return untrusted_json.parse(path.read_bytes())
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise RecordError(f"{path}: it {error}") from None
 
 
 def splits_of(path: Path) -> dict[str, str]:
