@@ -78,15 +78,17 @@ def test_rows_round_trip_over_many_groups(tmp_path, monkeypatch):
 
 
 def test_groups_are_closed_by_bytes(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 256, (600, 1000, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (200, 700, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
-    step = Step(file.getvalue(), 1000, 600, Action("wait", seconds=1.0))
+    step = Step(file.getvalue(), 700, 200, Action("wait", seconds=1.0))
     rows = [row(number, steps=(step,)) for number in range(6)]
     parquet.write_rows(tmp_path / "rows.parquet", rows)
     footer = pq.ParquetFile(tmp_path / "rows.parquet").metadata
     assert [footer.row_group(n).num_rows for n in range(footer.num_row_groups)] == [3, 3]
     assert parquet.RowFile(tmp_path / "rows.parquet")[5] == rows[5]
+    # A picture of 420 kB is in its page alone: statistics would put it into the footer too.
+    assert footer.serialized_size < 20_000
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
@@ -110,7 +112,7 @@ steps = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.builds(

@@ -1,8 +1,9 @@
 """Rows in a parquet file: written by `tools.prepare_gui_data`, read by the recorded tasks.
 
-A file is a row of `row.Row` a record, its steps nested (`schema`), in row groups of some megabytes:
-whoever wants a row reads its group. The labels are a list of pairs, because not every reader takes
-maps. pyarrow reads and writes (`tables`); fastparquet silently returned None for nested columns.
+A file is a row of `row.Row` a record, its steps nested (`schema`), in row groups of about a
+megabyte: whoever wants a row reads its group. The labels are a list of pairs, because not every
+reader takes maps. pyarrow reads and writes (`tables`); fastparquet silently returned None for
+nested columns.
 
 Files are untrusted. Before a page is read the footer must have our schema, at most so many rows and
 bytes, no dictionaries (a value of a megabyte may stand in them once and be meant a million times)
@@ -166,7 +167,9 @@ class RowFile:
     Raises: RecordError: no parquet file, or not one of rows. ConfigError: pyarrow is missing.
     """
 
-    def __init__(self, path: Path, *, check_pictures: bool = True, kept_groups: int = 8) -> None:
+    def __init__(
+        self, path: str | Path, *, check_pictures: bool = True, kept_groups: int = 16
+    ) -> None:
         self._path = Path(path)
         self.faults = Faults()
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from uirl_jax.errors import ConfigError, RecordError, UirlError
 from uirl_jax.store.files import replacing
 from uirl_jax.untrusted.json import printable
 
-GROUP_BYTES = 4 * 2**20  # a row group is closed behind the row that reaches it
+GROUP_BYTES = 2**20  # a row group is closed behind the row that reaches it: half a ms to read
 GROUP_ROWS = 1000
 MAX_ROWS = 20_000_000
 MAX_FOOTER_BYTES = 256 * 2**20
@@ -39,7 +39,11 @@ def write_records(path: Path, file_schema: Any, records: Iterable[dict[str, Any]
         with (
             replacing(path) as (file,),
             pa.parquet.ParquetWriter(
-                file, file_schema, compression="snappy", use_dictionary=False
+                file,
+                file_schema,
+                compression="snappy",
+                use_dictionary=False,
+                write_statistics=False,  # they would hold whole pictures, the first and the last
             ) as out,
         ):
             for group in _groups(records):
@@ -70,9 +74,10 @@ def _size_bytes(value: Any) -> int:
     return sum(_size_bytes(below) for below in value) if isinstance(value, list | tuple) else 8
 
 
-def open_parquet(path: Path) -> Any:
+def open_parquet(path: Path, *, buffer_bytes: int = 0) -> Any:
     """pyarrow.parquet.ParquetFile of an untrusted file: its footer is read, within limits.
 
+    Args: buffer_bytes: 0: a column of a row group is read at once; else through such a buffer.
     Raises: RecordError: no parquet file. ConfigError: pyarrow is missing.
     """
     pa = require_pyarrow()
@@ -91,17 +96,15 @@ def open_parquet(path: Path) -> Any:
             thrift_string_size_limit=MAX_FOOTER_BYTES,
             thrift_container_size_limit=10_000_000,
             arrow_extensions_enabled=False,
+            buffer_size=buffer_bytes,
+            pre_buffer=False,
         )
     except (OSError, pa.ArrowException, ValueError) as error:
         raise RecordError(f"{path}: {_one_line(error)}") from None
 
 
-def check_groups(path: Path, metadata: Any, codecs: Sequence[str] | None = CODECS) -> None:
-    """Raises RecordError where the footer announces more than may be read into memory.
-
-    Args:
-      codecs: the compressions that are allowed; None: any, and dictionaries too.
-    """
+def check_groups(path: Path, metadata: Any) -> None:
+    """Raises RecordError where the footer announces more than may be read into memory."""
     if metadata.num_rows > MAX_ROWS:
         raise RecordError(f"{path}: {metadata.num_rows} rows, at most {MAX_ROWS} are read")
     for number in range(metadata.num_row_groups):
@@ -119,12 +122,10 @@ def check_groups(path: Path, metadata: Any, codecs: Sequence[str] | None = CODEC
                 raise RecordError(
                     f"{where}: {column.path_in_schema} has {column.num_values} values"
                 )
-            if codecs is None:
-                continue
-            if column.compression not in codecs:
+            if column.compression not in CODECS:
                 raise RecordError(
                     f"{where}: {column.path_in_schema} is compressed with {column.compression}, "
-                    f"expected {' or '.join(codecs)}"
+                    f"expected {' or '.join(CODECS)}"
                 )
             if any("DICTIONARY" in encoding for encoding in column.encodings):
                 raise RecordError(
