@@ -1,6 +1,8 @@
 """GRPO on recorded screens: a touch in the recorded box pays 1. No browser, no server, no HTTP.
 
-    python -m tools.prepare_gui_data grounding --out=gui
+    python -m tools.make_grounding_data --out=grounding --screens=10000
+    python -m tools.make_grounding_data --out=grounding-test --screens=500 --split=test
+    python -m tools.prepare_gui_data grounding grounding-test --kind=grounding --out=gui
     python -m uirl_jax.main --config=configs/recorded.py:gui/rows.parquet --workdir=runs/recorded
 
 The part after the colon is the set's file. A recorded step names one of several right actions, so a

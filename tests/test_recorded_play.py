@@ -102,7 +102,7 @@ def labelled(platform, ui_type):
 
 
 def test_evaluation_counts_by_platform_and_kind_and_writes_it_down():
-    labels = [labelled("ios", "text"), labelled("android", "icon"), labelled("shop", "icon")]
+    labels = [labelled("mobile", "text"), labelled("mobile", "icon"), labelled("web", "icon")]
     rows = InMemory([row(n, [click()], "test", each) for n, each in enumerate(labels)])
     kind = TaskSpec(NAME, 0, max_turns=1)
     tasks = evaluation.eval_tasks([kind], 3)
@@ -190,3 +190,27 @@ def test_recordings_demonstrate_themselves(monkeypatch):
         )
     assert trajectory.success
     assert [turn.action.kind for turn in trajectory.turns] == ["click", "type", "terminate"]
+
+
+def test_server_process_and_a_run_in_process_play_a_file(tmp_path):
+    pytest.importorskip("pyarrow")
+    from uirl_jax.verifiers.recorded import parquet, sets
+    from uirl_jax.verifiers.server import supervisor
+
+    path = tmp_path / "made.parquet"
+    parquet.write_rows(path, [row(n, [click(shade=n)], "train") for n in range(3)])
+    port_file = tmp_path / "port"
+
+    async def progress_of(client):
+        async with client:
+            session = await client.create(TaskSpec(NAME, 1))
+            await client.act(session.id, Action("click", x=50, y=60), "a")
+            return session.instruction, await client.progress(session.id)
+
+    with supervisor.bundled_server(port_file, tmp_path / "log", recorded={"made": str(path)}):
+        (url,) = supervisor.read_urls(port_file)
+        remote = asyncio.run(progress_of(VerifierClient(url)))
+    local = asyncio.run(progress_of(RecordedClient(sets.load({"made": str(path)}))))
+    assert remote == local and local[1]["parts"]["point_in_box"] == 1.0
+    with pytest.raises(ConfigError, match=r"recorded sets: b: .*none\.parquet"):
+        sets.load({"a": str(path), "b": str(tmp_path / "none.parquet")})

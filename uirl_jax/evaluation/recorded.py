@@ -17,12 +17,6 @@ from uirl_jax.verifiers.recorded import rewards, rules
 
 PLATFORM, UI_TYPE = "platform", "ui_type"  # labels
 HIT = "point_in_box"
-# ScreenSpot names the system or the site; its table has three platforms (arXiv:2401.10935).
-_PLATFORMS = {
-    **dict.fromkeys(("ios", "android", "mobile"), "mobile"),
-    **dict.fromkeys(("windows", "macos", "desktop"), "desktop"),
-    **dict.fromkeys(("web", "tool", "shop", "gitlab", "forum"), "web"),
-}
 _MOST_CELLS = 200  # labels are a set's own words
 
 
@@ -64,8 +58,7 @@ def _result(told: list[Mapping[str, Any]]) -> RecordedResult:
     by_labels: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
     for progress in told:
         labels = _mapping(progress, "labels")
-        platform, ui_type = (str(labels.get(name, ""))[:40] for name in (PLATFORM, UI_TYPE))
-        key = (_PLATFORMS.get(platform.lower(), platform), ui_type)
+        key = (str(labels.get(PLATFORM, ""))[:40], str(labels.get(UI_TYPE, ""))[:40])
         if key not in by_labels and len(by_labels) >= _MOST_CELLS:
             key = ("others", "")
         by_labels[key].append(_part(progress, HIT) == 1.0)
