@@ -15,6 +15,8 @@ from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError
 from uirl_jax.evaluation.recorded import from_json
+from uirl_jax.learner import loop
+from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.rl.advantages import AdvantageConfig, group_advantages, with_negative_weight
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
@@ -214,3 +216,13 @@ def test_server_process_and_a_run_in_process_play_a_file(tmp_path):
     assert remote == local and local[1]["parts"]["point_in_box"] == 1.0
     with pytest.raises(ConfigError, match=r"recorded sets: b: .*none\.parquet"):
         sets.load({"a": str(path), "b": str(tmp_path / "none.parquet")})
+
+
+def test_a_steps_metrics_have_every_rule_of_recorded_episodes():
+    group = [play(grounding_set(), text) for text in ("click(40,60)", "click(0,0)", "no")]
+    found = loop._describe([group], AlgorithmConfig(), 0)
+    assert found["recorded/point_in_box"] == pytest.approx(1 / 3)
+    assert found["recorded/form"] == pytest.approx(2 / 3)
+    other = dataclasses.replace(group[0], task=TaskSpec("desktop/click_button", 0))
+    names = loop._describe([[other]], AlgorithmConfig(), 0)
+    assert not any(name.startswith("recorded/") for name in names)

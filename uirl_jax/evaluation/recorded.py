@@ -13,7 +13,8 @@ from typing import Any
 
 from uirl_jax.evaluation.rates import Rate, rate
 from uirl_jax.types import Trajectory
-from uirl_jax.verifiers.recorded import rewards, rules
+from uirl_jax.verifiers.recorded import rules
+from uirl_jax.verifiers.recorded.rewards import parts_of
 
 PLATFORM, UI_TYPE = "platform", "ui_type"  # labels
 HIT = "point_in_box"
@@ -47,33 +48,32 @@ class RecordedResult:
 
 def recorded_results(attempts: Iterable[Trajectory]) -> dict[str, RecordedResult]:
     """By name of the task; empty without recorded tasks. Args: attempts: no env_errors."""
-    by_set: dict[str, list[Mapping[str, Any]]] = {}
+    by_set: dict[str, list[tuple[Mapping[str, float], Mapping[str, Any]]]] = {}
     for attempt in attempts:
-        if attempt.task.name.startswith(rewards.PREFIX) and attempt.turns:
-            by_set.setdefault(attempt.task.name, []).append(attempt.turns[-1].progress)
+        if (parts := parts_of(attempt)) is not None:
+            told = (parts, attempt.turns[-1].progress)
+            by_set.setdefault(attempt.task.name, []).append(told)
     return {name: _result(told) for name, told in sorted(by_set.items())}
 
 
-def _result(told: list[Mapping[str, Any]]) -> RecordedResult:
+def _result(told: list[tuple[Mapping[str, float], Mapping[str, Any]]]) -> RecordedResult:
     by_labels: dict[tuple[str, str], list[bool]] = collections.defaultdict(list)
-    for progress in told:
-        labels = _mapping(progress, "labels")
+    for parts, progress in told:
+        found = progress.get("labels")
+        labels = found if isinstance(found, Mapping) else {}
         key = (str(labels.get(PLATFORM, ""))[:40], str(labels.get(UI_TYPE, ""))[:40])
         if key not in by_labels and len(by_labels) >= _MOST_CELLS:
             key = ("others", "")
-        by_labels[key].append(_part(progress, HIT) == 1.0)
-    named = [key for key in by_labels if key != ("", "")]
+        by_labels[key].append(parts[HIT] == 1.0)
+    has_labels = any(key != ("", "") for key in by_labels)
     return RecordedResult(
         attempts=len(told),
-        rows=len({str(progress.get("row")) for progress in told}),
-        parts={
-            name: statistics.fmean(_part(progress, name) for progress in told)
-            for name in rules.NAMES
-        },
+        rows=len({str(progress.get("row")) for _, progress in told}),
+        parts={name: statistics.fmean(parts[name] for parts, _ in told) for name in rules.NAMES},
         cells=[
             Cell(*key, rate(sum(hits), len(hits)))
             for key, hits in sorted(by_labels.items())
-            if named
+            if has_labels
         ],
     )
 
@@ -124,15 +124,3 @@ def _cells_table(cells: list[Cell]) -> list[str]:
         line("all", platforms),
         f"mean of the {len(cells)} cells: {mean:.1%}",
     ]
-
-
-def _part(progress: Mapping[str, Any], name: str) -> float:
-    value = _mapping(progress, rewards.PARTS).get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        return 0.0
-    return float(value)
-
-
-def _mapping(progress: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = progress.get(name)
-    return found if isinstance(found, Mapping) else {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ConfigError, VerifierError
-from uirl_jax.types import Judgement, Rule, TaskSpec
+from uirl_jax.types import Judgement, Rule, TaskSpec, Trajectory
 from uirl_jax.verifiers.client.rules import FindOwnRule
 from uirl_jax.verifiers.recorded import rules
 from uirl_jax.verifiers.tasks import variants
@@ -121,10 +121,27 @@ def with_weights(weights: Mapping[str, float], find_own_rule: FindOwnRule) -> Fi
     return find
 
 
-def _part(found: Mapping[str, Any], name: str) -> float:
-    value = found.get(name)
+def parts_of(trajectory: Trajectory) -> dict[str, float] | None:
+    """Every rule's value after the last turn, 0 for what is no number from 0 to 1; None: of another
+    task, or without a turn."""
+    if not trajectory.task.name.startswith(PREFIX) or not trajectory.turns:
+        return None
+    told = trajectory.turns[-1].progress.get(PARTS)
+    found = told if isinstance(told, Mapping) else {}
+    return {name: _usable(found.get(name)) or 0.0 for name in rules.NAMES}
+
+
+def _usable(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise VerifierError(
-            f"progress has {PARTS}.{name}={str(value)[:40]!r}: expected a number from 0 to 1"
-        )
+        return None
     return float(value)
+
+
+def _part(found: Mapping[str, Any], name: str) -> float:
+    value = _usable(found.get(name))
+    if value is None:
+        raise VerifierError(
+            f"progress has {PARTS}.{name}={str(found.get(name))[:40]!r}: expected a number from 0 "
+            "to 1"
+        )
+    return value
