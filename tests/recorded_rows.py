@@ -61,6 +61,9 @@ class InMemory:
     def __getitem__(self, index: int) -> Row:
         return self._rows[index]
 
+    def sizes(self, index: int) -> list[tuple[int, int]]:
+        return [(step.width_px, step.height_px) for step in self._rows[index].steps]
+
 
 def grounding_set(train: int = 12, test: int = 4, **options) -> InMemory:
     """One click each."""

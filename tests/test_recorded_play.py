@@ -18,6 +18,7 @@ from uirl_jax.evaluation.recorded import from_json
 from uirl_jax.learner import loop
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.rl.advantages import AdvantageConfig, group_advantages, with_negative_weight
+from uirl_jax.run import Run
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import no_own_rule
@@ -226,3 +227,18 @@ def test_a_steps_metrics_have_every_rule_of_recorded_episodes():
     other = dataclasses.replace(group[0], task=TaskSpec("desktop/click_button", 0))
     names = loop._describe([[other]], AlgorithmConfig(), 0)
     assert not any(name.startswith("recorded/") for name in names)
+
+
+def test_a_set_with_too_large_a_picture_is_refused_before_the_run(tmp_path, monkeypatch):
+    sets = RecordedSets({"made": InMemory([row(0, [click(), click(size=(800, 600))])])})
+    monkeypatch.setattr("uirl_jax.verifiers.recorded.sets.load", lambda paths: sets)
+    cfg = run_config([NAME], recorded=rewards.RecordedConfig({"made": "made.parquet"}))
+    planned = Run(cfg, tmp_path, "id")
+    inputs = world.inputs()  # at most 12 visual tokens, whatever the picture
+    assert planned._recorded_sets(inputs).sizes() == {(100, 200), (800, 600)}
+    few = dataclasses.replace(cfg.engine, image_row_patches=16)
+    planned = dataclasses.replace(planned, cfg=dataclasses.replace(cfg, engine=few))
+    with pytest.raises(
+        ConfigError, match=r"800x600 pixels has \d+ patches, .* take 16; set"
+    ):
+        planned._recorded_sets(inputs)

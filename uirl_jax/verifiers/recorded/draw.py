@@ -33,6 +33,10 @@ class Rows(Protocol):
 
     def __getitem__(self, index: int, /) -> Row: ...
 
+    def sizes(self, index: int, /) -> Sequence[tuple[int, int]]:
+        """(width, height) in pixels of each step's picture."""
+        ...
+
 
 class Drawn(NamedTuple):
     row: int  # its index in the set

@@ -48,6 +48,11 @@ class RecordedSets:
         """Of the tasks: recorded/<name>."""
         return tuple(self._sets)
 
+    def sizes(self) -> set[tuple[int, int]]:
+        """(width, height) of all pictures."""
+        rows = [each.rows for each in self._sets.values()]
+        return {size for each in rows for index in range(len(each)) for size in each.sizes(index)}
+
     async def open(self, task: TaskSpec) -> RecordedTask:
         """Starts a task.
 
