@@ -32,7 +32,6 @@ from uirl_jax.verifiers.recorded.row import Row, Step
 _LINE = {"id", "split", "labels", "instruction", "coordinates", "box_form", "steps"}
 _STEP = {"image", "action", "box", "elements", "instruction"}
 _ACTION = {field.name for field in dataclasses.fields(Action)}
-_BOX_FORMS = {"corners": False, "size": True}
 
 
 def read(source: Source) -> Iterator[Draft]:
@@ -76,12 +75,12 @@ def _row(line: Mapping[str, Any], row_id: str, pictures: Pictures) -> Row:
 
 def _form(line: Mapping[str, Any]) -> Form:
     unit, box_form = line.get("coordinates", "pixels"), line.get("box_form", "corners")
-    if unit not in ("pixels", "0-1", "0-1000") or box_form not in _BOX_FORMS:
+    if unit not in ("pixels", "0-1", "0-1000") or box_form not in ("corners", "size"):
         raise RecordError(
             f"coordinates={printable(repr(unit), 40)}, box_form={printable(repr(box_form), 40)}; "
             "expected pixels, 0-1 or 0-1000, and corners or size"
         )
-    return Form(unit, has_size=_BOX_FORMS[box_form])
+    return Form(unit, has_size=box_form == "size")
 
 
 def _step(step: dict[str, Any], form: Form, pictures: Pictures, *, is_line: bool) -> Step:
