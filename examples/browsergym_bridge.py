@@ -90,6 +90,7 @@ class BrowserGymTask:
 
     delay_s = 0.0  # BrowserGym waits half a second by itself
     renderer = ""
+    judges_every_action = False
 
     def __init__(self, env: Any, seen: dict[str, Any], thread: ThreadPoolExecutor) -> None:
         self._env, self._thread, self._seen = env, thread, seen

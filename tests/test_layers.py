@@ -29,6 +29,7 @@ VERIFIERS = (
     {"wire"},
     {"dialects"},
     {"client", "tasks"},
+    {"recorded"},
     {"own_tasks", "containers"},
     {"browser"},
     {"server"},

@@ -98,8 +98,8 @@ def test_variant_replaces_values_and_keeps_the_others():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "give either --rule or --variant"),
-        (["--rule=a:b", "--variant=wrong=0"], "give either --rule or --variant"),
+        ([], "give one of --rule, --variant and --rewards"),
+        (["--rule=a:b", "--variant=wrong=0"], "give one of --rule, --variant and --rewards"),
         (["--rule=tests.test_score_again:nothing"], "has no such name"),
         (["--rule=nowhere"], "expected 'module:name'"),
     ],

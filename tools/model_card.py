@@ -16,7 +16,8 @@ from typing import Any
 from uirl_jax import evaluation
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import UirlError
-from uirl_jax.evaluation.statistics import EvalResult, wilson_interval
+from uirl_jax.evaluation.rates import wilson_interval
+from uirl_jax.evaluation.statistics import EvalResult
 from uirl_jax.evaluation.suite_play import SCORES_FILE, SUITES_DIR
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.untrusted.json import printable
@@ -29,6 +30,7 @@ _TAGS = ("uirl_jax", "ui-agent", "reinforcement-learning")
 _LEFT_OUT = (
     *("model.path", "model.adapter", "model.family", "tasks", "cold_start.demonstrations"),
     *("verifier.urls", "verifier.token_file", "verifier.port", "verifier.task_dirs"),
+    *("verifier.recorded.sets",),
     *("verifier.containers", "mesh", "cluster"),
     *("engine.openai.url", "engine.openai.api_key_env", "engine.openai.model"),
     *("engine.openai.adapters_dir", "engine.openai.adapters_dir_there"),
@@ -250,6 +252,8 @@ def _data(export: Export) -> list[str]:
         source = "one container for each episode, dialect " + code(verifier.dialect)
     elif verifier.is_bundled:
         source = "uirl_jax's bundled server"
+        if not cfg.needs_server:
+            source = "recorded screens, without a server"
     lines = [
         "## Training data",
         "",

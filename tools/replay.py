@@ -22,7 +22,7 @@ import json
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Settings:
 
     urls: tuple[str, ...] = ()  # none: the bundled server
     task_dirs: tuple[str, ...] = ()
+    recorded: Mapping[str, str] = dataclasses.field(default_factory=dict)  # sets by name
     client: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of VerifierClient
 
 
@@ -177,7 +178,7 @@ async def replay(
                 yield Compared(number, pixels, note="no valid action: nothing was sent"), shown
                 return
             try:
-                if turn.action.kind not in UNSENT:
+                if turn.action.kind not in UNSENT or session.judges_every_action:
                     client.check_action(turn.action)
                     screenshot = await client.act(session.id, turn.action, uuid.uuid4().hex)
                 progress = await client.progress(session.id)
@@ -226,7 +227,9 @@ def _verifier(settings: Settings) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name:
         port_file = Path(name) / "verifier.port"
         log_file = Path(name) / "verifier.log"
-        with supervisor.bundled_server(port_file, log_file, task_dirs=settings.task_dirs):
+        with supervisor.bundled_server(
+            port_file, log_file, task_dirs=settings.task_dirs, recorded=settings.recorded
+        ):
             yield supervisor.read_urls(port_file)[0]
 
 
@@ -275,9 +278,10 @@ def settings_of(path: Path, args: argparse.Namespace) -> Settings:
     flags = {"dialect": args.dialect, "delay_s": args.delay, "token": token}
     given = {name: value for name, value in flags.items() if value is not None}
     if not (path / "config.json").is_file():
-        return Settings(urls, tuple(args.task_dir), given)
+        return Settings(urls, tuple(args.task_dir), client=given)
     from tools.export import read_run  # imports JAX, which takes seconds
     from uirl_jax.verifiers.client.rules import own_rules
+    from uirl_jax.verifiers.recorded.rewards import with_weights
 
     cfg = read_run(path)
     verifier = cfg.verifier
@@ -293,9 +297,10 @@ def settings_of(path: Path, args: argparse.Namespace) -> Settings:
         "dialect": verifier.dialect,
         "delay_s": verifier.action_delay_s,
         "limits": verifier.limits,
-        "find_own_rule": own_rules(cfg.rules),
+        "find_own_rule": with_weights(verifier.recorded.rewards, own_rules(cfg.rules)),
     }
-    return Settings(urls, (*verifier.task_dirs, *args.task_dir), known | given)
+    task_dirs = (*verifier.task_dirs, *args.task_dir)
+    return Settings(urls, task_dirs, verifier.recorded.sets, known | given)
 
 
 def as_json(trajectory: Trajectory, found: Sequence[Compared]) -> dict[str, Any]:

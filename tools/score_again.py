@@ -2,11 +2,13 @@
 
     python -m tools.score_again runs/entry --variant=wrong=0,duplicate=0
     python -m tools.score_again runs/entry --rule=examples.own_code.rules:first_rows --json=new
+    python -m tools.score_again runs/recorded --rewards=gaussian=1,type=0.1
 
 The progress after every turn is in the record, so nothing is played again. A rule may end an
 episode earlier than it ended; it cannot make it longer. `--variant` changes values of the built-in
 rule of simple_data_entry (uirl_jax/verifiers/client/rules.py), `--rule` names a function of your
-own (docs/own_code.md). Paths are shards or directories with shards.
+own (docs/own_code.md), `--rewards` gives weights to the rules of recorded tasks (docs/recorded.md).
+Paths are shards or directories with shards.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Judgement, Rule, TaskSpec, Trajectory
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.client import rules
+from uirl_jax.verifiers.recorded.rewards import read_weights, weighted_rule
 
 FindRule = Callable[[TaskSpec], Rule]
 _SHOWN = 20  # flips that are printed
@@ -56,10 +59,13 @@ def changed_variant(variant: str, changes: str) -> str:
     return ",".join(f"{key}={value}" for key, value in values.items())
 
 
-def rule_finder(reference: str, changes: str) -> FindRule:
-    """Raises: ConfigError: not exactly one of both is given, or there is no such function."""
-    if bool(reference) == bool(changes):
-        raise ConfigError("give either --rule or --variant")
+def rule_finder(reference: str, changes: str, weights: str = "") -> FindRule:
+    """Raises: ConfigError: not exactly one of them is given, or there is no such function."""
+    if sum(map(bool, (reference, changes, weights))) != 1:
+        raise ConfigError("give one of --rule, --variant and --rewards")
+    if weights:
+        weighted = weighted_rule(read_weights(weights))
+        return lambda task: weighted
     if changes:
         return lambda task: rules.find_rule(
             dataclasses.replace(task, variant=changed_variant(task.variant, changes))
@@ -155,11 +161,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="a shard, or a directory with shards")
     parser.add_argument("--rule", default="", help="module:function of TaskSpec -> types.Rule")
     parser.add_argument("--variant", default="", help="values of the built-in rule, as wrong=0.5")
+    parser.add_argument("--rewards", default="", help="weights of recorded tasks, as type=0.2")
     parser.add_argument("--json", type=Path, help="a file for a line about every episode")
     args = parser.parse_args(argv)
     not_judged: collections.Counter[str] = collections.Counter()
     try:
-        find_rule = rule_finder(args.rule, args.variant)
+        find_rule = rule_finder(args.rule, args.variant, args.rewards)
         trajectories = _read(find_shards(args.path))
         found = list(score_again(trajectories, find_rule, not_judged))
         if args.json:

@@ -23,9 +23,9 @@ from uirl_jax.config import reading, sizes
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine import requests as engine_requests
 from uirl_jax.engine.interface import SamplingEngine
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families import loading
-from uirl_jax.families.border import Family
+from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.learner.algorithm import find_estimator
@@ -49,6 +49,10 @@ from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.used_containers import InStore
 from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.dialects import OPENENV
+from uirl_jax.verifiers.recorded import in_process
+from uirl_jax.verifiers.recorded import sets as recorded_sets
+from uirl_jax.verifiers.recorded.rewards import with_weights
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
@@ -302,24 +306,59 @@ class Run:
     # ------------------------------------------------------------------------------ its players
 
     def make_players(self, model: loading.PolicyModel, owner: str) -> Players:
-        """Args: owner: the role, used to label containers so that they can be deleted."""
-        fleet = Fleet(self.base_urls, lambda url: self.make_client(url, owner))
+        """
+        Args: owner: the role, used to label containers so that they can be deleted.
+        Raises: ConfigError: recorded sets that cannot be read, or with too large a picture.
+        """
+        sets = self._recorded_sets(model.inputs)
+        fleet = Fleet(self.base_urls, lambda url: self.make_client(url, owner, sets))
         chat = self.make_chat(model)
         return Players(self.cfg.play, model, chat, fleet, self.workdir, self.run_id)
 
     def base_urls(self) -> list[str]:
         verifier = self.cfg.verifier
         if verifier.is_bundled:
+            if not self.cfg.needs_server:
+                return [in_process.URL]
             return supervisor.read_urls(self.port_file)
         return list(verifier.urls) or [f"{verifier.containers.runtime}:{verifier.containers.image}"]
 
-    def make_client(self, url: str, owner: str) -> Client:
-        """Makes the client of one of base_urls."""
+    def _recorded_sets(self, inputs: Inputs) -> RecordedSets:
+        """The sets that this process plays itself. Raises: ConfigError: see `make_players`."""
+        cfg = self.cfg
+        if not cfg.verifier.is_bundled or cfg.needs_server:
+            return RecordedSets({})
+        sets = recorded_sets.load(cfg.verifier.recorded.sets)
+        most = cfg.learner.batch.patch_lengths[-1]
+        if cfg.engine.kind == "jax":
+            most = min(most, cfg.engine.image_row_patches)
+        for size in sorted(sets.sizes(), reverse=True):
+            try:
+                patches = inputs.plan_screen(size).patches
+            except ImageError as error:
+                raise ConfigError(f"verifier.recorded.sets: {error}") from error
+            if patches > most:
+                raise ConfigError(
+                    f"verifier.recorded.sets: a picture of {size[0]}x{size[1]} pixels has "
+                    f"{patches} patches, engine and learner take {most}; set screen_px={size}, or "
+                    "prepare the set with a smaller --longest_px"
+                )
+        return sets
+
+    def make_client(self, url: str, owner: str, sets: RecordedSets) -> Client:
+        """Makes the client of one of base_urls. Args: sets: what this process plays itself."""
         verifier = self.cfg.verifier
+        find_own_rule = with_weights(verifier.recorded.rewards, own_rules(self.cfg.rules))
+        if url == in_process.URL:
+            return in_process.RecordedClient(
+                sets,
+                find_own_rule=find_own_rule,
+                max_pixels=verifier.limits.max_image_pixels,
+            )
         options: dict[str, Any] = {
             "delay_s": verifier.action_delay_s,
             "limits": verifier.limits,
-            "find_own_rule": own_rules(self.cfg.rules),
+            "find_own_rule": find_own_rule,
         }
         token = read_token(verifier.token_file) if verifier.urls else None
         if verifier.dialect == OPENENV:

@@ -36,6 +36,7 @@ COMMANDS = (
     Command("client", "tools.bench.client", "a turn's cost in the verifier's client"),
     Command("verifiers", "tools.bench.verifiers", "sessions in a real browser"),
     Command("playing", "tools.bench.playing", "episodes a minute of MiniWoB++, and their costs"),
+    Command("recorded", "tools.bench.recorded", "recorded steps, beside HTTP and a live page"),
     Command("viewer", "tools.bench.viewer", "the viewer's list of 50,000 episodes, in Chromium"),
     Command("faults", "tools.bench.faults.command", "what verifiers' faults do to the actor"),
 )

@@ -50,7 +50,8 @@ MAX_REWARD = 1e6  # a larger one is a verifier's bug, and would break its group'
 TERMINATE = "terminate"  # the policy ends the episode
 # Turns whose action may or may not have been applied; one more ends the episode as env_error.
 MAX_TAINTED_TURNS = 2
-UNSENT = frozenset({TERMINATE, "answer"})  # kinds of action that are not sent to the verifier
+# Kinds of action that are not sent to the verifier, unless its session judges every action.
+UNSENT = frozenset({TERMINATE, "answer"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,9 +281,12 @@ async def _play(
                 margins=newest.margins,
                 cursor=actions.cursor_after(turn.action for turn in episode.turns),
             )
-            if action.kind not in UNSENT:
+            is_sent = action.kind not in UNSENT or session.judges_every_action
+            if is_sent:
                 client.check_action(action)
         except ActionError as error:
+            if session.judges_every_action:  # it says which recorded step this was
+                turn = dataclasses.replace(turn, progress=await client.progress(session.id))
             # A format error forfeits positive reward and keeps negative reward.
             _append(episode, turn, reward=min(0.0, episode.reward), error=str(error))
             return StopReason.FORMAT_ERROR
@@ -290,7 +294,7 @@ async def _play(
         try:
             with _stopwatch(waits_s, "environment"):
                 taint = ""
-                if action.kind not in UNSENT:
+                if is_sent:
                     screenshot, taint = await _act(client, session, action, episode)
                 progress = await client.progress(session.id)
             done, reward = _verdict(progress)

@@ -29,6 +29,8 @@ from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.client.transport import ClientLimits
 from uirl_jax.verifiers.containers.runtime import ContainerConfig
 from uirl_jax.verifiers.dialects import DIALECTS, DialectName
+from uirl_jax.verifiers.recorded import rewards as recorded_rewards
+from uirl_jax.verifiers.recorded.rewards import RecordedConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +96,13 @@ class VerifierConfig:
     token_file: str = ""
     limits: ClientLimits = dataclasses.field(default_factory=ClientLimits)
     task_dirs: tuple[str, ...] = ()  # folders of the user's own tasks own/<name>; docs/own_task.md
+    recorded: RecordedConfig = dataclasses.field(default_factory=RecordedConfig)
     # Instead of urls: one container per episode, started and deleted by the actor.
     containers: ContainerConfig = dataclasses.field(default_factory=ContainerConfig)
 
     @property
     def is_bundled(self) -> bool:
-        """Whether the verifier is the run's bundled server."""
+        """Whether the verifier is the run's own: the bundled server, or recorded in process."""
         return not self.urls and self.containers.runtime == "none"
 
 
@@ -199,6 +202,14 @@ class RunConfig:
                     f"tasks: {task.name!r} is not in verifier.task_dirs="
                     f"{self.verifier.task_dirs}; add its folder there"
                 )
+        recorded = {recorded_rewards.PREFIX + name for name in self.verifier.recorded.sets}
+        faults += [
+            f"tasks: {task.name!r} is not in verifier.recorded.sets; add its parquet file there"
+            for task in self.tasks
+            if task.name.startswith(recorded_rewards.PREFIX)
+            and task.name not in recorded
+            and self.verifier.is_bundled
+        ]
         containers = self.verifier.containers
         if containers.runtime != "none":
             if self.verifier.urls:
@@ -352,6 +363,13 @@ class RunConfig:
     def rules(self) -> dict[str, str]:
         """Task name -> the import path of its own rule."""
         return {task.name: task.rule for task in self.tasks if task.rule}
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether the run starts a bundled server for its episodes."""
+        recorded = all(task.name.startswith(recorded_rewards.PREFIX) for task in self.tasks)
+        in_process = recorded and self.verifier.recorded.in_process
+        return self.verifier.is_bundled and not in_process
 
     @property
     def max_context_tokens(self) -> int:

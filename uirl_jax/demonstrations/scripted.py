@@ -20,6 +20,7 @@ from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.recorded import sets as recorded_sets
 from uirl_jax.verifiers.server.session_types import RunningTask, SessionTypes
 from uirl_jax.verifiers.tasks import desktop
 
@@ -79,13 +80,25 @@ class Demonstrator:
 
     Args:
       task_dirs: folders of tasks of one's own; ConfigError where one is none (own_tasks.load).
+      recorded: files of recorded sets by name; their recordings are what is demonstrated.
       browsers: how many of them play at once.
     """
 
-    def __init__(self, task_dirs: Sequence[str] = (), *, browsers: int = 1) -> None:
+    def __init__(
+        self,
+        task_dirs: Sequence[str] = (),
+        *,
+        recorded: Mapping[str, str] | None = None,
+        browsers: int = 1,
+    ) -> None:
         own = own_tasks.load(task_dirs)
         self._runner = asyncio.Runner()
-        self._types = SessionTypes(warm_browsers=browsers, max_browsers=browsers, own=own)
+        self._types = SessionTypes(
+            warm_browsers=browsers,
+            max_browsers=browsers,
+            own=own,
+            recorded=recorded_sets.load(recorded or {}),
+        )
         self._browsers = asyncio.Semaphore(browsers)
 
     def __enter__(self) -> "Demonstrator":

@@ -2,7 +2,8 @@
 
 `play` runs the episodes of a run's own stages, `statistics` counts, `results` has the files; `gate`
 decides whether a policy may be published. `suite` is the content of a tasks.json, `suite_play`
-plays it, `outcome`, `scores`, `rescaled` and `paired` count. `tables` formats text, `pictures`
+plays it, `outcome`, `scores`, `rescaled` and `paired` count;
+`recorded` counts by the labels of recorded rows. `tables` formats text, `pictures`
 draws turns.
 Other packages import all names from here: `from uirl_jax import evaluation`.
 """
@@ -23,6 +24,8 @@ from uirl_jax.evaluation.play import (
     eval_tasks,
     evaluate,
 )
+from uirl_jax.evaluation.rates import Rate, rate, wilson_interval
+from uirl_jax.evaluation.recorded import RecordedResult, format_recorded
 from uirl_jax.evaluation.rescaled import RescaledReward
 from uirl_jax.evaluation.results import (
     CHANCE,
@@ -43,12 +46,9 @@ from uirl_jax.evaluation.results import (
 from uirl_jax.evaluation.scores import Played, Scores, score_by_task
 from uirl_jax.evaluation.statistics import (
     EvalResult,
-    Rate,
     count,
-    rate,
     renderers_text,
     task_label,
-    wilson_interval,
 )
 from uirl_jax.evaluation.suite import Suite
 from uirl_jax.evaluation.suite_play import Contender, conclude, open_suite, play_suite
@@ -77,6 +77,7 @@ __all__ = [
     "Played",
     "PublishConfig",
     "Rate",
+    "RecordedResult",
     "RescaledReward",
     "RunTasks",
     "Scores",
@@ -90,6 +91,7 @@ __all__ = [
     "forget_after",
     "format_comparisons",
     "format_episodes",
+    "format_recorded",
     "format_scores",
     "format_table",
     "format_tasks",

@@ -20,6 +20,7 @@ from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
+from uirl_jax.verifiers.recorded.rewards import PREFIX as RECORDED
 
 KEPT_EPISODES = 12
 
@@ -45,9 +46,13 @@ def eval_tasks(
         raise ValueError(f"{n} instances of {len(kinds)} tasks; at most {_RUN_SEED_STRIDE}")
     first = seed * _RUN_SEED_STRIDE
     seed_of = {"held_out": eval_seed, "tuning": tune_seed}[seeds]
-    return [
-        dataclasses.replace(kinds[idx % len(kinds)], seed=seed_of(first + idx)) for idx in range(n)
-    ]
+    tasks = []
+    for idx in range(n):
+        kind = kinds[idx % len(kinds)]
+        # Recorded rows are played in the order of their seeds: a kind leaves out none of its own.
+        number = idx // len(kinds) if kind.name.startswith(RECORDED) else idx
+        tasks.append(dataclasses.replace(kind, seed=seed_of(first + number)))
+    return tasks
 
 
 async def evaluate(

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ConfigError, UirlError
-from uirl_jax.evaluation.statistics import EvalResult, Rate
+from uirl_jax.evaluation.rates import Rate
+from uirl_jax.evaluation.recorded import from_json
+from uirl_jax.evaluation.statistics import EvalResult
 from uirl_jax.store.files import write_atomically
 from uirl_jax.store.local import LocalStore
 
@@ -43,7 +45,8 @@ def to_result(flat: Mapping[str, Any]) -> EvalResult:
     Raises: TypeError, KeyError, AttributeError: others.
     """
     per_task = {label: Rate(**rate) for label, rate in flat["per_task"].items()}
-    result = EvalResult(**{**flat, "per_task": per_task})
+    recorded = {name: from_json(one) for name, one in flat.get("recorded", {}).items()}
+    result = EvalResult(**{**flat, "per_task": per_task, "recorded": recorded})
     whole = isinstance(result.stage, str) and type(result.finished_unix_s) in (int, float)
     if not whole:
         raise TypeError("stage is no text, or finished_unix_s no number")

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from uirl_jax.evaluation.outcome import Outcome
+from uirl_jax.evaluation.rates import Rate, rate
 from uirl_jax.evaluation.rescaled import RescaledReward, reporting, score_rescaled
-from uirl_jax.evaluation.statistics import Rate, rate, task_label
+from uirl_jax.evaluation.statistics import task_label
 from uirl_jax.types import TaskSpec
 
 # Instance -> its attempts in order; None: not played, or broken by the environment.

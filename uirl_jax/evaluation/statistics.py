@@ -1,4 +1,4 @@
-"""Success rates with confidence intervals, from trajectories. Pure functions."""
+"""The result of a stage, counted from its trajectories. Pure functions."""
 
 import collections
 import dataclasses
@@ -7,18 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from uirl_jax.evaluation.outcome import outcome_of
+from uirl_jax.evaluation.rates import Rate, rate
+from uirl_jax.evaluation.recorded import RecordedResult, recorded_results
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """Successes among attempts, with the Wilson interval of the share."""
-
-    successes: int
-    attempts: int
-    rate: float  # 0 without attempts
-    low: float
-    high: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,36 +28,8 @@ class EvalResult(Rate):
     renderers: list[str] = dataclasses.field(default_factory=list)
     mistakes: int = 0  # that a user could not take back: wrong and repeated submissions
     false_claims: int = 0  # episodes that the policy ended as a success and that are none
-
-
-def wilson_interval(successes: int, attempts: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson score interval of a success rate; valid also near 0 and 1, unlike the normal one.
-
-    Args:
-        successes: 0 <= successes <= attempts.
-        confidence: in (0, 1), two-sided.
-    Returns: (low, high) within [0, 1]; (0, 1) without attempts.
-    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
-        1927.
-    """
-    if not 0 <= successes <= attempts:
-        raise ValueError(f"{successes} successes in {attempts} attempts")
-    if attempts == 0:
-        return 0.0, 1.0
-    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
-    share = successes / attempts
-    centre = share + z * z / (2 * attempts)
-    spread = z * ((share * (1 - share) + z * z / (4 * attempts)) / attempts) ** 0.5
-    scale = 1 + z * z / attempts
-    # Exact at 0 and 1, where the formula has a rounding error.
-    low = 0.0 if successes == 0 else (centre - spread) / scale
-    high = 1.0 if successes == attempts else (centre + spread) / scale
-    return low, high
-
-
-def rate(successes: int, attempts: int) -> Rate:
-    low, high = wilson_interval(successes, attempts)
-    return Rate(successes, attempts, successes / attempts if attempts else 0.0, low, high)
+    # Of recorded sets: by platform and kind of element, and the mean of every rule.
+    recorded: dict[str, RecordedResult] = dataclasses.field(default_factory=dict)
 
 
 def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajectory]) -> EvalResult:
@@ -103,6 +66,7 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         renderers=sorted({t.renderer for t in attempts} - {""}),
         mistakes=sum(outcome.irreversible for outcome in outcomes),
         false_claims=sum(outcome.false_claim for outcome in outcomes),
+        recorded=recorded_results(attempts),
     )
 
 

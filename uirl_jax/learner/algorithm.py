@@ -414,6 +414,9 @@ def _fill_in_advantages(
         token_advantages = advantages.batch_normalised(
             token_advantages, epsilon=cfg.advantage.epsilon
         )
+    token_advantages = advantages.with_negative_weight(
+        token_advantages, cfg.advantage.negative_weight
+    )
     if replace_advantages is not None:
         token_advantages = replace_advantages(token_advantages)
     fields["advantages_bt"] = token_advantages

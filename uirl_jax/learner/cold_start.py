@@ -10,7 +10,7 @@ published.
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -82,6 +82,7 @@ def run_cold_start(
     seed: int,
     batch_cfg: batching.BatchConfig,
     task_dirs: Sequence[str] = (),
+    recorded_sets: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
 ) -> Path:
     """Trains and writes the merged model; returns its directory. Runs once per workdir.
@@ -90,6 +91,7 @@ def run_cold_start(
       kinds: the tasks that scripts demonstrate, in turn.
       seed: of the task instances, which come from the training range.
       task_dirs: folders of the user's own tasks (own/<name>).
+      recorded_sets: files of recorded sets (recorded/<name>), by name.
 
     Raises:
       RestartError: `stop` was set; the same call continues.
@@ -132,7 +134,7 @@ def run_cold_start(
     progress = metrics.Progress("cold start", cfg.steps)
     with (
         metrics.MetricsWriter(workdir / "cold_start") as writer,
-        Demonstrator(task_dirs, browsers=cfg.browsers) as demonstrator,
+        Demonstrator(task_dirs, recorded=recorded_sets, browsers=cfg.browsers) as demonstrator,
     ):
         scripted = ScriptedDemonstrations(
             demonstrator,

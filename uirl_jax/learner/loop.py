@@ -38,6 +38,7 @@ from uirl_jax.rl.rewards import turn_screens
 from uirl_jax.store import open_store
 from uirl_jax.trackers import Histogram
 from uirl_jax.types import Trajectory
+from uirl_jax.verifiers.recorded.rewards import parts_of
 
 # A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
 MAX_REFILLS = 10
@@ -412,7 +413,16 @@ def _describe(
         "replay/staleness": float(
             np.mean([version - record.oldest_policy_version for record in replayed] or [0.0])
         ),
+        **_describe_recorded(trajectories),
     } | {f"stop_reason/{reason}": count / len(trajectories) for reason, count in reasons.items()}
+
+
+def _describe_recorded(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of every rule over the episodes on recorded steps; empty without them."""
+    found = [parts for trajectory in trajectories if (parts := parts_of(trajectory)) is not None]
+    if not found:
+        return {}
+    return {f"recorded/{name}": float(np.mean([one[name] for one in found])) for name in found[0]}
 
 
 def _share_of_shared_screens(groups: Sequence[Group]) -> float:

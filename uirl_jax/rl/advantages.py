@@ -46,6 +46,9 @@ class AdvantageConfig:
     # Weight of a second advantage, with credit episode: the return from a turn on, compared with
     # the turns of the group that saw the same screenshot (GiGPO, arXiv:2505.10978). 0: none.
     screen_weight: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 1000.0})
+    # Factor of negative advantages, whichever way they came. Below 1 where a failure may have been
+    # right: a recorded step names one of several right actions (GUI-Libra, arXiv:2602.22190).
+    negative_weight: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1000.0})
     # Gamma between turns; within a turn it is 1.
     turn_discount: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     # With estimator gae: 0 trusts the critic, 1 the returns.
@@ -239,6 +242,21 @@ def batch_normalised(
         return [np.zeros(len(values_s), np.float32) for values_s in advantages]
     mean, std = flat.mean(), flat.std()
     return [((values_s - mean) / (std + epsilon)).astype(np.float32) for values_s in advantages]
+
+
+def with_negative_weight(advantages: Sequence[np.ndarray], weight: float) -> list[np.ndarray]:
+    """A where A >= 0, weight A elsewhere; float[S] per member. Scaling the loss term of a token
+    scales its gradient, clipped or not, because the clip looks at the ratio and the sign of A.
+
+    Source: the scaling of negative gradients in GUI-Libra (arXiv:2602.22190), with a weight that is
+    given; its own falls with the group's success.
+    """
+    if weight == 1.0:
+        return list(advantages)
+    return [
+        np.where(values_s < 0, np.asarray(weight, values_s.dtype) * values_s, values_s)
+        for values_s in advantages
+    ]
 
 
 def generalised_advantages(

@@ -49,7 +49,7 @@ def run_all(
     mesh = make_mesh(cfg.mesh)
     first_actor = cluster.index * actors
     with contextlib.ExitStack() as stack:
-        if cfg.verifier.is_bundled:
+        if cfg.needs_server:
             log = "verifier.log" if cluster.leads else f"verifier-{cluster.index}.log"
             if not cluster.leads:
                 port_file = run.workdir / f"verifier-{cluster.index}.port"

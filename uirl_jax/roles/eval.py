@@ -50,6 +50,8 @@ def run_eval_role(
     with own_verifier(run) as run:
         result = asyncio.run(measure(run))
     print(evaluation.format_table([result]), flush=True)
+    if result.recorded:
+        print(f"\n{evaluation.format_recorded(result.recorded)}", flush=True)
 
 
 def run_suite(
@@ -88,7 +90,7 @@ def run_suite(
 @contextlib.contextmanager
 def own_verifier(run: Run) -> Iterator[Run]:
     """The run with a bundled server of its own, if it plays on one: the run's may be busy."""
-    if not run.cfg.verifier.is_bundled:
+    if not run.cfg.needs_server:
         yield run
         return
     with tempfile.TemporaryDirectory() as folder:

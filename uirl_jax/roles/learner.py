@@ -128,6 +128,7 @@ def make_cold_start(
         seed=cfg.seed,
         batch_cfg=cfg.learner.batch,
         task_dirs=cfg.verifier.task_dirs,
+        recorded_sets=cfg.verifier.recorded.sets,
         stop=stop,
     )
     return run.load_model(mesh, path)

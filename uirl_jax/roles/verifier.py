@@ -12,11 +12,17 @@ def run_verifier_role(run: Run) -> int:
 
     cfg = run.cfg.verifier
     task_dirs = [f"--task-dir={folder}" for folder in cfg.task_dirs]
-    return server.main(["--port", str(cfg.port), "--port-file", str(run.port_file), *task_dirs])
+    sets = [f"--recorded-set={name}={path}" for name, path in cfg.recorded.sets.items()]
+    port = ["--port", str(cfg.port), "--port-file", str(run.port_file)]
+    return server.main([*port, *task_dirs, *sets])
 
 
 def bundled_server(run: Run, log: str, port: int) -> contextlib.AbstractContextManager[None]:
     """The run's verifier server in a child process; port 0: any free port."""
     return supervisor.bundled_server(
-        run.port_file, run.workdir / "logs" / log, port=port, task_dirs=run.cfg.verifier.task_dirs
+        run.port_file,
+        run.workdir / "logs" / log,
+        port=port,
+        task_dirs=run.cfg.verifier.task_dirs,
+        recorded=run.cfg.verifier.recorded.sets,
     )

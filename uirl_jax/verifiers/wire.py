@@ -18,15 +18,14 @@ IMAGE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 DEFAULT_DELAY_S = 1.0
 DEFAULT_SCROLL_PX = 300  # what a scroll without an amount means: three notches
 
-# Where the wire's name differs from the one in `actions`. `terminate` and `answer` have none: they
-# are said to the actor and are nothing that happens on a screen.
+# Said to the actor, and nothing that happens on a screen: sent to a session only where that judges
+# every action, as a recorded step does.
+SAID = ("terminate", "answer")
+# Where the wire's name differs from the one in `actions`.
 _WIRE_NAMES = {"click": "left_click", "move": "mouse_move"}
-_KINDS = {
-    _WIRE_NAMES.get(kind, kind): kind
-    for kind in actions.KINDS
-    if kind not in ("terminate", "answer")
-}
-ACTION_TYPES = ("screenshot", *_KINDS)
+_KINDS = {_WIRE_NAMES.get(kind, kind): kind for kind in actions.KINDS}
+_ON_SCREEN = tuple(name for name in _KINDS if name not in SAID)
+ACTION_TYPES = ("screenshot", *_ON_SCREEN, *SAID)
 FIELD_TYPES: dict[str, tuple[type, ...]] = {  # of an `act`; the last one is what a message names
     **dict.fromkeys(("x", "y", "x2", "y2", "amount"), (int,)),
     **dict.fromkeys(("seconds", "delay"), (int, float)),
@@ -47,14 +46,17 @@ class ActCall:
     request_id: str  # "": none
 
 
-def action_fields(action: Action) -> dict[str, str | int | float]:
+def action_fields(action: Action, *, said: bool = False) -> dict[str, str | int | float]:
     """The fields of an `act` call for this action.
+
+    Args:
+      said: whether the session takes SAID too.
 
     Raises:
       VerifierError: no call stands for it.
     """
     name = _WIRE_NAMES.get(action.kind, action.kind)
-    if name not in _KINDS:
+    if name not in _KINDS or (name in SAID and not said):
         raise VerifierError(f"an action {action.kind!r} cannot be sent to a verifier")
     fields = {k: v for k, v in vars(action).items() if v is not None and k != "kind"}
     return {"action_type": name, **fields}
@@ -85,6 +87,8 @@ def read_call(
     screen_size: tuple[int, int],
     max_delay_s: float,
     default_delay_s: float = DEFAULT_DELAY_S,
+    *,
+    said: bool = False,
 ) -> ActCall:
     """Checks the fields of an `act`, whichever way they came.
 
@@ -94,6 +98,7 @@ def read_call(
       max_delay_s: the longest delay that is accepted. A `wait` is cut to it: what is shown here
         hardly ever changes by itself, so that a longer one shows nothing else.
       default_delay_s: of a call that names none.
+      said: whether the session takes SAID too.
 
     Raises:
       ValueError: with a printable reason.
@@ -118,9 +123,10 @@ def read_call(
         if given:
             raise ValueError(f"a screenshot takes no {', '.join(given)}")
         return ActCall(None, 0.0, image_format, request_id)
-    if action_type not in _KINDS:
+    if action_type not in _KINDS or (action_type in SAID and not said):
         shown = untrusted_json.printable(action_type)
-        raise ValueError(f"action_type is {shown!r}, known: {', '.join(ACTION_TYPES)}")
+        known = ", ".join(("screenshot", *_ON_SCREEN, *(SAID if said else ())))
+        raise ValueError(f"action_type is {shown!r}, known: {known}")
     if action_type == "scroll":
         given.setdefault("amount", DEFAULT_SCROLL_PX)
     action = Action(kind=_KINDS[action_type], **given)

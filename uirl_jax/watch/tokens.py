@@ -176,6 +176,7 @@ def advantages_of(
                 cfg,
                 turn_screens=[rewards.turn_screens(member) for member in members],
             )
+            found = advantages.with_negative_weight(found, cfg.negative_weight)
     except (UirlError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         return Advantages(None, f"Advantages are unknown: {without_invisible(str(error))[:200]}.")
     if not all(np.isfinite(advantages_s).all() for advantages_s in found):

@@ -130,6 +130,7 @@ class DataEntry:
     """A running session (server.session_types.RunningTask)."""
 
     renderer = ""  # the server sets it
+    judges_every_action = False
 
     def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
         self._pool = pool

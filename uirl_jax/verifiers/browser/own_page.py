@@ -17,6 +17,7 @@ class OwnPage:
     """A running session (server.session_types.RunningTask)."""
 
     renderer = ""  # the server sets it
+    judges_every_action = False
 
     def __init__(self, pool: BrowserPool, tab: Tab, own: OwnTask, instance: PageTask) -> None:
         self._pool = pool

@@ -28,6 +28,8 @@ class Session:
     height_px: int
     judged_here: bool = False  # success is decided by a rule, not by the server's reward
     renderer: str = ""  # fingerprint of how its pages are drawn; empty: the server gives none
+    # It is sent `terminate` and `answer` too, and after an invalid action its progress counts.
+    judges_every_action: bool = False
 
 
 def read_session(
@@ -69,7 +71,17 @@ def read_session(
         if not isinstance(renderer, str):
             raise VerifierError(f"{where}: a session's renderer is not a string")
         renderer = check_id(renderer, f"{where}: a session's renderer")
-    return Session(session_id, instruction, width_px, height_px, renderer=renderer)
+    judges_every_action = entry.get("judges_every_action", False)
+    if not isinstance(judges_every_action, bool):
+        raise VerifierError(f"{where}: a session's judges_every_action is not a boolean")
+    return Session(
+        session_id,
+        instruction,
+        width_px,
+        height_px,
+        renderer=renderer,
+        judges_every_action=judges_every_action,
+    )
 
 
 def read_session_id(answer: dict[str, Any], where: str, taken: Container[str]) -> str:

@@ -208,7 +208,8 @@ class VerifierClient:
         if self.dialect.has_sessions:
             path = ("session", session_id, "act")
         if self.dialect.judges:
-            fields = {**wire.action_fields(action), "delay": self._delay_s}
+            said = session.judges_every_action
+            fields = {**wire.action_fields(action, said=said), "delay": self._delay_s}
             query = {k: str(v) for k, v in {**fields, "format": self._image_format}.items()}
         else:
             size = (session.width_px, session.height_px)
@@ -358,7 +359,7 @@ class VerifierClient:
     async def _act_once(self, session: Session, action: Action, request_id: str) -> bytes:
         answers.check_id(request_id, "request_id")
         body = {
-            **wire.action_fields(action),
+            **wire.action_fields(action, said=session.judges_every_action),
             "delay": self._delay_s,
             "format": self._image_format,
             "request_id": request_id,

@@ -42,6 +42,7 @@ from uirl_jax.verifiers.containers.runtime import (
     ContainerConfig,
     Runtime,
 )
+from uirl_jax.verifiers.recorded.in_process import RecordedClient
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
@@ -283,8 +284,9 @@ class ContainerClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
-# A server's sessions, in one of two protocols, or a container for each.
-Client = VerifierClient | OpenEnvClient | ContainerClient
+# A server's sessions, in one of two protocols, a container for each, or recorded ones in this
+# process.
+Client = VerifierClient | OpenEnvClient | ContainerClient | RecordedClient
 
 
 def _is_over(labels: dict[str, str]) -> bool:

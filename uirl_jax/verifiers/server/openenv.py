@@ -108,8 +108,6 @@ class OpenEnvDoor:
             with contextlib.suppress(ConnectionError):
                 await socket.close(code=1001, message=b"the server ends")
 
-    # ------------------------------------------------------------------------------ by socket
-
     async def _serve_socket(self, request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse(
             max_msg_size=self._limits.max_body_bytes, compress=False, timeout=2.0
@@ -239,10 +237,12 @@ class OpenEnvDoor:
                 shown = untrusted_json.printable(name)
                 raise ValueError(f"unknown field {shown!r}, known: {', '.join(ACTION_FIELDS)}")
         return wire.read_call(
-            given, session.screen_size, self._limits.max_delay_s, default_delay_s=0.0
+            given,
+            session.screen_size,
+            self._limits.max_delay_s,
+            default_delay_s=0.0,
+            said=session.task.judges_every_action,
         )
-
-    # -------------------------------------------------------------------------------- by HTTP
 
     async def _reset_once(self, request: web.Request, query: dict[str, str]) -> web.Response:
         fields = await calls.read_body(request) if request.can_read_body else {}

@@ -32,6 +32,9 @@ from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.recorded import rewards
+from uirl_jax.verifiers.recorded import sets as recorded_sets
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server import openenv, openenv_calls
 from uirl_jax.verifiers.server.field_calls import SingleSession
 from uirl_jax.verifiers.server.open_session import ServerLimits, refusal
@@ -108,6 +111,7 @@ async def serve(
     allowed_hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
     task_dirs: Sequence[str | Path] = (),
+    recorded: RecordedSets | None = None,
     single: TaskSpec | None = None,
     types: SessionTypes | None = None,
 ) -> AsyncIterator[int]:
@@ -119,6 +123,7 @@ async def serve(
       token: at least MIN_TOKEN_BYTES long; callers send it as `Authorization: Bearer`.
       allowed_hosts: further names that a Host header may carry.
       task_dirs: folders of tasks of one's own (own_tasks.load).
+      recorded: recorded sets (recorded.sets.load).
       single: the one session that there is, as a container of the field has one (`field_calls`).
       types: what is served in place of the server's own tasks (examples/browsergym_bridge.py); it
         is closed with the server.
@@ -139,6 +144,7 @@ async def serve(
         warm_browsers=limits.warm_browsers if single is None else 0,
         max_browsers=limits.max_browsers if single is None else 1,
         own=own_tasks.load(task_dirs),
+        recorded=recorded,
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(types.close)
@@ -194,6 +200,7 @@ def run_server(
     allowed_hosts: Sequence[str] = (),
     limits: ServerLimits | None = None,
     task_dirs: Sequence[str | Path] = (),
+    recorded: RecordedSets | None = None,
     single: TaskSpec | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT; the arguments beyond `serve`'s are those of the command."""
@@ -210,6 +217,7 @@ def run_server(
             allowed_hosts=allowed_hosts,
             limits=limits,
             task_dirs=task_dirs,
+            recorded=recorded,
             single=single,
         ) as actual_port:
             logger.info("event=listening host=%s port=%d", host, actual_port)
@@ -268,6 +276,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a task of your own (docs/own_task.md); its task.py is run; as often as you like",
     )
     parser.add_argument(
+        "--recorded-set",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a parquet of tools.prepare_gui_data as tasks recorded/NAME; as often as you like",
+    )
+    parser.add_argument(
         "--single",
         metavar="TYPE",
         help="one session, as a container of the field has one (dialect g2b)",
@@ -299,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_actions_per_s=args.max_actions_per_s,
             ),
             task_dirs=args.task_dir,
+            recorded=recorded_sets.load(rewards.read_sets(args.recorded_set)),
             single=None if args.single is None else TaskSpec(args.single, args.seed, args.variant),
         )
     except UirlError as error:

@@ -17,6 +17,8 @@ from uirl_jax.errors import VerifierError
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import own_tasks, wire
+from uirl_jax.verifiers.recorded import rewards
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.tasks import desktop, variants
 
 SIMPLE_DATA_ENTRY = "simple_data_entry"
@@ -31,6 +33,7 @@ class RunningTask(Protocol):
     height_px: int
     delay_s: float  # between an action and its screenshot, where the caller names none
     renderer: str  # fingerprint of how its pages are drawn; empty: nothing depends on the machine
+    judges_every_action: bool  # `terminate` and `answer` too, which else the actor alone is told
 
     async def act(self, action: Action) -> None:
         """Applies an action. It need not be done when this returns: that is what delays are for."""
@@ -59,6 +62,7 @@ class DesktopTask:
     """The hermetic desktop: everything is there at once."""
 
     renderer = ""
+    judges_every_action = False
 
     def __init__(self, task: TaskSpec) -> None:
         self._session = desktop.open_session(task)
@@ -89,6 +93,7 @@ class OwnDrawing:
     """`own/<name>` without a page: what somebody wrote (own_tasks.DrawnTask)."""
 
     renderer = ""
+    judges_every_action = False
 
     def __init__(self, own: own_tasks.OwnTask, instance: own_tasks.DrawnTask) -> None:
         self._name = own.name
@@ -125,6 +130,7 @@ class SessionTypes:
 
     Args:
       own: tasks that people wrote themselves, by name (own_tasks.load).
+      recorded: recorded sets (recorded.sets.load).
     """
 
     example = "desktop/click_button"  # a task for who only wants to see whether the server works
@@ -135,8 +141,10 @@ class SessionTypes:
         warm_browsers: int,
         max_browsers: int,
         own: Mapping[str, own_tasks.OwnTask] | None = None,
+        recorded: RecordedSets | None = None,
     ) -> None:
         self._own = own or {}
+        self._recorded = recorded or RecordedSets({})
         self._warm_browsers = warm_browsers
         self._max_browsers = max_browsers
         self._exit_stack = contextlib.AsyncExitStack()
@@ -148,7 +156,7 @@ class SessionTypes:
         """Tasks that can be opened here, the hermetic desktop's first."""
         from uirl_jax.verifiers.browser import BrowserError, miniwob, pool
 
-        names = [*desktop.TASKS, *self._own]
+        names = [*desktop.TASKS, *self._own, *self._recorded.names]
         with contextlib.suppress(BrowserError):
             pool.find_chromium()
             names.append(SIMPLE_DATA_ENTRY)
@@ -165,6 +173,8 @@ class SessionTypes:
         """
         if task.name in desktop.TASKS:
             return DesktopTask(task)
+        if task.name.startswith(rewards.PREFIX):
+            return await self._recorded.open(task)
         own = self._own.get(task.name)
         instance = own.make(task) if own is not None else None
         if own is not None and isinstance(instance, own_tasks.DrawnTask):
@@ -172,6 +182,7 @@ class SessionTypes:
         in_browser = task.name == SIMPLE_DATA_ENTRY or task.name.startswith(MINIWOB)
         if own is None and not in_browser:
             known = (*desktop.TASKS, SIMPLE_DATA_ENTRY, f"{MINIWOB}<task>", *self._own)
+            known += self._recorded.names
             hint = ""
             if task.name.startswith(own_tasks.PREFIX):
                 hint = "; a server has the tasks of your own that its --task-dir names"

@@ -69,6 +69,7 @@ _OPENED = calls.whole(
     screen_width=_INTEGER,
     screen_height=_INTEGER,
     renderer=_TEXT,  # fingerprint of how its pages are drawn; empty: nothing depends on the machine
+    judges_every_action={"type": "boolean"},  # takes `terminate` and `answer` too
 )
 _CREATED = calls.whole(
     session_ids={"type": "array", "items": _TEXT}, sessions={"type": "array", "items": _OPENED}
@@ -223,6 +224,7 @@ class Sessions:
                 "screen_width": session.task.width_px,
                 "screen_height": session.task.height_px,
                 "renderer": session.task.renderer,
+                "judges_every_action": session.task.judges_every_action,
             }
             for session in opened
         ]
@@ -307,6 +309,7 @@ class Sessions:
             session.screen_size,
             self._limits.max_delay_s,
             default_delay_s=session.task.delay_s,
+            said=session.task.judges_every_action,
         )
         async with self.in_turn(session):
             answer = await session.act(call)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from uirl_jax.errors import VerifierError
@@ -27,9 +27,17 @@ def read_urls(port_file: Path) -> list[str]:
 
 @contextlib.contextmanager
 def bundled_server(
-    port_file: Path, log_file: Path, *, port: int = 0, task_dirs: Sequence[str] = ()
+    port_file: Path,
+    log_file: Path,
+    *,
+    port: int = 0,
+    task_dirs: Sequence[str] = (),
+    recorded: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
     """Runs `python -m uirl_jax.verifiers.server` until the block ends, restarting it when it dies.
+
+    Args:
+      recorded: files of recorded sets by name.
 
     Raises:
       VerifierError: it does not come up at all; the end of its log says why.
@@ -41,6 +49,7 @@ def bundled_server(
         *("--port", str(port), "--port-file", str(port_file)),
         *("--exit-with-parent", str(os.getpid())),
         *(f"--task-dir={folder}" for folder in task_dirs),
+        *(f"--recorded-set={name}={path}" for name, path in (recorded or {}).items()),
     ]
     ending, up = threading.Event(), threading.Event()
     process: subprocess.Popen[bytes] | None = None
