@@ -36,6 +36,7 @@ from uirl_jax.verifiers.client import openenv_actions, openenv_answers
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.openenv import OpenEnvClient
 from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server.server import serve
 from uirl_jax.verifiers.tasks import desktop
 
@@ -513,7 +514,7 @@ def test_config_of_the_dialect_makes_this_client(tmp_path, monkeypatch):
     verifier = VerifierConfig(urls=("http://127.0.0.1:9",), dialect="openenv")
     run = types.SimpleNamespace(cfg=types.SimpleNamespace(verifier=verifier, rules={}))
     monkeypatch.setenv("UIRL_VERIFIER_TOKEN", "t" * 40)
-    client = Run.make_client(run, "http://127.0.0.1:9", "actor")
+    client = Run.make_client(run, "http://127.0.0.1:9", "actor", RecordedSets({}))
     assert isinstance(client, OpenEnvClient) and client.dialect.has_sessions
     assert client._headers == {"Authorization": "Bearer " + "t" * 40}
 
