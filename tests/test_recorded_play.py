@@ -238,7 +238,5 @@ def test_a_set_with_too_large_a_picture_is_refused_before_the_run(tmp_path, monk
     assert planned._recorded_sets(inputs).sizes() == {(100, 200), (800, 600)}
     few = dataclasses.replace(cfg.engine, image_row_patches=16)
     planned = dataclasses.replace(planned, cfg=dataclasses.replace(cfg, engine=few))
-    with pytest.raises(
-        ConfigError, match=r"800x600 pixels has \d+ patches, .* take 16; set"
-    ):
+    with pytest.raises(ConfigError, match=r"800x600 pixels has \d+ patches, .* take 16; set"):
         planned._recorded_sets(inputs)
