@@ -18,7 +18,7 @@ from PIL import Image
 
 from uirl_jax.errors import ConfigError, RecordError, UirlError
 from uirl_jax.types import Action
-from uirl_jax.verifiers.recorded import parquet, tables
+from uirl_jax.verifiers.recorded import parquet, sets, tables
 from uirl_jax.verifiers.recorded.checks import Faults, check_row
 from uirl_jax.verifiers.recorded.row import Box, Row, Step
 
@@ -203,6 +203,19 @@ def test_a_broken_row_is_refused_by_the_writer_and_left_out_by_the_reader(tmp_pa
     assert [read[n].row_id for n in range(len(read))] == ["r7", "r8"]
     assert len(read.faults) == 1 and reason in read.faults[0].reason
     assert "row 1" in read.faults[0].where and "\n" not in str(read.faults[0])
+
+
+def test_a_process_says_how_many_rows_of_a_set_it_left_out(tmp_path, capsys):
+    path = tmp_path / "rows.parquet"
+    broken, reason = BROKEN["empty box"]
+    write_raw(path, [parquet.to_record(one) for one in (row(7), broken, broken)])
+    assert sets.load({"mine": str(path)}).names == ("recorded/mine",)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("event=recorded_rows_left_out set=mine rows=2 first=")
+    assert reason in line
+    parquet.write_rows(tmp_path / "whole.parquet", [row(7)])
+    sets.load({"mine": str(tmp_path / "whole.parquet")})
+    assert capsys.readouterr().out == ""
 
 
 MISSING = {

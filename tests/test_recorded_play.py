@@ -240,3 +240,8 @@ def test_a_set_with_too_large_a_picture_is_refused_before_the_run(tmp_path, monk
     planned = dataclasses.replace(planned, cfg=dataclasses.replace(cfg, engine=few))
     with pytest.raises(ConfigError, match=r"800x600 pixels has \d+ patches, .* take 16; set"):
         planned._recorded_sets(inputs)
+    narrow = dataclasses.replace(cfg.verifier.limits, max_image_pixels=100_000)
+    verifier = dataclasses.replace(cfg.verifier, limits=narrow)
+    planned = dataclasses.replace(planned, cfg=dataclasses.replace(cfg, verifier=verifier))
+    with pytest.raises(ConfigError, match=r"800x600, at most 100000 pixels .* --longest_px"):
+        planned._recorded_sets(inputs)

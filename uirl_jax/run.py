@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 import time
 import uuid
@@ -27,6 +28,7 @@ from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families import loading
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat import Chat
+from uirl_jax.families.screens import MAX_PIXELS
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.learner.algorithm import find_estimator
 from uirl_jax.learner.cold_start import MODEL_DIR
@@ -332,7 +334,13 @@ class Run:
         most = cfg.learner.batch.patch_lengths[-1]
         if cfg.engine.kind == "jax":
             most = min(most, cfg.engine.image_row_patches)
+        most_pixels = min(cfg.verifier.limits.max_image_pixels, MAX_PIXELS)
         for size in sorted(sets.sizes(), reverse=True):
+            if math.prod(size) > most_pixels:
+                raise ConfigError(
+                    f"verifier.recorded.sets: a picture of {size[0]}x{size[1]}, at most "
+                    f"{most_pixels} pixels are decoded; prepare the set with --longest_px"
+                )
             try:
                 patches = inputs.plan_screen(size).patches
             except ImageError as error:

@@ -15,6 +15,7 @@ from uirl_jax.errors import ImageError
 from uirl_jax.families.border import Inputs, Screen, Size
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 16_000_000  # of a screenshot: 48 MB decoded
 
 
 def image_key(screenshot: bytes) -> str:
@@ -22,7 +23,7 @@ def image_key(screenshot: bytes) -> str:
     return hashlib.sha256(screenshot).hexdigest()
 
 
-def decode_image(data: bytes, *, max_pixels: int = 16_000_000) -> Image.Image:
+def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Untrusted bytes -> RGB image.
 
     Args:
@@ -41,7 +42,7 @@ def decode_image(data: bytes, *, max_pixels: int = 16_000_000) -> Image.Image:
         raise _unreadable(data, error) from error
 
 
-def image_size(data: bytes, *, max_pixels: int = 16_000_000) -> Size:
+def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Size:
     """(width, height) in an image's header; its pixels are not decoded. Raises: ImageError."""
     try:
         return _open(data, max_pixels).size

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.metrics import key_values
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.recorded.draw import Draw, Rows
 from uirl_jax.verifiers.recorded.rewards import PREFIX
@@ -74,7 +75,7 @@ class RecordedSets:
 
 
 def load(paths: Mapping[str, str]) -> RecordedSets:
-    """Opens the files of sets.
+    """Opens the files of sets, and says how many of their rows are broken and left out.
 
     Raises: ConfigError: files that are missing or are no sets; all at once.
     """
@@ -86,7 +87,15 @@ def load(paths: Mapping[str, str]) -> RecordedSets:
     faults = []
     for name, path in paths.items():
         try:
-            sets[name] = parquet.RowFile(Path(path))
+            sets[name] = rows = parquet.RowFile(Path(path))
+            if rows.faults:
+                first = str(rows.faults[0])
+                print(
+                    key_values(
+                        "recorded_rows_left_out", set=name, rows=len(rows.faults), first=first
+                    ),
+                    flush=True,
+                )
         except (OSError, UirlError) as error:
             faults.append(f"{name}: {error}")
     if faults:
