@@ -49,22 +49,29 @@ def test_every_number_of_the_config_has_a_lower_and_an_upper_bound():
     assert lacking == []
 
 
-IN_TUPLES = {"config.tasks.max_turns", "config.algorithm.reward.functions.weight"}
+ELEMENTS = {
+    *("config.tasks.max_turns", "config.algorithm.reward.functions.weight"),
+    "config.verifier.recorded.rewards",
+}
 
 
 def test_numbers_of_elements_are_refused_as_well():
-    assert set(NUMBERS) >= IN_TUPLES
+    assert set(NUMBERS) >= ELEMENTS
     cfg = quickstart.get_config()
     cfg.tasks[0].max_turns = 0
     cfg.algorithm.reward = ConfigDict()
     cfg.algorithm.reward.functions = (ConfigDict({"function": "a:b", "weight": 1e7}),)
+    weights = {"type": 1e7, "form": float("nan")}
+    cfg.verifier = ConfigDict({"recorded": ConfigDict({"rewards": weights})})
     with pytest.raises(ConfigError) as caught:
         reading.from_config(RunConfig, cfg)
+    assert "recorded.rewards.type: got 10000000.0, expected -1000 to 1000" in str(caught.value)
+    assert "recorded.rewards.form: got nan, expected a finite number" in str(caught.value)
     assert "config.tasks[0].max_turns: got 0, expected 1 to 10,000" in str(caught.value)
     assert "reward.functions[0].weight: got 10000000.0, expected -1e+06" in str(caught.value)
 
 
-@pytest.mark.parametrize("path", [path for path in NUMBERS if path not in IN_TUPLES])
+@pytest.mark.parametrize("path", [path for path in NUMBERS if path not in ELEMENTS])
 @pytest.mark.parametrize("side", ["low", "high"])
 def test_number_outside_its_range_is_refused_with_the_range(path, side):
     metadata = NUMBERS[path].metadata

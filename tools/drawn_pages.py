@@ -20,7 +20,7 @@ from uirl_jax.errors import ConfigError
 
 WIDTH_PX, HEIGHT_PX = 160, 210
 BAND_PX = 50
-LEVELS = range(4)  # two coloured boxes; more of them, and shapes; words; everything
+LEVELS = range(5)  # two coloured boxes; of five colours; of all, and shapes; words; everything
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
@@ -90,11 +90,12 @@ def _font(name: str, size_px: int) -> ImageFont.FreeTypeFont:
 def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
     """A page of the level with at most so many things."""
     painter = _Painter(rng, level)
-    if level == 0:
-        for color in rng.permutation(["red", "blue"]):
+    if level < 2:  # that it begins with two colours is what makes telling them learnable
+        count = int(rng.integers(2, most + 1))
+        for color in rng.permutation(list(COLORS)[: 2 if level == 0 else 5])[:count]:
             painter.colour(str(color))
     else:
-        kinds = {1: ("colour", "item"), 2: ("button", "link", "check")}.get(level, _KINDS)
+        kinds = {2: ("colour", "item"), 3: ("button", "link", "check")}.get(level, _KINDS)
         wanted = int(rng.integers(2, most + 1))
         # Pages of one kind are where things must be told apart; mixed ones are most real pages.
         chosen = kinds if rng.random() < 0.5 else (str(rng.choice(kinds)),)
@@ -198,7 +199,7 @@ class _Painter:
         self._taken: list[Box] = []
         self._texts: set[str] = set()
         self._top = 0
-        if level < 3 or rng.random() < 0.9:
+        if level < 4 or rng.random() < 0.9:
             self._top = BAND_PX
             self._draw.rectangle((0, 0, WIDTH_PX, BAND_PX - 1), fill=(255, 255, 0))
             for line in range(int(rng.integers(1, 4))):

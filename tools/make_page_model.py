@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,24 +26,28 @@ from tokenizers import AddedToken, Tokenizer
 
 from tools import drawn_pages, make_base_model, qwen_tokenizer, tiny_architectures
 from tools.add_point_tokens import fix_tokenizer_config
-from tools.make_base_model import Example, Setting
+from tools.make_base_model import Setting
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions.formats import format_action
 from uirl_jax.actions.loc import POINTS
 from uirl_jax.families import qwen3_vl
+from uirl_jax.families.border import Inputs, PlacedScreen, Screen
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from uirl_jax.families.screens import vision_index
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.learner.step import StepConfig
+from uirl_jax.shards import batching
 from uirl_jax.types import Action, TrainBatch
 
 QUESTIONS = 8  # of a page
-_ROW_TOKENS = 384
+_ROW_TOKENS = 344
 _FORMAT = "points_64"
-_LEVELS = (0, 250, 600, 1000)  # the first step of each of drawn_pages.LEVELS
+LEVELS = (0, 400, 600, 800, 1100)  # the first step of each of drawn_pages.LEVELS
+MOST = (2, 3, 5, 4, 8)  # things on its pages
 # Of instructions that drawn pages do not give: the demonstrations' words are whole tokens, too.
 _PHRASES = (
     "Enter the username and the password into the text fields and press login.",
@@ -130,41 +135,126 @@ def tokenizer_texts() -> list[str]:
     return texts
 
 
-def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> Example:
-    """A page and clicks on what it is asked for, without the page changing."""
+def start_positions(model: Any) -> None:
+    """Learned positions begin as waves along x and y, as large as patches.
+
+    The family's own are fifty times smaller than a patch's features: where things are would have
+    to be learnt before what is there, and was not in 1,300 steps.
+    """
+    table = model.visual.position_table
+    side = round(table.shape[0] ** 0.5)
+    count = table.shape[1] // 4  # a sine and a cosine for each axis
+    waves_n = 2 * np.pi / np.geomspace(3.0, 4.0 * side, count)
+    angles_sn = np.arange(side)[:, None] * waves_n
+    axis_sd = np.concatenate([np.sin(angles_sn), np.cos(angles_sn)], 1)
+    table_yxd = np.concatenate(
+        [np.repeat(axis_sd[:, None], side, 1), np.repeat(axis_sd[None], side, 0)], 2
+    )
+    table[...] = jnp.asarray(table_yxd.reshape(side * side, -1), table.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageExample:
+    """One page, and what is asked about it.
+
+    Attributes:
+      prefix_t: the tokens before every question; the page is among them.
+      asked: of each question its tokens, and how many of them, at the end, are the answer.
+    """
+
+    prefix_t: np.ndarray
+    asked: tuple[tuple[np.ndarray, int], ...]
+    screen: Screen
+
+    @property
+    def length(self) -> int:
+        return len(self.prefix_t) + sum(1 + len(ids_t) for ids_t, _ in self.asked)
+
+
+def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> PageExample:
+    """A page and clicks on what it is asked for, each as if nothing had been asked before."""
     chat, questions = setting.chat, []
     while not questions:
         page = drawn_pages.draw_page(rng, level, most)
         questions = drawn_pages.ask(page, rng, QUESTIONS)
     screen = setting.inputs.cut_screen(page.image)
-    ids: list[int] = []
-    mask: list[int] = []
-    for question in questions:
+    contexts = [chat.context(q.instruction, [screen], []).ids for q in questions]
+    prefix = 1 + max(np.flatnonzero(contexts[0] == setting.inputs.image_token_id)) + 1
+    asked = []
+    length = prefix
+    for question, context_t in zip(questions, contexts, strict=True):
         x, y = question.centre
         action = Action("click", x=x, y=y)
         text = format_action(action, page.image.size, chat.action_format, image_size=screen.seen_px)
-        asked = (
-            chat.question_ids(question.instruction)
-            if ids
-            else chat.context(question.instruction, [screen], []).ids.tolist()
-        )
-        answer = chat.completion_ids(text).tolist()
-        if len(ids) + len(asked) + len(answer) > _ROW_TOKENS:
+        answer_t = chat.completion_ids(text)
+        ids_t = np.concatenate([context_t[prefix:], answer_t]).astype(np.int32)
+        length += 1 + len(ids_t)
+        if length > _ROW_TOKENS:
             break
-        ids += [*asked, *answer]
-        mask += [0] * len(asked) + [1] * len(answer)
-    return Example(np.array(ids, np.int32), np.array(mask, np.int32), (screen,))
+        asked.append((ids_t, len(answer_t)))
+    return PageExample(contexts[0][:prefix], tuple(asked), screen)
+
+
+def make_batch(examples: list[PageExample], inputs: Inputs) -> TrainBatch:
+    """A row for each page: its questions share the page as a prefix and do not see each other."""
+    rows = len(examples)
+    placed = [
+        PlacedScreen(example.screen, row, start=0, segment=1)
+        for row, example in enumerate(examples)
+    ]
+    packed = inputs.pack_screens(placed, rows, examples[0].screen.patches)
+    shape_bt = (rows, _ROW_TOKENS)
+    token_ids_bt, segments_bt, prefixes_bt = (np.zeros(shape_bt, np.int32) for _ in range(3))
+    positions_abt = np.zeros((inputs.position_axes, *shape_bt), np.int32)
+    vision_bt = np.full(shape_bt, -1, np.int32)
+    mask_bt = np.zeros(shape_bt, np.float32)
+    for row, example in enumerate(examples):
+        prefix_t, tokens = example.prefix_t, example.screen.tokens
+        first = packed.first_tokens[row]
+        end = len(prefix_t)
+        token_ids_bt[row, :end] = prefix_t
+        segments_bt[row, :end] = 1
+        positions_abt[:, row, :end] = inputs.positions(prefix_t, [example.screen])
+        vision_bt[row, :end] = vision_index(
+            prefix_t, inputs.image_token_id, first + np.arange(tokens)
+        )
+        for number, (ids_t, answer) in enumerate(example.asked):
+            whole_t = np.concatenate([prefix_t, ids_t])
+            span = slice(end, end + 1 + len(ids_t))  # the prefix' last token is there again
+            token_ids_bt[row, span] = whole_t[len(prefix_t) - 1 :]
+            segments_bt[row, span] = 2 + number
+            positions_at = inputs.positions(whole_t, [example.screen])
+            positions_abt[:, row, span] = positions_at[:, len(prefix_t) - 1 :]
+            end = span.stop
+            mask_bt[row, end - answer : end] = 1.0
+        prefixes_bt[row, :end] = 1
+    index_bs = batching.sampled_index(mask_bt, 4 * QUESTIONS)
+    return TrainBatch(
+        token_ids_bt=token_ids_bt,
+        segment_ids_bt=segments_bt,
+        prefix_segments_bt=prefixes_bt,
+        positions_abt=positions_abt,
+        completion_mask_bt=mask_bt,
+        sampled_index_bs=index_bs,
+        turn_ids_bt=mask_bt.astype(np.int32),
+        vision_index_bt=vision_bt,
+        behaviour_logprobs_bt=np.zeros(shape_bt, np.float32),
+        advantages_bt=np.zeros(shape_bt, np.float32),
+        weights_bt=mask_bt / max(mask_bt.sum(), 1.0),
+        values_bt=None,
+        returns_bt=None,
+        vision=packed.arrays,
+        trajectory_bs=np.full_like(index_bs, -1),  # examples are no trajectories
+        token_bs=np.full_like(index_bs, -1),
+    )
 
 
 def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
     """The batch of one step."""
     rng = np.random.default_rng([seed, 1000, step])
-    level = sum(step >= first for first in _LEVELS) - 1
-    most = int(np.clip(2 + (step - _LEVELS[level]) // 100, 2, 8)) if level < 3 else 8
-    examples = [page_example(setting, rng, level, most) for _ in range(rows)]
-    return make_base_model.make_batch(
-        examples, row_tokens=_ROW_TOKENS, images_a_row=1, inputs=setting.inputs
-    )
+    level = sum(step >= first for first in LEVELS) - 1
+    examples = [page_example(setting, rng, level, MOST[level]) for _ in range(rows)]
+    return make_batch(examples, setting.inputs)
 
 
 def batches(setting: Setting, seed: int, rows: int) -> Callable[[int], list[TrainBatch]]:
@@ -202,6 +292,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
     model = BASE.family.make_model(
         cfg, lora=None, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none"
     )
+    start_positions(model)
     graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     print(f"parameters={parameters} vocabulary={chat.vocab_size}", flush=True)
@@ -221,7 +312,7 @@ def train(recipe: Recipe, out: Path, workdir: Path) -> None:
         supervised.SupervisedConfig(
             steps=recipe.steps,
             optimizer=OptimizerConfig(
-                name="muon", lr=recipe.lr, warmup_steps=200, schedule="cosine", weight_decay=0.01
+                name="muon", lr=recipe.lr, warmup_steps=100, schedule="cosine", weight_decay=0.01
             ),
             checkpoint_every=100,
             log_every=25,

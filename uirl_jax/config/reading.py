@@ -327,6 +327,10 @@ def _convert_tuple(hint: Any, args: tuple, value: Any, path: str, faults: list[s
 
 
 def _check_bounds(metadata: Mapping[str, Any], value: Any, path: str, faults: list[str]) -> None:
+    if isinstance(value, dict):
+        for key, element in value.items():
+            _check_bounds(metadata, element, f"{path}.{key}", faults)
+        return
     numbers = value if isinstance(value, tuple) else (value,)
     for number in numbers:
         if type(number) not in (int, float):

@@ -32,7 +32,9 @@ class RecordedConfig:
     # Name -> parquet file of tools.prepare_gui_data; tasks recorded/<name> play it.
     sets: dict[str, str] = dataclasses.field(default_factory=dict)
     # Rule -> weight, as {"point_in_box": 1.0, "type": 0.1}. Empty: 1 for a success, else 0.
-    rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    rewards: dict[str, float] = dataclasses.field(
+        default_factory=dict, metadata={"min": -MAX_WEIGHT, "max": MAX_WEIGHT}
+    )
     # Play recorded tasks in the actor's process, without HTTP, if a run has no other tasks.
     in_process: bool = True
 
