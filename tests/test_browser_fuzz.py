@@ -57,7 +57,7 @@ def acts(width_px, height_px):
         "navigate_back": {},
         "system_button": {"text": st.sampled_from(["home", "menu"])},
     }
-    assert set(given_fields) == set(wire.ACTION_TYPES) - {"screenshot"}
+    assert set(given_fields) == set(wire.ACTION_TYPES) - {"screenshot", *wire.SAID}
     return st.one_of(
         *(
             st.fixed_dictionaries({"action_type": st.just(name), **fields})
