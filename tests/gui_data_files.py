@@ -17,6 +17,10 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tfrecord.writer import TFRecordWriter
 
+from tools.gui_data import sets
+from tools.gui_data.preparing import Wanted, prepare
+from tools.gui_data.source import LeftOut, Source
+from uirl_jax.verifiers.recorded.parquet import RowFile
 from uirl_jax.verifiers.recorded.row import Box
 
 
@@ -211,3 +215,17 @@ def gui_r1_row(bbox: list[float], action: str = "click", text: str = "no input t
         "task_type": "high",
         **o,
     }
+
+
+def prepared(kind: str, source: Path, out: Path) -> tuple[list[str], list[dict]]:
+    """The ids of the rows that are left, and the lines of left_out.jsonl."""
+    out.mkdir()
+    with (out / "left_out.jsonl").open("wb") as file:
+        left_out = LeftOut(file)
+        drafts = sets.READERS[kind](Source(source, left_out=left_out))
+        prepare(drafts, left_out, out, Wanted(has_verl=False))
+    rows = RowFile(out / "rows.parquet")
+    assert not len(rows.faults)
+    text = (out / "left_out.jsonl").read_text(encoding="utf-8")
+    assert len(text) < 2000
+    return [rows[n].row_id for n in range(len(rows))], [json.loads(x) for x in text.splitlines()]

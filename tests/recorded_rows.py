@@ -72,7 +72,7 @@ def grounding_set(train: int = 12, test: int = 4, **options) -> InMemory:
 
 
 def walk_row(number: int = 0, split: str = "train") -> Row:
-    """The seed's example: click, type, end."""
+    """As in verl's GUI agent example: click, type, end."""
     return row(
         number,
         [

@@ -13,7 +13,7 @@ from tools.gui_data.places import AITW, FRACTIONS, PIXELS, PIXELS_WITH_SIZE, THO
 from tools.gui_data.source import Source
 from uirl_jax.errors import RecordError
 from uirl_jax.types import Action
-from uirl_jax.verifiers.recorded.row import Box, Row
+from uirl_jax.verifiers.recorded.row import Box, Row, scale_action
 
 FORMS = {
     "pixels": PIXELS,
@@ -109,13 +109,13 @@ def test_shrinking_moves_boxes_and_clicks_together(data, width, height, to_w, to
     old, new = (width, height), (to_w, to_h)
     box = data.draw(boxes(old))
     x, y = places.centre(box, old)
-    moved = places.scale_box(box, old, new)
-    action = places.scale_action(Action("click", x=x, y=y), old, new)
+    moved = box.scaled(old, new)
+    action = scale_action(Action("click", x=x, y=y), old, new)
     assert 0 <= action.x < to_w and 0 <= action.y < to_h
     assert moved.left - 1 <= action.x <= moved.right + 1
     assert moved.top - 1 <= action.y <= moved.bottom + 1
-    assert places.scale_box(moved, new, old) == pytest.approx(box)
-    scroll = places.scale_action(Action("scroll", direction="up", amount=height), old, new)
+    assert moved.scaled(new, old) == pytest.approx(box)
+    scroll = scale_action(Action("scroll", direction="up", amount=height), old, new)
     assert scroll.amount == to_h
 
 

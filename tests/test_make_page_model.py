@@ -149,7 +149,8 @@ def tokenizer_of(setting):
 
 def test_positions_begin_as_large_as_patches_and_unlike_each_other():
     table = nnx.Param(jnp.zeros((26 * 26, 128)))
-    make_page_model.start_positions(SimpleNamespace(visual=SimpleNamespace(position_table=table)))
+    model = SimpleNamespace(visual=SimpleNamespace(position_table=table))
+    make_page_model.start_positions(model, None)
     rows = np.asarray(table[...]).reshape(26, 26, 128)
     assert 0.5 < rows.std() < 1.0
     np.testing.assert_array_equal(rows[3, :, :64], np.broadcast_to(rows[3, 0, :64], (26, 64)))

@@ -516,7 +516,7 @@ def test_config_of_the_dialect_makes_this_client(tmp_path, monkeypatch):
     monkeypatch.setenv("UIRL_VERIFIER_TOKEN", "t" * 40)
     client = Run.make_client(run, "http://127.0.0.1:9", "actor", RecordedSets({}))
     assert isinstance(client, OpenEnvClient) and client.dialect.has_sessions
-    assert client._headers == {"Authorization": "Bearer " + "t" * 40}
+    assert client.transport.headers == {"Authorization": "Bearer " + "t" * 40}
 
 
 # ------------------------------------------------------------------------------- doctor

@@ -68,7 +68,7 @@ def test_a_file_is_read_as_verl_reads_it(tmp_path):
 
 
 def test_the_gui_agents_columns_are_there(tmp_path):
-    """Those of /work/shared/seeds/gui-agent-grpo.txt, Data Format."""
+    """Those of the data format of verl's GUI agent example."""
     write_verl(tmp_path / "train.parquet", [row()])
     example = read(tmp_path / "train.parquet", tmp_path)[0]
     (message,) = example["raw_prompt"]

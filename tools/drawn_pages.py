@@ -50,7 +50,7 @@ _SMALL_PX, _LARGE_PX = (7, 10), (15, 22)
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One thing on a page. `box` is what to click; a label beside it belongs to its `outline`."""
+    """One thing on a page. `box` is what to click, without a label beside it."""
 
     kind: str  # button, link, check, radio, field, colour, shape, letter, digit, close
     box: Box

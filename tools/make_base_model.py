@@ -18,12 +18,13 @@ falling rate carry on: a stage of its own starts from a high rate again. Nothing
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -223,20 +224,31 @@ def make_batch(
             arrays["vision_index_bt"][row, span] = vision_index(
                 ids_t, inputs.image_token_id, rows_v
             )
+    return supervised_batch(arrays, packed.arrays, shape_bt[1])
+
+
+def supervised_batch(
+    arrays: dict[str, np.ndarray], vision: dict[str, np.ndarray], sampled: int
+) -> TrainBatch:
+    """A batch of examples, which are no trajectories: every answer's token weighs the same.
+
+    Args:
+      arrays: tokens, segments, positions, completion mask and vision index of the rows.
+      sampled: room for so many tokens of answers in a row.
+    """
     mask_bt = arrays["completion_mask_bt"]
-    index_bs = batching.sampled_index(mask_bt, mask_bt.shape[1])
+    index_bs = batching.sampled_index(mask_bt, sampled)
     return TrainBatch(
-        **arrays,
-        vision=packed.arrays,
-        prefix_segments_bt=None,
+        **{"prefix_segments_bt": None, **arrays},
+        vision=vision,
         sampled_index_bs=index_bs,
         turn_ids_bt=mask_bt.astype(np.int32),
         weights_bt=mask_bt / max(mask_bt.sum(), 1.0),
-        behaviour_logprobs_bt=np.zeros(shape_bt, np.float32),
-        advantages_bt=np.zeros(shape_bt, np.float32),
+        behaviour_logprobs_bt=np.zeros_like(mask_bt),
+        advantages_bt=np.zeros_like(mask_bt),
         values_bt=None,
         returns_bt=None,
-        trajectory_bs=np.full_like(index_bs, -1),  # examples are no trajectories
+        trajectory_bs=np.full_like(index_bs, -1),
         token_bs=np.full_like(index_bs, -1),
     )
 
@@ -289,60 +301,86 @@ def _screens(stage: str, step: int) -> tuple[int, int, int]:
     return 2, 4, 8
 
 
-def batches(
-    setting: Setting, stage: Stage, seed: int, rows: int
-) -> Callable[[int], list[TrainBatch]]:
+def drawn_ahead(draw_at: Callable[[int], TrainBatch]) -> Callable[[int], list[TrainBatch]]:
     """The one batch of a step; the next one is drawn while a step runs."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
 
     def batches_at(step: int) -> list[TrainBatch]:
-        future = drawn.pop(step, None) or pool.submit(draw, setting, stage, seed, rows, step)
-        drawn[step + 1] = pool.submit(draw, setting, stage, seed, rows, step + 1)
+        future = drawn.pop(step, None) or pool.submit(draw_at, step)
+        drawn[step + 1] = pool.submit(draw_at, step + 1)
         return [future.result()]
 
     return batches_at
 
 
-def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
-    """All stages, then the directory in Hugging Face's format with its model card."""
-    started_s = time.monotonic()
+def train_stage(
+    split: tuple[nnx.GraphDef, nnx.State, nnx.State],
+    stage: Stage,
+    draw_at: Callable[[int], TrainBatch],
+    workdir: Path,
+    started_s: float,
+) -> nnx.State:
+    """Trains all weights through a stage; carries on from its newest checkpoint."""
+    return supervised.train(
+        split,
+        drawn_ahead(draw_at),
+        supervised.SupervisedConfig(
+            steps=stage.steps,
+            optimizer=OptimizerConfig(
+                name="muon",
+                lr=stage.lr,
+                warmup_steps=min(stage.warmup_steps, stage.steps),
+                schedule=stage.schedule,
+                weight_decay=0.01,
+            ),
+            checkpoint_every=250,
+            log_every=25,
+        ),
+        StepConfig(vision_trainable=True),
+        checkpoint_dir=workdir / stage.name,
+        on_step=_printer(stage, started_s),
+    )
+
+
+def new_model(
+    base: BaseModel, texts: Iterable[str], seed: int, workdir: Path
+) -> tuple[Setting, Tokenizer, tuple[nnx.GraphDef, nnx.State, nnx.State]]:
+    """A model with random weights, all of which train, and a tokenizer trained on texts.
+
+    The tokenizer is in the workdir, too.
+    """
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = base.tokenizer.train_tokenizer(tokenizer_texts(base), 512)
+    tokenizer = base.tokenizer.train_tokenizer(texts, 512)
     base.tokenizer.save(tokenizer, workdir / "tokenizer")
     chat = Chat(workdir / "tokenizer", base.chat, base.family.chat)
     cfg = base.config(tokenizer)
     setting = Setting(base, chat, base.family.make_inputs(cfg))
     model = base.family.make_model(
-        cfg, lora=None, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none"
+        cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32, remat="none"
     )
     if base.start is not None:
         base.start(model, setting.inputs)
-    graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
-    print(f"parameters={parameters} vocabulary={chat.vocab_size}", flush=True)
+    split = nnx.split(model, nnx.Param, ...)
+    print(f"parameters={parameters_of(split[1])} vocabulary={chat.vocab_size}", flush=True)
+    return setting, tokenizer, split
 
+
+def parameters_of(trainable: nnx.State) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(trainable))
+
+
+def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
+    """All stages, then the directory in Hugging Face's format with its model card."""
+    started_s = time.monotonic()
+    texts = tokenizer_texts(base)
+    setting, tokenizer, (graphdef, trainable, frozen) = new_model(base, texts, recipe.seed, workdir)
     for stage in stages(recipe):
-        trainable = supervised.train(
-            (graphdef, trainable, frozen),
-            batches(setting, stage, recipe.seed, recipe.batch_rows),
-            supervised.SupervisedConfig(
-                steps=stage.steps,
-                optimizer=OptimizerConfig(
-                    name="muon",
-                    lr=stage.lr,
-                    warmup_steps=min(stage.warmup_steps, stage.steps),
-                    schedule=stage.schedule,
-                    weight_decay=0.01,
-                ),
-                checkpoint_every=250,
-                log_every=25,
-            ),
-            StepConfig(vision_trainable=True),
-            checkpoint_dir=workdir / stage.name,
-            on_step=_printer(stage, started_s),
-        )
+        draw_at = functools.partial(draw, setting, stage, recipe.seed, recipe.batch_rows)
+        split = (graphdef, trainable, frozen)
+        trainable = train_stage(split, stage, draw_at, workdir, started_s)
     write_model(base, nnx.merge(graphdef, trainable, frozen), tokenizer, out)
+    parameters = parameters_of(trainable)
     card = model_card(base, recipe, parameters, (time.monotonic() - started_s) / 60)
     (out / "README.md").write_text(card, encoding="utf-8")
 

@@ -10,14 +10,13 @@ where a named thing is, and nothing of any task: configs/miniwob_pages.py goes o
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
@@ -26,21 +25,16 @@ from tokenizers import AddedToken, Tokenizer
 
 from tools import drawn_pages, make_base_model, qwen_tokenizer, tiny_architectures
 from tools.add_point_tokens import fix_tokenizer_config
-from tools.make_base_model import Setting
+from tools.make_base_model import Setting, Stage
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions.formats import format_action
 from uirl_jax.actions.loc import POINTS
 from uirl_jax.families import qwen3_vl
 from uirl_jax.families.border import Inputs, PlacedScreen, Screen
-from uirl_jax.families.chat import Chat
 from uirl_jax.families.qwen.images import ImageConfig
-from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.families.screens import vision_index
-from uirl_jax.learner import supervised
-from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.learner.step import StepConfig
-from uirl_jax.shards import batching
 from uirl_jax.types import Action, TrainBatch
 
 QUESTIONS = 8  # of a page
@@ -88,25 +82,31 @@ class _PointTokenizer:
 
 
 def _config(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    return Qwen3VLConfig(
-        **{**tiny_architectures.TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **tiny_architectures.token_ids(tokenizer),
-        head_dim=64,
-        mrope_section=(12, 10, 10),
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-        vision=VisionConfig(
-            depth=3,
-            hidden_size=128,
-            intermediate_size=384,
-            num_heads=2,
-            out_hidden_size=192,
-            num_position_embeddings=26 * 26,
-            deepstack_visual_indexes=(0, 1),
-            patch_size=_IMAGES.patch_size,
-        ),
-        images=_IMAGES,
+    """The small Qwen3-VL of `tiny_architectures`, with patches of half the side."""
+    cfg = tiny_architectures.BASES["qwen3_vl"].config(tokenizer)
+    vision = dataclasses.replace(
+        cfg.vision, patch_size=_IMAGES.patch_size, num_position_embeddings=26 * 26
     )
+    return dataclasses.replace(cfg, vision=vision, images=_IMAGES)
+
+
+def start_positions(model: Any, inputs: Inputs) -> None:
+    """Learned positions begin as waves along x and y, as large as patches.
+
+    The family's own are fifty times smaller than a patch's features: where things are would have
+    to be learnt before what is there, and was not in 1,300 steps.
+    """
+    del inputs
+    table = model.visual.position_table
+    side = round(table.shape[0] ** 0.5)
+    count = table.shape[1] // 4  # a sine and a cosine for each axis
+    waves_n = 2 * np.pi / np.geomspace(3.0, 4.0 * side, count)
+    angles_sn = np.arange(side)[:, None] * waves_n
+    axis_sd = np.concatenate([np.sin(angles_sn), np.cos(angles_sn)], 1)
+    table_yxd = np.concatenate(
+        [np.repeat(axis_sd[:, None], side, 1), np.repeat(axis_sd[None], side, 0)], 2
+    )
+    table[...] = jnp.asarray(table_yxd.reshape(side * side, -1), table.dtype)
 
 
 BASE = BaseModel(
@@ -119,6 +119,7 @@ BASE = BaseModel(
     largest=(64, 64),
     tokenizer=_PointTokenizer(),
     action_format=_FORMAT,
+    start=start_positions,
 )
 
 
@@ -133,24 +134,6 @@ def tokenizer_texts() -> list[str]:
         texts += [" click", " type", " scroll", "down 100", "[screenshot omitted]", "user\n"]
         texts += _PHRASES[number % len(_PHRASES) :][:3]
     return texts
-
-
-def start_positions(model: Any) -> None:
-    """Learned positions begin as waves along x and y, as large as patches.
-
-    The family's own are fifty times smaller than a patch's features: where things are would have
-    to be learnt before what is there, and was not in 1,300 steps.
-    """
-    table = model.visual.position_table
-    side = round(table.shape[0] ** 0.5)
-    count = table.shape[1] // 4  # a sine and a cosine for each axis
-    waves_n = 2 * np.pi / np.geomspace(3.0, 4.0 * side, count)
-    angles_sn = np.arange(side)[:, None] * waves_n
-    axis_sd = np.concatenate([np.sin(angles_sn), np.cos(angles_sn)], 1)
-    table_yxd = np.concatenate(
-        [np.repeat(axis_sd[:, None], side, 1), np.repeat(axis_sd[None], side, 0)], 2
-    )
-    table[...] = jnp.asarray(table_yxd.reshape(side * side, -1), table.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,25 +211,15 @@ def make_batch(examples: list[PageExample], inputs: Inputs) -> TrainBatch:
             end = span.stop
             mask_bt[row, end - answer : end] = 1.0
         prefixes_bt[row, :end] = 1
-    index_bs = batching.sampled_index(mask_bt, 4 * QUESTIONS)
-    return TrainBatch(
-        token_ids_bt=token_ids_bt,
-        segment_ids_bt=segments_bt,
-        prefix_segments_bt=prefixes_bt,
-        positions_abt=positions_abt,
-        completion_mask_bt=mask_bt,
-        sampled_index_bs=index_bs,
-        turn_ids_bt=mask_bt.astype(np.int32),
-        vision_index_bt=vision_bt,
-        behaviour_logprobs_bt=np.zeros(shape_bt, np.float32),
-        advantages_bt=np.zeros(shape_bt, np.float32),
-        weights_bt=mask_bt / max(mask_bt.sum(), 1.0),
-        values_bt=None,
-        returns_bt=None,
-        vision=packed.arrays,
-        trajectory_bs=np.full_like(index_bs, -1),  # examples are no trajectories
-        token_bs=np.full_like(index_bs, -1),
-    )
+    arrays = {
+        "token_ids_bt": token_ids_bt,
+        "segment_ids_bt": segments_bt,
+        "prefix_segments_bt": prefixes_bt,
+        "positions_abt": positions_abt,
+        "completion_mask_bt": mask_bt,
+        "vision_index_bt": vision_bt,
+    }
+    return make_base_model.supervised_batch(arrays, packed.arrays, 4 * QUESTIONS)
 
 
 def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
@@ -257,69 +230,18 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
     return make_batch(examples, setting.inputs)
 
 
-def batches(setting: Setting, seed: int, rows: int) -> Callable[[int], list[TrainBatch]]:
-    """The one batch of a step; the next one is drawn while a step runs."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
-
-    def batches_at(step: int) -> list[TrainBatch]:
-        future = drawn.pop(step, None) or pool.submit(draw, setting, seed, rows, step)
-        drawn[step + 1] = pool.submit(draw, setting, seed, rows, step + 1)
-        return [future.result()]
-
-    return batches_at
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What the command says."""
-
-    steps: int
-    batch_rows: int
-    lr: float
-    seed: int
-
-
-def train(recipe: Recipe, out: Path, workdir: Path) -> None:
-    """The model directory in Hugging Face's format."""
+def train(stage: Stage, batch_rows: int, seed: int, out: Path, workdir: Path) -> None:
+    """Writes the model directory in Hugging Face's format."""
     started_s = time.monotonic()
-    workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = BASE.tokenizer.train_tokenizer(tokenizer_texts(), 512)
-    BASE.tokenizer.save(tokenizer, workdir / "tokenizer")
-    chat = Chat(workdir / "tokenizer", BASE.chat, BASE.family.chat)
-    cfg = BASE.config(tokenizer)
-    setting = Setting(BASE, chat, BASE.family.make_inputs(cfg))
-    model = BASE.family.make_model(
-        cfg, lora=None, rngs=nnx.Rngs(recipe.seed), param_dtype=jnp.float32, remat="none"
+    setting, tokenizer, (graphdef, trainable, frozen) = make_base_model.new_model(
+        BASE, tokenizer_texts(), seed, workdir
     )
-    start_positions(model)
-    graphdef, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
-    print(f"parameters={parameters} vocabulary={chat.vocab_size}", flush=True)
-
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        print(
-            f"step={step}/{recipe.steps} loss={metrics['sft/loss']:.4f} "
-            f"grad_norm={metrics['learner/grad_norm']:.2f} "
-            f"steps_per_s={metrics['learner/steps_per_s']:.2f} "
-            f"minutes={(time.monotonic() - started_s) / 60:.1f}",
-            flush=True,
-        )
-
-    trained = supervised.train(
+    trained = make_base_model.train_stage(
         (graphdef, trainable, frozen),
-        batches(setting, recipe.seed, recipe.batch_rows),
-        supervised.SupervisedConfig(
-            steps=recipe.steps,
-            optimizer=OptimizerConfig(
-                name="muon", lr=recipe.lr, warmup_steps=100, schedule="cosine", weight_decay=0.01
-            ),
-            checkpoint_every=100,
-            log_every=25,
-        ),
-        StepConfig(vision_trainable=True),
-        checkpoint_dir=workdir / "pages",
-        on_step=on_step,
+        stage,
+        functools.partial(draw, setting, seed, batch_rows),
+        workdir,
+        started_s,
     )
     make_base_model.write_model(BASE, nnx.merge(graphdef, trained, frozen), tokenizer, out)
 
@@ -337,7 +259,8 @@ def main() -> None:
     platform_flags.set_defaults()
     platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
-    train(Recipe(args.steps, args.batch_rows, args.lr, args.seed), args.out, args.workdir)
+    stage = Stage("pages", args.steps, 100, args.lr, 1.0, "cosine")
+    train(stage, args.batch_rows, args.seed, args.out, args.workdir)
 
 
 if __name__ == "__main__":

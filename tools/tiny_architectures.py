@@ -108,7 +108,7 @@ class BaseModel:
 
 
 # Text towers have few, wide heads: on a CPU the softmax costs as much as the products.
-TEXT: Mapping[str, Any] = types.MappingProxyType(
+_TEXT: Mapping[str, Any] = types.MappingProxyType(
     {
         "hidden_size": 192,
         "intermediate_size": 512,
@@ -136,7 +136,7 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
     return -(-tokenizer.get_vocab_size() // 64) * 64
 
 
-def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Of Qwen's configs."""
     ids = {
         "bos_token_id": tokenizer.token_to_id("<|endoftext|>"),
@@ -158,8 +158,8 @@ def _qwen2_vl(tokenizer: Tokenizer) -> Qwen2VLConfig:
         {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
-            **TEXT,
-            **token_ids(tokenizer),
+            **_TEXT,
+            **_token_ids(tokenizer),
             "rms_norm_eps": 1e-6,
             "rope_theta": 10_000.0,
             "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
@@ -184,8 +184,8 @@ def _qwen2_5_vl(tokenizer: Tokenizer) -> Qwen25VLConfig:
     """2.7 M parameters. A screen of 224x168 is 6 x 8 visual tokens, four attention windows, the
     lower two cut off."""
     return Qwen25VLConfig(
-        **TEXT,
-        **token_ids(tokenizer),
+        **_TEXT,
+        **_token_ids(tokenizer),
         mrope_section=(8, 12, 12),
         rope_theta=10_000.0,
         tie_word_embeddings=True,
@@ -216,8 +216,8 @@ def _qwen3_vl(tokenizer: Tokenizer) -> Qwen3VLConfig:
     """3.7 M parameters, with two levels of DeepStack. Its heads are wider than the width's share,
     as in the published 4B."""
     return Qwen3VLConfig(
-        **{**TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **token_ids(tokenizer),
+        **{**_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **_token_ids(tokenizer),
         head_dim=64,
         mrope_section=(12, 10, 10),
         rope_theta=10_000.0,
@@ -247,7 +247,7 @@ def _llava(tokenizer: Tokenizer) -> LlavaConfig:
         bos_token_id=tokenizer.token_to_id("<s>"),
         eos_token_id=tokenizer.token_to_id("</s>"),
         image_token_id=tokenizer.token_to_id("<image>"),
-        **TEXT,
+        **_TEXT,
         head_dim=64,
         rms_norm_eps=1e-5,
         vision=LlavaVisionConfig(
@@ -269,7 +269,7 @@ def _idefics2(tokenizer: Tokenizer) -> Idefics2Config:
         bos_token_id=tokenizer.token_to_id("<s>"),
         eos_token_id=tokenizer.token_to_id("<end_of_utterance>"),
         image_token_id=tokenizer.token_to_id("<image>"),
-        **TEXT,
+        **_TEXT,
         head_dim=64,
         rms_norm_eps=1e-5,
         vision=Idefics2VisionConfig(**_VISION, patch_size=_IDEFICS2_IMAGES.patch_size),
@@ -298,7 +298,7 @@ def _paligemma(tokenizer: Tokenizer) -> PaliGemmaConfig:
         pad_token_id=tokenizer.token_to_id("<pad>"),
         image_token_id=tokenizer.token_to_id("<image>"),
         # Times the root of the width embeddings are 0.97, as large as the visual tokens.
-        **{**TEXT, "num_key_value_heads": 1},
+        **{**_TEXT, "num_key_value_heads": 1},
         head_dim=64,
         vision=PaliGemmaVisionConfig(**_VISION, patch_size=28),
         images=_PALIGEMMA_IMAGES,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from tools.gui_data.places import scale_action, scale_box
 from uirl_jax.errors import RecordError
 from uirl_jax.families.screens import decode_image
 from uirl_jax.untrusted.json import printable
@@ -110,13 +109,4 @@ def shrink(step: Step, longest_px: int) -> Step:
     width, height = (max(1, round(side * longest_px / max(old))) for side in old)
     new = (width, height)
     image = decode_image(step.image, max_pixels=MAX_PIXELS)
-    smaller = image.resize(new, Image.Resampling.LANCZOS)
-    return Step(
-        image=encode_png(smaller),
-        width_px=new[0],
-        height_px=new[1],
-        action=scale_action(step.action, old, new),
-        box=scale_box(step.box, old, new) if step.box else None,
-        elements=tuple(scale_box(box, old, new) for box in step.elements),
-        instruction=step.instruction,
-    )
+    return step.resized(new, encode_png(image.resize(new, Image.Resampling.LANCZOS)))

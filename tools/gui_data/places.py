@@ -18,10 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from uirl_jax.errors import RecordError
-from uirl_jax.types import Action
-from uirl_jax.verifiers.recorded.row import Box
+from uirl_jax.verifiers.recorded.row import Box, Size
 
-Size = tuple[int, int]  # (width, height) in pixels
 SLACK_PX = 1.0  # how far rounding may put a place outside of its picture
 _UNITS = {"pixels": "pixels", "0-1": "fractions of the picture", "0-1000": "thousandths of it"}
 
@@ -134,24 +132,6 @@ def without_far_edge(box: Sequence[int]) -> Box:
     """A box of ours, whose right and bottom are the first pixels outside: they are its last now."""
     left, top, right, bottom = box
     return Box(left, top, right - 1, bottom - 1)
-
-
-def scale_box(box: Box, old: Size, new: Size) -> Box:
-    """The box on the same picture in another size."""
-    return Box(*(at * to / px for at, px, to in zip(box, old * 2, new * 2, strict=True)))
-
-
-def scale_action(action: Action, old: Size, new: Size) -> Action:
-    """The action on the same picture in another size: pixels stay those that the places lie in."""
-    changed: dict[str, int] = {}
-    for name, axis in (("x", 0), ("y", 1), ("x2", 0), ("y2", 1)):
-        at = getattr(action, name)
-        if at is not None:
-            changed[name] = min((2 * at + 1) * new[axis] // (2 * old[axis]), new[axis] - 1)
-    if action.amount is not None:
-        axis = 1 if action.direction in ("up", "down") else 0
-        changed["amount"] = max(1, round(action.amount * new[axis] / old[axis]))
-    return dataclasses.replace(action, **changed)
 
 
 def numbers(values: Any, count: int) -> list[float]:

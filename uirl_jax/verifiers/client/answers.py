@@ -6,8 +6,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Container
-from typing import Any, TypeGuard
+from collections.abc import Container, Mapping
+from typing import Any, TypeGuard, TypeVar
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.untrusted import json as untrusted_json
@@ -15,6 +15,7 @@ from uirl_jax.untrusted import text as untrusted_text
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.client.transport import ClientLimits
 
+T = TypeVar("T")
 _STARTED = re.compile(r"Start time: *([^\n]{1,80})")
 
 
@@ -101,6 +102,14 @@ def check_id(text: str, what: str = "session id") -> str:
         shown = untrusted_json.printable(text)
         raise VerifierError(f"{what} is {shown!r}, expected 1-64 letters, digits, _ or -")
     return text
+
+
+def find_open(sessions: Mapping[str, T], session_id: str) -> T:
+    """What a client holds of a session. Raises: VerifierError: it has none of that name."""
+    entry = sessions.get(check_id(session_id))
+    if entry is None:
+        raise VerifierError(f"session {session_id} was not opened here, or is deleted")
+    return entry
 
 
 def check_verdict(progress: dict[str, Any], where: str) -> dict[str, Any]:

@@ -351,10 +351,7 @@ class VerifierClient:
             )
 
     def _find(self, session_id: str) -> _Open:
-        entry = self._open.get(answers.check_id(session_id))
-        if entry is None:
-            raise VerifierError(f"session {session_id} was not opened here, or is deleted")
-        return entry
+        return answers.find_open(self._open, session_id)
 
     async def _act_once(self, session: Session, action: Action, request_id: str) -> bytes:
         answers.check_id(request_id, "request_id")

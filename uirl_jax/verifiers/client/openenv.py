@@ -15,7 +15,6 @@ import asyncio
 import dataclasses
 import random
 import uuid
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -90,7 +89,6 @@ class OpenEnvClient:
             base_url, self._limits, keep_alive_s=self.dialect.keep_alive_s, token=token
         )
         self._base = self.transport.base
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
         self._kind: openenv_actions.Kind | None = None
         self._takes_places: bool | None = None  # BrowserGym's action set; None: not tried yet
@@ -101,22 +99,19 @@ class OpenEnvClient:
         await self.transport.__aenter__()
         # Sockets stay open for an episode each: no limit, that would be one on episodes.
         self._http = open_session(
-            max_connections=0, keep_alive_s=self.dialect.keep_alive_s, headers=self._headers
+            max_connections=0,
+            keep_alive_s=self.dialect.keep_alive_s,
+            headers=self.transport.headers,
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         for session_id in list(self._open):
             await self.delete(session_id)
         if self._http is not None:
             await self._http.close()
             self._http = None
-        await self.transport.__aexit__(kind, error, traceback)
+        await self.transport.__aexit__(None, None, None)
 
     def check_action(self, action: Action) -> None:
         """Raises ActionError for an action that the environment has no call for."""
@@ -367,10 +362,7 @@ class OpenEnvClient:
             )
 
     def _find(self, session_id: str) -> _Open:
-        entry = self._open.get(answers.check_id(session_id))
-        if entry is None:
-            raise VerifierError(f"session {session_id} was not opened here, or is deleted")
-        return entry
+        return answers.find_open(self._open, session_id)
 
 
 def _task_told(kind: openenv_actions.Kind, state: dict[str, Any]) -> str:

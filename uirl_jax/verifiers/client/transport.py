@@ -101,16 +101,14 @@ class Transport:
         self.base = check_base_url(base_url, "verifier address", VerifierError)
         self.limits = limits
         self._keep_alive_s = keep_alive_s
-        self._headers: dict[str, str] = {}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._http = open_session(
             max_connections=self.limits.max_connections,
             keep_alive_s=self._keep_alive_s,
-            headers=self._headers,
+            headers=self.headers,
         )
         return self
 

@@ -6,7 +6,6 @@ progress and rewards are those of the bundled server's session, which is the sam
 
 import dataclasses
 import uuid
-from types import TracebackType
 from typing import Any, Self
 
 from uirl_jax import actions
@@ -51,12 +50,7 @@ class RecordedClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._open.clear()
 
     def check_action(self, action: Action) -> None:
@@ -112,7 +106,4 @@ class RecordedClient:
         self._open.pop(session_id, None)
 
     def _find(self, session_id: str) -> _Open:
-        entry = self._open.get(session_id)
-        if entry is None:
-            raise VerifierError(f"session {session_id} was not opened here, or is deleted")
-        return entry
+        return answers.find_open(self._open, session_id)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from uirl_jax.types import Action
 
+Size = tuple[int, int]  # (width, height) in pixels
+
 
 class Box(NamedTuple):
     """A rectangle in pixels of a picture; its edges belong to it. Coordinates may be fractions."""
@@ -26,6 +28,10 @@ class Box(NamedTuple):
 
     def contains(self, x: float, y: float) -> bool:
         return self.left <= x <= self.right and self.top <= y <= self.bottom
+
+    def scaled(self, old: Size, new: Size) -> "Box":
+        """The box on the same picture in another size."""
+        return Box(*(at * to / px for at, px, to in zip(self, old * 2, new * 2, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +54,19 @@ class Step:
     elements: tuple[Box, ...] = ()
     instruction: str = ""
 
+    def resized(self, size: Size, image: bytes) -> "Step":
+        """The step on its picture in another size, which is `image`."""
+        old = (self.width_px, self.height_px)
+        return dataclasses.replace(
+            self,
+            image=image,
+            width_px=size[0],
+            height_px=size[1],
+            action=scale_action(self.action, old, size),
+            box=None if self.box is None else self.box.scaled(old, size),
+            elements=tuple(box.scaled(old, size) for box in self.elements),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -66,3 +85,16 @@ class Row:
     instruction: str
     steps: tuple[Step, ...]
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def scale_action(action: Action, old: Size, new: Size) -> Action:
+    """The action on the same picture in another size: pixels stay those that the places lie in."""
+    changed: dict[str, int] = {}
+    for name, axis in (("x", 0), ("y", 1), ("x2", 0), ("y2", 1)):
+        at = getattr(action, name)
+        if at is not None:
+            changed[name] = min((2 * at + 1) * new[axis] // (2 * old[axis]), new[axis] - 1)
+    if action.amount is not None:
+        axis = 1 if action.direction in ("up", "down") else 0
+        changed["amount"] = max(1, round(action.amount * new[axis] / old[axis]))
+    return dataclasses.replace(action, **changed)

@@ -52,7 +52,7 @@ class _Gesture(NamedTuple):
 def form(action: Action | None, step: Step) -> float:
     """The text was an action of the format, with arguments that may be.
 
-    Source: the format reward of GUI-R1 (arXiv:2504.10458, section 3.3) and of the seed.
+    Source: the format reward of GUI-R1 (arXiv:2504.10458, section 3.3).
     """
     return float(action is not None)
 
@@ -118,7 +118,7 @@ def coverage(action: Action | None, step: Step) -> float:
 def quadratic(action: Action | None, step: Step) -> float:
     """(1 - d / 0.15)^2 within d < 0.15, d the distance from the centre in parts of the screen.
 
-    Source: NeMo's GUI pointing reward as ANCHORS.md section 3 has it; its code was not found.
+    Source: NeMo Gym's GUI pointing reward, by a description of it; its code was not found.
     """
     point, centre = _touch(action, step), _centre(step)
     if point is None or centre is None:

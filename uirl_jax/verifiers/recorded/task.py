@@ -2,7 +2,8 @@
 
 By default one step is shown and one action ends the episode. With `walk=1` the session walks along
 the row's steps: the right action (`rules.match`) shows the next screen, a wrong one stays on the
-screen and costs a turn, `terminate` ends it wherever it is said. Its states are those of the seed:
+screen and costs a turn, `terminate` ends it wherever it is said. Its states are those of verl's GUI
+agent loop:
 
     pending --first screenshot--> generating --act--> processing_action --> generating | terminated
 
@@ -10,7 +11,6 @@ Nothing is drawn and no process runs: what is shown are the set's own pictures. 
 row, `rules` judges, `history` words the instruction, `sets` opens the files.
 """
 
-import dataclasses
 import enum
 import io
 from collections.abc import Mapping
@@ -23,8 +23,9 @@ from uirl_jax.errors import ImageError, VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.client.image_header import image_size
 from uirl_jax.verifiers.recorded import history, rules
+from uirl_jax.verifiers.recorded.checks import MAX_PIXELS
 from uirl_jax.verifiers.recorded.draw import Drawn, pick_step
-from uirl_jax.verifiers.recorded.row import Box, Row, Step
+from uirl_jax.verifiers.recorded.row import Row, Step
 from uirl_jax.verifiers.tasks import variants
 
 # walk: 1 walks along all steps. level: low also tells what the shown step shall do.
@@ -33,13 +34,12 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "walk": ("0", "1"),
     "level": ("high", "low"),
 }
-MAX_TURNS = 20  # of a walk: the seed's gui_agent.max_turns
-MAX_PIXELS = 64_000_000  # of a picture; a client may allow fewer
+MAX_TURNS = 20  # of a walk: gui_agent.max_turns of verl's GUI agent example
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
 
 
 class State(enum.StrEnum):
-    """Of a session, as in the seed's agent loop."""
+    """Of a session, as in verl's GUI agent loop."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -164,36 +164,7 @@ class RecordedTask:
                 f"{step.width_px}x{step.height_px}"
             )
         wanted = (self.width_px, self.height_px)
-        return step if size == wanted else _scaled(step, wanted)
-
-
-def _scaled(step: Step, size: tuple[int, int]) -> Step:
-    """The step on a picture of another size, as PNG."""
-    across, down = size[0] / step.width_px, size[1] / step.height_px
-    action = step.action
-    moved = {
-        name: min(limit - 1, int(value * scale))
-        for name, scale, limit in (
-            ("x", across, size[0]),
-            ("y", down, size[1]),
-            ("x2", across, size[0]),
-            ("y2", down, size[1]),
-        )
-        if (value := vars(action)[name]) is not None
-    }
-
-    def fit(box: Box) -> Box:
-        return Box(box.left * across, box.top * down, box.right * across, box.bottom * down)
-
-    return dataclasses.replace(
-        step,
-        image=_encoded(step.image, "png", size),
-        width_px=size[0],
-        height_px=size[1],
-        action=dataclasses.replace(action, **moved),
-        box=None if step.box is None else fit(step.box),
-        elements=tuple(map(fit, step.elements)),
-    )
+        return step if size == wanted else step.resized(wanted, _encoded(step.image, "png", wanted))
 
 
 def _encoded(data: bytes, image_format: str, size: tuple[int, int] | None = None) -> bytes:
