@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import drawn_pages, make_page_model
+from tools import drawn_pages, make_base_model, make_page_model
 from tools.drawn_pages import Item, Page
 from uirl_jax import actions
 from uirl_jax.families import loading
@@ -73,9 +73,16 @@ def test_what_could_be_meant_twice_is_not_asked():
     small = Item("shape", (10, 60, 18, 68), "circle", "blue", large=False)
     large = Item("shape", (40, 60, 60, 80), "circle", "blue", large=True)
     rng = np.random.default_rng(0)
-    for question in drawn_pages.ask(Page(image, (small, large)), rng, 50):
+    asked = drawn_pages.ask(Page(image, (small, large)), rng, 50)
+    assert {question.box for question in asked} == {small.box, large.box}
+    for question in asked:
         assert ("small" in question.instruction) == (question.box == small.box)
         assert ("large" in question.instruction) == (question.box == large.box)
+    same = tuple(Item("button", (10, top, 90, top + 20), "Save") for top in (60, 120))
+    other = Item("link", (10, 150, 40, 160), "save")  # in lower case the same word
+    named = Item("link", (10, 180, 40, 190), "Open")
+    asked = drawn_pages.ask(Page(image, (*same, other, named)), rng, 50)
+    assert {question.box for question in asked} == {named.box}
     fields = tuple(Item("field", (10, top, 90, top + 20)) for top in (60, 120, 90))
     boxes = {q.instruction: q.box for q in drawn_pages.ask(Page(image, fields), rng, 50)}
     assert boxes == {
@@ -117,7 +124,6 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
     """The loss of a page's questions is that of the same questions in rows of their own."""
     rng = np.random.default_rng(5)
     example = make_page_model.page_example(setting, rng, drawn_pages.LEVELS[-1], 8)
-    alone = [dataclasses.replace(example, asked=(asked,)) for asked in example.asked]
     cfg = dataclasses.replace(
         setting.base.config(tokenizer_of(setting)), num_hidden_layers=2, vocab_size=640
     )
@@ -138,7 +144,13 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
         return np.asarray(found_bt)[batch.completion_mask_bt > 0]
 
     together = logprobs(make_page_model.make_batch([example], setting.inputs))
-    apart = logprobs(make_page_model.make_batch(alone, setting.inputs))
+    alone = []  # whole sequences in rows of their own, without a shared prefix
+    for ids_t, answer in example.asked:
+        whole_t = np.concatenate([example.prefix_t, ids_t])
+        mask_t = (np.arange(len(whole_t)) >= len(whole_t) - answer).astype(np.int32)
+        alone.append(make_base_model.Example(whole_t, mask_t, (example.screen,)))
+    rows = {"row_tokens": 192, "images_a_row": 1, "inputs": setting.inputs}
+    apart = logprobs(make_base_model.make_batch(alone, **rows))
     assert together.size == 4 * len(example.asked) > 4
     np.testing.assert_allclose(together, apart, atol=2e-5)
 

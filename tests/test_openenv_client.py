@@ -322,8 +322,12 @@ def test_refusals_are_told_apart():
             await client.act(session.id, CLICK)
         await client.act(session.id, CLICK)  # the session goes on
         assert (await client.progress(session.id))["reward"] == 0.5
+        await client.act(session.id, CLICK)
+        progress = await client.progress(session.id)
+        assert (progress["reward"], progress["step_reward"]) == (0.75, 0.25)  # a step's add up
 
-    with_client(scripted(error("VALIDATION_ERROR"), observation(reward=0.5)), refused)
+    answers = (error("VALIDATION_ERROR"), observation(reward=0.5), observation(reward=0.25))
+    with_client(scripted(*answers), refused)
 
 
 def test_full_server_that_says_so_before_it_is_asked():

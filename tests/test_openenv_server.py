@@ -23,9 +23,11 @@ import pytest
 from PIL import Image
 
 from tests.chromium import REASON
+from tests.recorded_rows import InMemory, row, step
 from uirl_jax import seeds
-from uirl_jax.types import TaskSpec
+from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import wire
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server.open_session import ServerLimits
 from uirl_jax.verifiers.server.server import serve
 from uirl_jax.verifiers.tasks import desktop
@@ -42,12 +44,12 @@ def solution(task=BUTTON):
     return wire.action_fields(action)
 
 
-def talk(use, *, limits=None, token=None, **headers):
+def talk(use, *, limits=None, token=None, recorded=None, **headers):
     """Calls `use` with an HTTP session, the base URL, and a function that opens a WebSocket."""
 
     async def run():
         async with (
-            serve(limits=limits, token=token) as port,
+            serve(limits=limits, token=token, recorded=recorded) as port,
             aiohttp.ClientSession(headers=headers) as http,
             contextlib.AsyncExitStack() as stack,
         ):
@@ -101,6 +103,26 @@ def test_session_shows_the_task_pays_the_step_and_ends_with_the_connection():
         assert await _status(http, base) == []
 
     talk(use)
+
+
+def test_recorded_steps_are_listed_and_take_the_ends_that_they_judge():
+    end = step(Action("terminate", text="success"))
+    sets = RecordedSets({"made": InMemory([row(0, [end])])})
+    said = {"type": "step", "data": {"action_type": "terminate", "text": "success"}}
+
+    async def use(http, base, connect):
+        async with http.post(f"{base}/uirl_jax/tasks", json={"split": "train"}) as listed:
+            names = {task["task"] for task in (await listed.json())["tasks"]}
+        assert {"recorded/made", BUTTON.name} <= names
+        ask = await connect()
+        await ask({"type": "reset", "data": {"task": "recorded/made", "seed": 0}})
+        data = (await ask(said))["data"]
+        assert (data["reward"], data["done"]) == (1.0, True)
+        await ask(RESET)  # a screen is not told how the policy ends
+        refused = (await ask(said))["data"]
+        assert refused["code"] == "VALIDATION_ERROR" and "terminate" in refused["message"]
+
+    talk(use, recorded=sets)
 
 
 def test_rewards_of_the_steps_add_up_to_the_episodes():

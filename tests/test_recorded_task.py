@@ -19,7 +19,7 @@ from tests.recorded_rows import (
 )
 from uirl_jax import seeds
 from uirl_jax.errors import ConfigError, InvalidRequestError, VerifierError
-from uirl_jax.types import Action, TaskSpec
+from uirl_jax.types import Action, Judgement, Rule, TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import no_own_rule
 from uirl_jax.verifiers.recorded import history, rewards, rules
@@ -173,7 +173,7 @@ def test_an_unknown_set_is_refused_with_the_nearest():
 # ------------------------------------------------------------------------------------- walks
 
 
-def test_a_walk_goes_through_the_states_of_the_seed():
+def test_a_walk_goes_through_its_states():
     session = opened(InMemory([walk_row()]), variant="walk=1")
     states = [session.state]
 
@@ -220,7 +220,9 @@ def test_screens_of_a_turned_phone_are_scaled_with_their_places():
     async def play():
         await session.act(HIT)
         shown = Image.open(io.BytesIO(await session.screenshot("png")))
-        await session.act(Action("click", x=50, y=40))  # (100, 20) of 200x100
+        recorded = await session.scripted_action(np.random.default_rng(0))
+        assert recorded == Action("click", x=50, y=41)  # the middle of (100, 20) of 200x100
+        await session.act(Action("click", x=50, y=40))
         return shown.size, await session.progress()
 
     size, progress = asyncio.run(play())
@@ -316,6 +318,27 @@ def test_http_and_in_process_tell_the_same(weights):
                 await remote.create(task(seeds.tune_seed(0)))
 
     asyncio.run(run())
+
+
+def test_a_rule_of_ones_own_is_told_the_turns_in_process_too():
+    seen = []
+
+    def judge(progress, turns):
+        seen.append((progress["turns"], turns))
+        return Judgement(done=turns == 2, reward=0.5, success=False)
+
+    async def run():
+        sets = RecordedSets({"made": InMemory([walk_row()])})
+        client = RecordedClient(sets, find_own_rule=lambda task: Rule("Mine.", judge))
+        session = await client.create(task(variant="walk=1"))
+        assert (session.instruction, session.judged_here) == ("Mine.", True)
+        for action, done in ((MISS, False), (HIT, True)):
+            await client.act(session.id, action)
+            progress = await client.progress(session.id)
+            assert (progress["done"], progress["reward"]) == (done, 0.5)
+
+    asyncio.run(run())
+    assert seen == [(1, 1), (2, 2)]
 
 
 def test_a_session_on_a_screen_is_not_told_how_the_policy_ends():

@@ -149,10 +149,6 @@ class PageExample:
     asked: tuple[tuple[np.ndarray, int], ...]
     screen: Screen
 
-    @property
-    def length(self) -> int:
-        return len(self.prefix_t) + sum(1 + len(ids_t) for ids_t, _ in self.asked)
-
 
 def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> PageExample:
     """A page and clicks on what it is asked for, each as if nothing had been asked before."""
@@ -192,22 +188,22 @@ def make_batch(examples: list[PageExample], inputs: Inputs) -> TrainBatch:
     vision_bt = np.full(shape_bt, -1, np.int32)
     mask_bt = np.zeros(shape_bt, np.float32)
     for row, example in enumerate(examples):
-        prefix_t, tokens = example.prefix_t, example.screen.tokens
-        first = packed.first_tokens[row]
+        # The prefix' last token begins every question instead (types.TrainBatch).
+        prefix_t, last_t = np.split(example.prefix_t, [-1])
         end = len(prefix_t)
         token_ids_bt[row, :end] = prefix_t
         segments_bt[row, :end] = 1
         positions_abt[:, row, :end] = inputs.positions(prefix_t, [example.screen])
-        vision_bt[row, :end] = vision_index(
-            prefix_t, inputs.image_token_id, first + np.arange(tokens)
-        )
+        rows_v = packed.first_tokens[row] + np.arange(example.screen.tokens)
+        vision_bt[row, :end] = vision_index(prefix_t, inputs.image_token_id, rows_v)
         for number, (ids_t, answer) in enumerate(example.asked):
-            whole_t = np.concatenate([prefix_t, ids_t])
-            span = slice(end, end + 1 + len(ids_t))  # the prefix' last token is there again
-            token_ids_bt[row, span] = whole_t[len(prefix_t) - 1 :]
+            own_t = np.concatenate([last_t, ids_t])
+            span = slice(end, end + len(own_t))
+            token_ids_bt[row, span] = own_t
             segments_bt[row, span] = 2 + number
+            whole_t = np.concatenate([prefix_t, own_t])
             positions_at = inputs.positions(whole_t, [example.screen])
-            positions_abt[:, row, span] = positions_at[:, len(prefix_t) - 1 :]
+            positions_abt[:, row, span] = positions_at[:, len(prefix_t) :]
             end = span.stop
             mask_bt[row, end - answer : end] = 1.0
         prefixes_bt[row, :end] = 1
