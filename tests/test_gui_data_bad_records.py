@@ -15,6 +15,7 @@ from tests.gui_data_files import prepared
 from tools.gui_data import tfrecords
 from uirl_jax.errors import RecordError
 from uirl_jax.shards import framing
+from uirl_jax.shards.example import decode_foreign
 
 NAN = float("nan")
 MISSING = object()
@@ -197,6 +198,21 @@ def test_a_broken_episode_is_named(tmp_path, name):
     assert ids == ["android_control-8"]
     assert len(left_out) == 1 and left_out[0]["where"] == f"{path.name} record 1"
     assert reason in left_out[0]["reason"]
+
+
+def test_a_feature_with_two_lists_is_refused():
+    def field(number: int, content: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    of_bytes, of_numbers = field(1, field(1, b"a")), field(3, field(1, b"\x01"))
+
+    def example(feature: bytes) -> bytes:
+        return field(1, field(1, field(1, b"k") + field(2, feature)))
+
+    assert decode_foreign(example(of_bytes)) == {"k": [b"a"]}
+    assert decode_foreign(example(of_numbers)) == {"k": [1]}
+    with pytest.raises(RecordError, match="feature 'k' has 2 lists"):
+        decode_foreign(example(of_bytes + of_numbers))
 
 
 def test_there_are_dozens_of_them():

@@ -182,6 +182,8 @@ def test_a_few_steps_write_a_model_that_loads(tmp_path):
     assert process.returncode == 0, process.stderr[-2000:]
     model = loading.load(out, lora=None, seed=0)
     assert model.family.model_type == "qwen3_vl"
+    table = model.trainable["visual"]["position_table"][...]
+    assert np.asarray(table, np.float32).std() > 0.5  # its positions began as waves
     cfg = ChatConfig().completed(out)
     assert (cfg.action_format, cfg.coordinates) == ("points_64", "points_64")
     chat = Chat(out, cfg, model.family.chat)
