@@ -219,10 +219,14 @@ def make_batch(examples: list[PageExample], inputs: Inputs) -> TrainBatch:
 
 
 def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
-    """The batch of one step."""
+    """The batch of one step: half of its pages of the newest level, half of any so far.
+
+    With the newest alone, what earlier levels taught was partly forgotten.
+    """
     rng = np.random.default_rng([seed, 1000, step])
-    level = sum(step >= first for first in LEVELS) - 1
-    examples = [page_example(setting, rng, level, MOST[level]) for _ in range(rows)]
+    newest = sum(step >= first for first in LEVELS) - 1
+    levels = np.where(rng.random(rows) < 0.5, newest, rng.integers(newest + 1, size=rows))
+    examples = [page_example(setting, rng, level, MOST[level]) for level in map(int, levels)]
     return make_batch(examples, setting.inputs)
 
 
