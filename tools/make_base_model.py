@@ -35,24 +35,26 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
+from tools import base_examples
+from tools.base_examples import Conversation, Questions
 from tools.tiny_architectures import BASES, BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions import coordinates
 from uirl_jax.families import chat_config, loading
-from uirl_jax.families.border import Inputs, PlacedScreen, Screen
+from uirl_jax.families.border import Inputs, Screen
 from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
-from uirl_jax.families.screens import vision_index
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.learner.step import StepConfig
-from uirl_jax.shards import batching
 from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers.tasks import desktop, drawing
 from uirl_jax.verifiers.tasks import desktop_tasks as tasks
 
 STAGE_STEPS = {"finding": 500, "telling": 1250, "acting": 400}
-QUESTIONS = 3  # clicks a screen
+QUESTIONS = 3  # clicks a screen in a conversation
 ROW_TOKENS = 136  # of the longest conversation
+_APART_QUESTIONS, _APART_ROW_TOKENS = 8, 256
+_ANSWER_TOKENS = 16
 _MARKERS = 4  # around a screen
 
 
@@ -66,6 +68,7 @@ class Recipe:
     seed: int  # of the weights and of the screens
     telling_schedule: Literal["constant", "cosine", "joint"]  # of the stage's learning rate
     acting_lr: float  # of the last stage
+    questions: Literal["in_turn", "apart"]  # about a screen
     module: str  # whose command it is
 
 
@@ -75,24 +78,6 @@ class Setting(NamedTuple):
     base: BaseModel
     chat: Chat
     inputs: Inputs
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """One row: token ids, which of them are the demonstrator's, and the screens they talk about.
-
-    Attributes: starts: of its sequences, each of which shows all screens.
-    """
-
-    token_ids_t: np.ndarray
-    mask_t: np.ndarray
-    screens: tuple[Screen, ...]
-    starts: tuple[int, ...] = (0,)
-
-    @property
-    def sequences(self) -> list[slice]:
-        ends = (*self.starts[1:], len(self.token_ids_t))
-        return [slice(start, end) for start, end in zip(self.starts, ends, strict=True)]
 
 
 def tokenizer_texts(base: BaseModel) -> list[str]:
@@ -125,7 +110,7 @@ def tokenizer_texts(base: BaseModel) -> list[str]:
 
 def looking_example(
     setting: Setting, rng: np.random.Generator, quality: float, buttons: int, colors: int
-) -> Example:
+) -> Conversation:
     """One screen of buttons, and clicks on some of them without the screen changing.
 
     A button may be asked for again: if every one were asked for once, the last could be told by
@@ -149,7 +134,26 @@ def looking_example(
         ids += [*question_ids, *answer]
         mask += [0] * len(question_ids) + [1] * len(answer)
     ids_t, mask_t = np.array(ids, np.int32), np.array(mask, np.int32)
-    return Example(ids_t, mask_t, (screen.seen,), tuple(starts))
+    return Conversation(ids_t, mask_t, (screen.seen,), tuple(starts))
+
+
+def questions_example(
+    setting: Setting, rng: np.random.Generator, quality: float, buttons: int, colors: int
+) -> Questions:
+    """The same with more questions, each as if nothing had been asked before."""
+    screen = _Buttons(setting, rng, buttons, colors)
+    asked = []
+    for color in rng.choice(screen.colors, _APART_QUESTIONS):
+        x, y = screen.place(color, wrong=bool(rng.random() >= quality))
+        text = setting.chat.action_format.write(Action("click", x=x, y=y))
+        asked.append((f"Click the {color} button.", text))
+    return base_examples.questions_about(
+        screen.seen,
+        asked,
+        chat=setting.chat,
+        inputs=setting.inputs,
+        row_tokens=_APART_ROW_TOKENS,
+    )
 
 
 class _Buttons:
@@ -190,69 +194,6 @@ class _Buttons:
         return x, y
 
 
-def make_batch(
-    examples: list[Example], *, row_tokens: int, images_a_row: int, inputs: Inputs
-) -> TrainBatch:
-    """Rows of a fixed length, one example each, its screens in its own image rows."""
-    rows, images = len(examples), len(examples) * images_a_row
-    placed = [
-        PlacedScreen(screen, row * images_a_row + index, start=0, segment=1)
-        for row, example in enumerate(examples)
-        for index, screen in enumerate(example.screens)
-    ]
-    packed = inputs.pack_screens(placed, images, examples[0].screens[0].patches)
-    first_tokens = iter(packed.first_tokens)
-    shape_bt = (rows, row_tokens)
-    arrays = {
-        "token_ids_bt": np.zeros(shape_bt, np.int32),
-        "segment_ids_bt": np.zeros(shape_bt, np.int32),
-        "positions_abt": np.zeros((inputs.position_axes, *shape_bt), np.int32),
-        "completion_mask_bt": np.zeros(shape_bt, np.float32),
-        "vision_index_bt": np.full(shape_bt, -1, np.int32),
-    }
-    for row, example in enumerate(examples):
-        length = len(example.token_ids_t)
-        arrays["token_ids_bt"][row, :length] = example.token_ids_t
-        arrays["completion_mask_bt"][row, :length] = example.mask_t
-        rows_v = np.concatenate(
-            [next(first_tokens) + np.arange(screen.tokens) for screen in example.screens]
-        )
-        for number, span in enumerate(example.sequences):
-            ids_t = example.token_ids_t[span]
-            arrays["segment_ids_bt"][row, span] = 1 + number
-            arrays["positions_abt"][:, row, span] = inputs.positions(ids_t, example.screens)
-            arrays["vision_index_bt"][row, span] = vision_index(
-                ids_t, inputs.image_token_id, rows_v
-            )
-    return supervised_batch(arrays, packed.arrays, shape_bt[1])
-
-
-def supervised_batch(
-    arrays: dict[str, np.ndarray], vision: dict[str, np.ndarray], sampled: int
-) -> TrainBatch:
-    """A batch of examples, which are no trajectories: every answer's token weighs the same.
-
-    Args:
-      arrays: tokens, segments, positions, completion mask and vision index of the rows.
-      sampled: room for so many tokens of answers in a row.
-    """
-    mask_bt = arrays["completion_mask_bt"]
-    index_bs = batching.sampled_index(mask_bt, sampled)
-    return TrainBatch(
-        **{"prefix_segments_bt": None, **arrays},
-        vision=vision,
-        sampled_index_bs=index_bs,
-        turn_ids_bt=mask_bt.astype(np.int32),
-        weights_bt=mask_bt / max(mask_bt.sum(), 1.0),
-        behaviour_logprobs_bt=np.zeros_like(mask_bt),
-        advantages_bt=np.zeros_like(mask_bt),
-        values_bt=None,
-        returns_bt=None,
-        trajectory_bs=np.full_like(index_bs, -1),
-        token_bs=np.full_like(index_bs, -1),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One supervised stage.
@@ -269,16 +210,28 @@ class Stage:
     spoilt_from: int = 0
 
 
-def draw(setting: Setting, stage: Stage, seed: int, rows: int, step: int) -> TrainBatch:
+def draw(setting: Setting, stage: Stage, recipe: Recipe, step: int) -> TrainBatch:
     """The batch of one step."""
-    rng = np.random.default_rng([seed, list(STAGE_STEPS).index(stage.name), step])
+    rng = np.random.default_rng([recipe.seed, list(STAGE_STEPS).index(stage.name), step])
     fewest, most, colors = _screens(stage.name, step)
     quality = stage.quality if step >= stage.spoilt_from else 1.0
+    rows = range(recipe.batch_rows)
+    if recipe.questions == "apart":
+        asked = [
+            questions_example(setting, rng, quality, int(rng.integers(fewest, most + 1)), colors)
+            for _ in rows
+        ]
+        return base_examples.question_rows(
+            asked,
+            row_tokens=_APART_ROW_TOKENS,
+            sampled=_APART_QUESTIONS * _ANSWER_TOKENS,
+            inputs=setting.inputs,
+        )
     examples = [
         looking_example(setting, rng, quality, int(rng.integers(fewest, most + 1)), colors)
-        for _ in range(rows)
+        for _ in rows
     ]
-    return make_batch(
+    return base_examples.conversation_rows(
         examples,
         row_tokens=row_tokens(setting.base, examples[0].screens[0]),
         images_a_row=1,
@@ -376,7 +329,7 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
     texts = tokenizer_texts(base)
     setting, tokenizer, (graphdef, trainable, frozen) = new_model(base, texts, recipe.seed, workdir)
     for stage in stages(recipe):
-        draw_at = functools.partial(draw, setting, stage, recipe.seed, recipe.batch_rows)
+        draw_at = functools.partial(draw, setting, stage, recipe)
         split = (graphdef, trainable, frozen)
         trainable = train_stage(split, stage, draw_at, workdir, started_s)
     write_model(base, nnx.merge(graphdef, trainable, frozen), tokenizer, out)
@@ -404,6 +357,7 @@ def model_card(base: BaseModel, recipe: Recipe, parameters: int, minutes: float)
             f"python -m {recipe.module} --family={base.family.model_type}",
             *(f"--{name}_steps={steps}" for name, steps in recipe.steps.items()),
             f"--telling_schedule={recipe.telling_schedule} --acting_lr={recipe.acting_lr:g}",
+            f"--questions={recipe.questions}",
             f"--batch_rows={recipe.batch_rows} --quality={recipe.quality} --seed={recipe.seed}",
         ]
     )
@@ -483,7 +437,19 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
         default=1e-3,
         help="learning rate of the stage acting; of no use to --telling_schedule=joint",
     )
+    add(
+        "--questions",
+        choices=("in_turn", "apart"),
+        default="in_turn",
+        help="about a screen: three, turn after turn, or eight that do not see each other, where "
+        "colours are confused",
+    )
     args = parser.parse_args()
+    if args.questions == "apart" and bases[args.family].family.prefix_lm:
+        parser.error(
+            f"--questions=apart: to {args.family} a screen looks different with every question, "
+            "so that questions cannot share it"
+        )
     platform_flags.set_defaults()
     platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
@@ -495,6 +461,7 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
         args.seed,
         args.telling_schedule,
         args.acting_lr,
+        args.questions,
         module,
     )
     workdir = args.workdir or Path(f"runs/base_model-{args.family}")

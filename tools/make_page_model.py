@@ -23,22 +23,23 @@ from absl import logging
 from flax import nnx
 from tokenizers import AddedToken, Tokenizer
 
-from tools import drawn_pages, make_base_model, qwen_tokenizer, tiny_architectures
+from tools import base_examples, drawn_pages, make_base_model, qwen_tokenizer, tiny_architectures
 from tools.add_point_tokens import fix_tokenizer_config
+from tools.base_examples import Questions
 from tools.make_base_model import Setting, Stage
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions.formats import format_action
 from uirl_jax.actions.loc import POINTS
 from uirl_jax.families import qwen3_vl
-from uirl_jax.families.border import Inputs, PlacedScreen, Screen
+from uirl_jax.families.border import Inputs
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
-from uirl_jax.families.screens import vision_index
 from uirl_jax.types import Action, TrainBatch
 
 QUESTIONS = 8  # of a page
 _ROW_TOKENS = 344
+_ANSWER_TOKENS = 4  # two places, the word, the end
 _FORMAT = "points_64"
 LEVELS = (0, 400, 600, 800, 1100)  # the first step of each of drawn_pages.LEVELS
 MOST = (2, 3, 5, 4, 8)  # things on its pages
@@ -136,86 +137,22 @@ def tokenizer_texts() -> list[str]:
     return texts
 
 
-@dataclasses.dataclass(frozen=True)
-class PageExample:
-    """One page, and what is asked about it.
-
-    Attributes:
-      prefix_t: the tokens before every question; the page is among them.
-      asked: of each question its tokens, and how many of them, at the end, are the answer.
-    """
-
-    prefix_t: np.ndarray
-    asked: tuple[tuple[np.ndarray, int], ...]
-    screen: Screen
-
-
-def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> PageExample:
+def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> Questions:
     """A page and clicks on what it is asked for, each as if nothing had been asked before."""
     chat, questions = setting.chat, []
     while not questions:
         page = drawn_pages.draw_page(rng, level, most)
         questions = drawn_pages.ask(page, rng, QUESTIONS)
     screen = setting.inputs.cut_screen(page.image)
-    contexts = [chat.context(q.instruction, [screen], []).ids for q in questions]
-    prefix = 1 + max(np.flatnonzero(contexts[0] == setting.inputs.image_token_id)) + 1
     asked = []
-    length = prefix
-    for question, context_t in zip(questions, contexts, strict=True):
+    for question in questions:
         x, y = question.centre
         action = Action("click", x=x, y=y)
         text = format_action(action, page.image.size, chat.action_format, image_size=screen.seen_px)
-        answer_t = chat.completion_ids(text)
-        ids_t = np.concatenate([context_t[prefix:], answer_t]).astype(np.int32)
-        length += 1 + len(ids_t)
-        if length > _ROW_TOKENS:
-            break
-        asked.append((ids_t, len(answer_t)))
-    return PageExample(contexts[0][:prefix], tuple(asked), screen)
-
-
-def make_batch(examples: list[PageExample], inputs: Inputs) -> TrainBatch:
-    """A row for each page: its questions share the page as a prefix and do not see each other."""
-    rows = len(examples)
-    placed = [
-        PlacedScreen(example.screen, row, start=0, segment=1)
-        for row, example in enumerate(examples)
-    ]
-    packed = inputs.pack_screens(placed, rows, examples[0].screen.patches)
-    shape_bt = (rows, _ROW_TOKENS)
-    token_ids_bt, segments_bt, prefixes_bt = (np.zeros(shape_bt, np.int32) for _ in range(3))
-    positions_abt = np.zeros((inputs.position_axes, *shape_bt), np.int32)
-    vision_bt = np.full(shape_bt, -1, np.int32)
-    mask_bt = np.zeros(shape_bt, np.float32)
-    for row, example in enumerate(examples):
-        # The prefix' last token begins every question instead (types.TrainBatch).
-        prefix_t, last_t = np.split(example.prefix_t, [-1])
-        end = len(prefix_t)
-        token_ids_bt[row, :end] = prefix_t
-        segments_bt[row, :end] = 1
-        positions_abt[:, row, :end] = inputs.positions(prefix_t, [example.screen])
-        rows_v = packed.first_tokens[row] + np.arange(example.screen.tokens)
-        vision_bt[row, :end] = vision_index(prefix_t, inputs.image_token_id, rows_v)
-        for number, (ids_t, answer) in enumerate(example.asked):
-            own_t = np.concatenate([last_t, ids_t])
-            span = slice(end, end + len(own_t))
-            token_ids_bt[row, span] = own_t
-            segments_bt[row, span] = 2 + number
-            whole_t = np.concatenate([prefix_t, own_t])
-            positions_at = inputs.positions(whole_t, [example.screen])
-            positions_abt[:, row, span] = positions_at[:, len(prefix_t) :]
-            end = span.stop
-            mask_bt[row, end - answer : end] = 1.0
-        prefixes_bt[row, :end] = 1
-    arrays = {
-        "token_ids_bt": token_ids_bt,
-        "segment_ids_bt": segments_bt,
-        "prefix_segments_bt": prefixes_bt,
-        "positions_abt": positions_abt,
-        "completion_mask_bt": mask_bt,
-        "vision_index_bt": vision_bt,
-    }
-    return make_base_model.supervised_batch(arrays, packed.arrays, 4 * QUESTIONS)
+        asked.append((question.instruction, text))
+    return base_examples.questions_about(
+        screen, asked, chat=chat, inputs=setting.inputs, row_tokens=_ROW_TOKENS
+    )
 
 
 def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
@@ -227,7 +164,12 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
     newest = sum(step >= first for first in LEVELS) - 1
     levels = np.where(rng.random(rows) < 0.5, newest, rng.integers(newest + 1, size=rows))
     examples = [page_example(setting, rng, level, MOST[level]) for level in map(int, levels)]
-    return make_batch(examples, setting.inputs)
+    return base_examples.question_rows(
+        examples,
+        row_tokens=_ROW_TOKENS,
+        sampled=_ANSWER_TOKENS * QUESTIONS,
+        inputs=setting.inputs,
+    )
 
 
 def train(stage: Stage, batch_rows: int, seed: int, out: Path, workdir: Path) -> None:
