@@ -26,7 +26,9 @@ SHIPPED = ROOT / "uirl_jax" / "assets" / "tiny-ui-base"
 
 def test_stages_learn_at_the_rates_of_the_command():
     steps = {"finding": 1, "telling": 2, "acting": 3}
-    recipe = make_base_model.Recipe(steps, 4, 0.4, 0, "cosine", 2e-4, "tools.make_base_model")
+    recipe = make_base_model.Recipe(
+        steps, 4, 0.4, 0, "cosine", 2e-4, "apart", "tools.make_base_model"
+    )
     stages = make_base_model.stages(recipe)
     assert [(s.name, s.steps, s.lr, s.quality, s.schedule) for s in stages] == [
         ("finding", 1, 2e-3, 1.0, "constant"),
@@ -39,15 +41,24 @@ def test_stages_learn_at_the_rates_of_the_command():
         ("telling", 5, 2e-3, 0.4, "cosine", 2),
     ]
     card = make_base_model.model_card(BASES["llava"], recipe, 1, 1.0)
-    assert "--telling_schedule=cosine --acting_lr=0.0002\n" in card.replace(" --batch_rows", "\n")
+    assert "--telling_schedule=cosine --acting_lr=0.0002 --questions=apart --batch_rows=4" in card
 
 
-def test_a_joint_stage_is_spoilt_from_where_acting_begins(tmp_path, monkeypatch):
-    base = BASES["qwen2_vl"]
-    tokenizer = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base)[:200], 512)
-    base.tokenizer.save(tokenizer, tmp_path)
-    chat = Chat(tmp_path, base.chat, base.family.chat)
-    setting = make_base_model.Setting(base, chat, base.family.make_inputs(base.config(tokenizer)))
+@pytest.fixture
+def setting_of(tmp_path):
+    def make(family: str) -> make_base_model.Setting:
+        base = BASES[family]
+        tokenizer = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base), 512)
+        base.tokenizer.save(tokenizer, tmp_path)
+        chat = Chat(tmp_path, base.chat, base.family.chat)
+        inputs = base.family.make_inputs(base.config(tokenizer))
+        return make_base_model.Setting(base, chat, inputs)
+
+    return make
+
+
+def test_a_joint_stage_is_spoilt_from_where_acting_begins(setting_of, monkeypatch):
+    setting = setting_of("qwen2_vl")
     qualities = []
     looking_example = make_base_model.looking_example
 
@@ -57,10 +68,12 @@ def test_a_joint_stage_is_spoilt_from_where_acting_begins(tmp_path, monkeypatch)
 
     monkeypatch.setattr(make_base_model, "looking_example", watched)
     steps = {"finding": 0, "telling": 2, "acting": 3}
-    recipe = make_base_model.Recipe(steps, 1, 0.4, 0, "joint", 1e-3, "tools.make_base_model")
+    recipe = make_base_model.Recipe(
+        steps, 1, 0.4, 0, "joint", 1e-3, "in_turn", "tools.make_base_model"
+    )
     _, joint = make_base_model.stages(recipe)
     for step in range(joint.steps):
-        make_base_model.draw(setting, joint, 0, 1, step)
+        make_base_model.draw(setting, joint, recipe, step)
     assert qualities == [1.0, 1.0, 0.4, 0.4, 0.4]
 
 
@@ -101,13 +114,9 @@ def test_shipped_base_model_is_whole():
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_looking_example_answers_hit_what_was_asked_for(family, tmp_path):
-    base = BASES[family]
-    tokenizer = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base), 512)
-    base.tokenizer.save(tokenizer, tmp_path)
-    chat = Chat(tmp_path, base.chat, base.family.chat)
-    inputs = base.family.make_inputs(base.config(tokenizer))
-    setting = make_base_model.Setting(base, chat, inputs)
+def test_looking_example_answers_hit_what_was_asked_for(family, setting_of):
+    setting = setting_of(family)
+    base, chat, _ = setting
     asked_for = set()
     for seed in range(20):
         example = make_base_model.looking_example(setting, np.random.default_rng(seed), 1.0, 3, 5)
@@ -120,18 +129,52 @@ def test_looking_example_answers_hit_what_was_asked_for(family, tmp_path):
         for question, answer in zip(turns[::2], turns[1::2], strict=True):
             (color,) = re.findall(r"Click the (\w+) button", chat.decode(question))
             (screen,) = example.screens
-            click = actions.parse(
-                chat.decode(answer),
-                (224, 168),
-                chat.action_format,
-                image_size=screen.seen_px,
-                margins=screen.margins,
-            )
-            x0, y0, x1, y1 = session.targets[color]
-            assert x0 <= click.x < x1 and y0 <= click.y < y1
+            assert_hits(setting, answer, screen, session.targets[color])
             asked_for.add(color)
         assert len(example.token_ids_t) <= make_base_model.row_tokens(base, screen)
     assert asked_for == set(list(drawing.BUTTON_COLORS)[:5])
+
+
+@pytest.mark.parametrize("family", [name for name in BASES if not BASES[name].family.prefix_lm])
+def test_questions_apart_are_whole_and_their_answers_hit(family, setting_of):
+    setting = setting_of(family)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        example = make_base_model.questions_example(setting, rng, 1.0, 3, 5)
+        task_seed = int(np.random.default_rng(seed).integers(2**30))
+        session = desktop.open_session(
+            TaskSpec("desktop/click_button", task_seed, "buttons=3,colors=5")
+        )
+        assert len(example.asked) == 8
+        for ids_t, answer in example.asked:
+            whole_t = np.concatenate([example.prefix_t, ids_t])
+            (color,) = re.findall(r"Click the (\w+) button", setting.chat.decode(whole_t))
+            assert_hits(setting, ids_t[-answer:], example.screen, session.targets[color])
+
+
+def test_questions_cannot_be_apart_where_the_screen_sees_them(tmp_path):
+    command = [sys.executable, "-m", "tools.make_base_model", "--family=paligemma"]
+    process = subprocess.run(
+        [*command, "--questions=apart", f"--out={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert process.returncode == 2
+    assert "to paligemma a screen looks different with every question" in process.stderr
+
+
+def assert_hits(setting, answer_t, screen, target):
+    click = actions.parse(
+        setting.chat.decode(answer_t),
+        (224, 168),
+        setting.chat.action_format,
+        image_size=screen.seen_px,
+        margins=screen.margins,
+    )
+    x0, y0, x1, y1 = target
+    assert x0 <= click.x < x1 and y0 <= click.y < y1
 
 
 def _leaves(state) -> list:

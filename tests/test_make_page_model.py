@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import drawn_pages, make_base_model, make_page_model
+from tools import base_examples, drawn_pages, make_page_model
 from tools.drawn_pages import Item, Page
 from uirl_jax import actions
 from uirl_jax.families import loading
@@ -143,14 +143,16 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
         found_bt = scoring.token_logprobs(model, hidden_btd, batch.token_ids_bt)
         return np.asarray(found_bt)[batch.completion_mask_bt > 0]
 
-    together = logprobs(make_page_model.make_batch([example], setting.inputs))
+    inputs = setting.inputs
+    rows = base_examples.question_rows([example], row_tokens=344, sampled=32, inputs=inputs)
+    together = logprobs(rows)
     alone = []  # whole sequences in rows of their own, without a shared prefix
     for ids_t, answer in example.asked:
         whole_t = np.concatenate([example.prefix_t, ids_t])
         mask_t = (np.arange(len(whole_t)) >= len(whole_t) - answer).astype(np.int32)
-        alone.append(make_base_model.Example(whole_t, mask_t, (example.screen,)))
-    rows = {"row_tokens": 192, "images_a_row": 1, "inputs": setting.inputs}
-    apart = logprobs(make_base_model.make_batch(alone, **rows))
+        alone.append(base_examples.Conversation(whole_t, mask_t, (example.screen,)))
+    rows = base_examples.conversation_rows(alone, row_tokens=192, images_a_row=1, inputs=inputs)
+    apart = logprobs(rows)
     assert together.size == 4 * len(example.asked) > 4
     np.testing.assert_allclose(together, apart, atol=2e-5)
 
