@@ -3,8 +3,9 @@
 A resampler's latents are drawn at random and so is what they attend to: each of them averages the
 whole screen, and a model that sees 48 averages is slow to tell places and colours (docs/notes/
 results.md). Here every latent is the code of one patch of an empty screen, and the first block
-compares codes: latent n reads three quarters of what it reads from patch n, as a LLaVA's text tower
-would. All weights train from there.
+compares codes: latent n reads nearly all from patch n, as a LLaVA's text tower would. The connector
+before it multiplies two projections of a patch, so that a colour would be written differently at
+every place; here one of the two begins near a constant. All weights train from there.
 """
 
 from typing import Any
@@ -13,21 +14,24 @@ import jax.numpy as jnp
 from PIL import Image
 
 from uirl_jax.families.border import Inputs, PlacedScreen
-from uirl_jax.families.idefics2.model import Idefics2, context
+from uirl_jax.families.idefics2.model import Idefics2, VisionTower, context
 
-_POSITIONS = 100.0  # times the reference's 0.02: twice as large as what patches look like
+_POSITIONS = 50.0  # times the reference's 0.02: as large as what patches look like
+_SHARPNESS = 3.0  # of what latents read
+_GATE, _GATE_SPREAD = 2.0, 0.5
 _SHARED = 0.7  # of what tells a latent from the others
 _LATENTS = 0.1  # root of the mean square; most of a visual token is what was read
 
 
 def read_a_patch_each(model: Idefics2, inputs: Inputs) -> None:
-    """Writes the positions, latents and first keys of a model with one latent for each patch.
+    """Writes positions, connector, latents and first keys of a model with a latent for each patch.
 
     Raises:
       ValueError: the numbers differ, or the resampler shares keys among heads.
     """
     tower = model.visual
     tower.position_table[...] *= _POSITIONS
+    _copy_colours(tower)
     grey = Image.new("RGB", (model.cfg.images.longest_px, model.cfg.images.shortest_px), "#808080")
     screen = inputs.cut_screen(grey)
     packed = inputs.pack_screens([PlacedScreen(screen, 0, start=0, segment=1)], 1, screen.patches)
@@ -48,3 +52,17 @@ def read_a_patch_each(model: Idefics2, inputs: Inputs) -> None:
     # Keys have it with the other sign: a latent would read itself before its patch.
     mirrored_df = queries_ldf[0] - 2 * jnp.outer(shared_d, shared_d @ queries_ldf[0])
     tower.latent_blocks.latent_k.kernel[...] = keys_ldf.at[0].set(mirrored_df)
+    tower.latent_blocks.latent_q.kernel[...] = queries_ldf.at[0].multiply(_SHARPNESS)
+
+
+def _copy_colours(tower: VisionTower) -> None:
+    """down(silu(gate) * up) begins as nearly down(up).
+
+    A LayerNorm's output has the mean 0 before its bias, so that the mean is free to carry what
+    opens the gate.
+    """
+    tower.post_norm.bias[...] = jnp.ones_like(tower.post_norm.bias[...])
+    gate, up = tower.connector_gate.kernel, tower.connector_up.kernel
+    gate_df = gate[...] - jnp.mean(gate[...], axis=0)
+    gate[...] = _GATE_SPREAD * gate_df + _GATE / len(gate_df)
+    up[...] -= jnp.mean(up[...], axis=0)
