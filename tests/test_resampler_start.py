@@ -89,7 +89,7 @@ def test_colours_are_written_alike_at_every_place(built):
     model, inputs = make_model(base, cfg), base.family.make_inputs(cfg)
     assert colours_explained(model, inputs) < 0.3
     resampler_start.read_a_patch_each(model, inputs)
-    assert colours_explained(model, inputs) > 0.7
+    assert colours_explained(model, inputs) > 0.6
 
 
 def test_resampler_of_other_sizes_is_refused(built):

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from tools import base_examples, drawn_pages, make_base_model, qwen_tokenizer, tiny_architectures
-from tools.add_point_tokens import fix_tokenizer_config
 from tools.base_examples import Questions
 from tools.make_base_model import Setting, Stage
+from tools.point_tokenizer import PointTokens
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions.formats import format_action
-from uirl_jax.actions.loc import POINTS
 from uirl_jax.families import qwen3_vl
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.qwen.images import ImageConfig
@@ -62,24 +60,6 @@ _IMAGES = ImageConfig(
     image_mean=(0.5, 0.5, 0.5),
     image_std=(0.5, 0.5, 0.5),
 )
-
-
-class _PointTokenizer:
-    """Qwen's, with the tokens of places behind its last."""
-
-    @staticmethod
-    def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        tokenizer = qwen_tokenizer.train_tokenizer(texts, vocab_size)
-        tokens = POINTS[_FORMAT].tokens
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
-        return tokenizer
-
-    @staticmethod
-    def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = "") -> None:
-        qwen_tokenizer.save(tokenizer, directory, system_prompt=system_prompt)
-        tokens = POINTS[_FORMAT].tokens
-        first = tokenizer.token_to_id(tokens[0])
-        fix_tokenizer_config(Path(directory) / "tokenizer_config.json", tokens, first)
 
 
 def _config(tokenizer: Tokenizer) -> Qwen3VLConfig:
@@ -118,7 +98,7 @@ BASE = BaseModel(
     coordinates=_FORMAT,
     step=1,
     largest=(64, 64),
-    tokenizer=_PointTokenizer(),
+    tokenizer=PointTokens(qwen_tokenizer, _FORMAT),
     action_format=_FORMAT,
     start=start_positions,
 )

@@ -18,6 +18,7 @@ from uirl_jax.families.idefics2.model import Idefics2, VisionTower, context
 
 _POSITIONS = 50.0  # times the reference's 0.02: as large as what patches look like
 _SHARPNESS = 3.0  # of what latents read
+_LESS_OF_PLACES = 0.5  # in what they read: colours are then as much of a token as in a LLaVA's
 _GATE, _GATE_SPREAD = 2.0, 0.5
 _SHARED = 0.7  # of what tells a latent from the others
 _LATENTS = 0.1  # root of the mean square; most of a visual token is what was read
@@ -53,6 +54,10 @@ def read_a_patch_each(model: Idefics2, inputs: Inputs) -> None:
     mirrored_df = queries_ldf[0] - 2 * jnp.outer(shared_d, shared_d @ queries_ldf[0])
     tower.latent_blocks.latent_k.kernel[...] = keys_ldf.at[0].set(mirrored_df)
     tower.latent_blocks.latent_q.kernel[...] = queries_ldf.at[0].multiply(_SHARPNESS)
+    places_ed = jnp.linalg.svd(codes_ed, full_matrices=False)[2]
+    values_ldf = tower.latent_blocks.latent_v.kernel[...]
+    of_places_df = places_ed.T @ (places_ed @ values_ldf[0])
+    tower.latent_blocks.latent_v.kernel[...] = values_ldf.at[0].add(-_LESS_OF_PLACES * of_places_df)
 
 
 def _copy_colours(tower: VisionTower) -> None:

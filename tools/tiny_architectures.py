@@ -6,9 +6,8 @@ the sizes are small. Nothing is trained or written here.
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -19,6 +18,7 @@ from tools import (
     qwen_tokenizer,
     resampler_start,
 )
+from tools.point_tokenizer import PointTokens, TokenizerMaker
 from uirl_jax.families import (
     florence2,
     idefics2,
@@ -48,16 +48,6 @@ from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConf
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
-
-
-class TokenizerMaker(Protocol):
-    """`qwen_tokenizer`, `gemma_tokenizer`, `bart_tokenizer`, or one of `llama_tokenizer`."""
-
-    def train_tokenizer(self, texts: Iterable[str], vocab_size: int) -> Tokenizer: ...
-
-    def save(
-        self, tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = ""
-    ) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,10 +374,11 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             family=idefics2.FAMILY,
             config=_idefics2,
             processor_json=_IDEFICS2_IMAGES.to_dict(),
-            coordinates="image",  # the family has none of its own
-            step=10,
-            largest=(224, 168),
-            tokenizer=llama_tokenizer.IDEFICS2,
+            coordinates="points_64",  # the family has none of its own
+            step=1,
+            largest=(64, 64),
+            tokenizer=PointTokens(llama_tokenizer.IDEFICS2),
+            action_format="points_64",
             start=resampler_start.read_a_patch_each,
         ),
         "paligemma": BaseModel(
