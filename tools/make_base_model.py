@@ -268,13 +268,14 @@ def drawn_ahead(draw_at: Callable[[int], TrainBatch]) -> Callable[[int], list[Tr
 
 
 def train_stage(
+    base: BaseModel,
     split: tuple[nnx.GraphDef, nnx.State, nnx.State],
     stage: Stage,
     draw_at: Callable[[int], TrainBatch],
     workdir: Path,
     started_s: float,
 ) -> nnx.State:
-    """Trains all weights through a stage; carries on from its newest checkpoint."""
+    """Trains weights through a stage; carries on from its newest checkpoint."""
     return supervised.train(
         split,
         drawn_ahead(draw_at),
@@ -290,7 +291,7 @@ def train_stage(
             checkpoint_every=250,
             log_every=25,
         ),
-        StepConfig(vision_trainable=True),
+        StepConfig(vision_trainable=base.trains_vision),
         checkpoint_dir=workdir / stage.name,
         on_step=_printer(stage, started_s),
     )
@@ -299,7 +300,7 @@ def train_stage(
 def new_model(
     base: BaseModel, texts: Iterable[str], seed: int, workdir: Path
 ) -> tuple[Setting, Tokenizer, tuple[nnx.GraphDef, nnx.State, nnx.State]]:
-    """A model with random weights, all of which train, and a tokenizer trained on texts.
+    """A model with random weights, split by what trains, and a tokenizer trained on texts.
 
     The tokenizer is in the workdir, too.
     """
@@ -314,9 +315,18 @@ def new_model(
     )
     if base.start is not None:
         base.start(model, setting.inputs)
-    split = nnx.split(model, nnx.Param, ...)
-    print(f"parameters={parameters_of(split[1])} vocabulary={chat.vocab_size}", flush=True)
+    split = nnx.split(model, functools.partial(_trains, base), ...)
+    total = parameters_of(nnx.state(model, nnx.Param))
+    print(
+        f"parameters={total} trained={parameters_of(split[1])} vocabulary={chat.vocab_size}",
+        flush=True,
+    )
     return setting, tokenizer, split
+
+
+def _trains(base: BaseModel, path: tuple[Any, ...], variable: Any) -> bool:
+    is_vision = path[0] in base.family.vision_parts
+    return isinstance(variable, nnx.Param) and (base.trains_vision or not is_vision)
 
 
 def parameters_of(trainable: nnx.State) -> int:
@@ -331,9 +341,10 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
     for stage in stages(recipe):
         draw_at = functools.partial(draw, setting, stage, recipe)
         split = (graphdef, trainable, frozen)
-        trainable = train_stage(split, stage, draw_at, workdir, started_s)
-    write_model(base, nnx.merge(graphdef, trainable, frozen), tokenizer, out)
-    parameters = parameters_of(trainable)
+        trainable = train_stage(base, split, stage, draw_at, workdir, started_s)
+    model = nnx.merge(graphdef, trainable, frozen)
+    write_model(base, model, tokenizer, out)
+    parameters = parameters_of(nnx.state(model, nnx.Param))
     card = model_card(base, recipe, parameters, (time.monotonic() - started_s) / 60)
     (out / "README.md").write_text(card, encoding="utf-8")
 

@@ -159,6 +159,7 @@ def train(stage: Stage, batch_rows: int, seed: int, out: Path, workdir: Path) ->
         BASE, tokenizer_texts(), seed, workdir
     )
     trained = make_base_model.train_stage(
+        BASE,
         (graphdef, trainable, frozen),
         stage,
         functools.partial(draw, setting, seed, batch_rows),

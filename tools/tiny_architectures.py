@@ -67,6 +67,7 @@ class BaseModel:
       action_format: in which it answers.
       prompt_template: how it is asked; with {history} where contexts do not grow.
       start: writes initial weights of its own; None: the family's.
+      trains_vision: False: the vision tower keeps its initial weights.
     """
 
     title: str
@@ -80,6 +81,7 @@ class BaseModel:
     action_format: str = ""
     prompt_template: str = "{instruction}"
     start: Callable[[Any, Inputs], None] | None = None
+    trains_vision: bool = True
 
     def __post_init__(self) -> None:
         if self.coordinates == "0-1":
@@ -380,6 +382,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             tokenizer=PointTokens(llama_tokenizer.IDEFICS2),
             action_format="points_64",
             start=resampler_start.read_a_patch_each,
+            trains_vision=False,  # training scrambles which patches a latent reads (docs/notes)
         ),
         "paligemma": BaseModel(
             title="PaliGemma",
