@@ -2,7 +2,8 @@
 
     python -m examples.own_model.make_base --out=models/own
 
-The three stages of tools/make_base_model, whose flags it takes.
+The three stages of tools/make_base_model, whose flags it takes. A click is two tokens of places:
+one decision for each axis, where a number is one for each digit.
 """
 
 from tokenizers import Tokenizer
@@ -11,6 +12,7 @@ from examples import own_model
 from examples.own_model import tokenizer
 from examples.own_model.config import OwnConfig
 from tools import make_base_model
+from tools.point_tokenizer import PointTokens
 from tools.tiny_architectures import BaseModel
 
 
@@ -24,10 +26,11 @@ BASE = BaseModel(
     family=own_model.FAMILY,
     config=_config,
     processor_json=None,
-    coordinates=own_model.FAMILY.coordinates,
-    step=20,
-    largest=(1000, 1000),
-    tokenizer=tokenizer,
+    coordinates="points_64",
+    step=1,
+    largest=(64, 64),
+    tokenizer=PointTokens(tokenizer),
+    action_format="points_64",
 )
 
 if __name__ == "__main__":
