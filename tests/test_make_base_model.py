@@ -95,7 +95,9 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(family, tmp_pa
     model = loading.load(out, lora=None, seed=0)
     assert 1_000_000 < sum(x.size for x in _leaves(model.trainable)) < 4_100_000
     assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
-    assert "--finding_steps=2" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "--finding_steps=2" in card
+    assert f"--questions={BASES[family].flags.get('questions', 'in_turn')}" in card
     assert model.family.model_type == family
     processor = json.loads((out / "preprocessor_config.json").read_text())["processor_class"]
     assert processor in dir(importlib.import_module(f"transformers.models.{family}"))

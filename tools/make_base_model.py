@@ -425,7 +425,12 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     add = parser.add_argument
-    add("--family", choices=list(bases), default=next(iter(bases)), help="whose architecture")
+    add(
+        "--family",
+        choices=list(bases),
+        default=next(iter(bases)),
+        help="whose architecture; some have defaults of their own",
+    )
     add(
         "--out", type=Path, default=Path("uirl_jax/assets/tiny-ui-base"), help="the model goes here"
     )
@@ -455,6 +460,10 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
         help="about a screen: three, turn after turn, or eight that do not see each other, where "
         "colours are confused",
     )
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--family", default=next(iter(bases)))
+    if (family := first.parse_known_args()[0].family) in bases:
+        parser.set_defaults(**bases[family].flags)
     args = parser.parse_args()
     if args.questions == "apart" and bases[args.family].family.prefix_lm:
         parser.error(

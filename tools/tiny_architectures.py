@@ -68,6 +68,7 @@ class BaseModel:
       prompt_template: how it is asked; with {history} where contexts do not grow.
       start: writes initial weights of its own; None: the family's.
       trains_vision: False: the vision tower keeps its initial weights.
+      flags: defaults of `make_base_model` that are this family's own.
     """
 
     title: str
@@ -82,6 +83,7 @@ class BaseModel:
     prompt_template: str = "{instruction}"
     start: Callable[[Any, Inputs], None] | None = None
     trains_vision: bool = True
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.coordinates == "0-1":
@@ -99,6 +101,17 @@ class BaseModel:
         )
 
 
+# For those that confuse colours otherwise (docs/notes/results.md).
+APART: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "questions": "apart",
+        "batch_rows": 16,
+        "telling_schedule": "joint",
+        "finding_steps": 600,
+        "telling_steps": 1000,
+        "acting_steps": 350,
+    }
+)
 # Text towers have few, wide heads: on a CPU the softmax costs as much as the products.
 _TEXT: Mapping[str, Any] = types.MappingProxyType(
     {
@@ -383,6 +396,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             action_format="points_64",
             start=resampler_start.read_a_patch_each,
             trains_vision=False,  # training scrambles which patches a latent reads (docs/notes)
+            flags=APART,
         ),
         "paligemma": BaseModel(
             title="PaliGemma",

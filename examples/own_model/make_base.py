@@ -13,7 +13,7 @@ from examples.own_model import tokenizer
 from examples.own_model.config import OwnConfig
 from tools import make_base_model
 from tools.point_tokenizer import PointTokens
-from tools.tiny_architectures import BaseModel
+from tools.tiny_architectures import APART, BaseModel
 
 
 def _config(trained: Tokenizer) -> OwnConfig:
@@ -31,6 +31,7 @@ BASE = BaseModel(
     largest=(64, 64),
     tokenizer=PointTokens(tokenizer),
     action_format="points_64",
+    flags=APART,
 )
 
 if __name__ == "__main__":
