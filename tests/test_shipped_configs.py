@@ -1,0 +1,37 @@
+"""Every config that ships can be read, in each of its variants."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = {
+    "configs.miniwob_cpu": ("base", "more", "start", "grpo", "trained"),
+    "configs.miniwob_pages": ("base", "grpo"),
+    "configs.miniwob_points": ("base", "grpo"),
+    "configs.quickstart": ("click_button", "enter_text", "data_entry", "miniwob"),
+    "configs.simple_data_entry_cpu": ("base", "start", "grpo", "trained"),
+}
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("configs", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if "def get_config(" in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_is_valid(name):
+    get_config = importlib.import_module(name).get_config
+    for arguments in [(), *((variant,) for variant in VARIANTS.get(name, ()))]:
+        reading.from_config(RunConfig, get_config(*arguments))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_unknown_variant_names_the_known_ones(name):
+    with pytest.raises(ValueError, match=f"expected .*{VARIANTS[name][-1]}"):
+        importlib.import_module(name).get_config("nothing")
