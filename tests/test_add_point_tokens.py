@@ -1,5 +1,6 @@
 """tools.add_point_tokens: the model with tokens for places, and what reads it."""
 
+import dataclasses
 import json
 import shutil
 import stat
@@ -12,6 +13,7 @@ from flax import nnx
 
 from tests.family_world import change
 from tools import add_point_tokens, make_base_model
+from tools.point_tokenizer import PointTokens
 from tools.tiny_architectures import BASES
 from uirl_jax import actions
 from uirl_jax.families.chat import Chat
@@ -148,6 +150,9 @@ def test_output_layer_of_its_own_and_files_in_pieces_grow_too(tmp_path):
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava", "idefics2"])
 def test_other_families_are_read_with_their_new_rows(tmp_path, name):
     base = BASES[name]
+    if isinstance(base.tokenizer, PointTokens):  # it has such tokens; here it gets others
+        changes = {"tokenizer": base.tokenizer.maker, "coordinates": "image", "action_format": ""}
+        base = dataclasses.replace(base, **changes)
     trained = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base)[:200], 512)
     model = base.family.make_model(
         base.config(trained), lora=None, rngs=nnx.Rngs(0), param_dtype=jnp.float32, remat="none"

@@ -25,6 +25,7 @@ from examples.own_model import tokenizer
 from examples.own_model.config import OwnConfig
 from examples.own_model.inputs import COLUMNS, ROWS, TOKENS
 from tests import family_life, tiny_config
+from tools import base_examples
 from uirl_jax.config import reading, schema
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.errors import ConfigError, ModelError
@@ -356,3 +357,22 @@ def test_commands_of_the_docs_make_it_train_it_and_export_it(tmp_path):
         )
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
     assert loading.load(tmp_path / "merged", lora=None, seed=0).family is own_model.FAMILY
+
+
+def test_instructions_that_begin_otherwise_do_not_share_a_screen(tmp_path):
+    """Here the first token behind the screen is the instruction's."""
+    trained = tokenizer.train_tokenizer(["Click the red button.", "Type a word."] * 50, 400)
+    tokenizer.save(trained, tmp_path)
+    own_chat = ChatConfig(system_prompt="", prompt_template="{instruction}")
+    chat = Chat(tmp_path, own_chat, own_model.FAMILY.chat)
+    cfg = OwnConfig(trained.get_vocab_size(), trained.token_to_id("<image>"))
+    inputs = own_model.FAMILY.make_inputs(cfg)
+    screen = inputs.cut_screen(Image.new("RGB", (224, 168)))
+    options = {"chat": chat, "inputs": inputs, "row_tokens": 256}
+    asked = [("Click the red button.", "click(1, 2)"), ("Click the red button.", "click(3, 4)")]
+    questions = base_examples.questions_about(screen, asked, **options)
+    assert len(questions.asked) == 2
+    with pytest.raises(ValueError, match=r"'Type a word\.' begins within the token behind"):
+        base_examples.questions_about(screen, [*asked, ("Type a word.", "wait(1)")], **options)
+    few = base_examples.questions_about(screen, asked, **options | {"row_tokens": 70})
+    assert len(few.asked) == 1  # the second finds no room
