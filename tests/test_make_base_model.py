@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tools import make_base_model
 from tools.tiny_architectures import BASES
@@ -105,6 +107,21 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(family, tmp_pa
     assert ChatConfig().completed(out).coordinates == BASES[family].coordinates
     assert chat.vocab_size <= model.cfg.vocab_size
     assert chat.image_token_id == model.cfg.image_token_id
+    texts = make_base_model.tokenizer_texts(BASES[family])
+    _, _, split = make_base_model.new_model(BASES[family], texts, 0, tmp_path / "again")
+    begun = nnx.state(nnx.merge(*split), nnx.Param)
+    kept = {
+        part: all(
+            np.array_equal(leaf.astype(jnp.bfloat16), np.asarray(found, jnp.bfloat16))
+            for leaf, found in zip(
+                _leaves(begun[part]), _leaves(model.trainable[part]), strict=True
+            )
+        )
+        for part in begun
+    }
+    vision = BASES[family].family.vision_parts
+    assert all(kept[part] != BASES[family].trains_vision for part in vision)
+    assert not any(kept[part] for part in kept if part not in vision)
 
 
 def test_shipped_base_model_is_whole():
