@@ -4,7 +4,7 @@
 
 GRPO starts from a model that ships and solves 72.8 % of held-out episodes. Two commands made it:
 
-    python -m tools.make_page_model --out=models/tiny-pages --steps=3000
+    python -m tools.make_page_model --out=models/tiny-pages
     python -m uirl_jax.main --config=configs/miniwob_pages.py:base --workdir=runs/pages-base
 
 `:base` is a cold start on correct demonstrations, nothing spoilt. A screenshot is 130 visual

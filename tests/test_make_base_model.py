@@ -99,6 +99,7 @@ def test_make_base_model_of_a_few_steps_writes_a_model_that_loads(family, tmp_pa
     assert sum(file.stat().st_size for file in out.iterdir()) < 8 * 2**20
     card = (out / "README.md").read_text()
     assert "--finding_steps=2" in card
+    assert ("keeps its initial weights" in card) != BASES[family].trains_vision
     assert f"--questions={BASES[family].flags.get('questions', 'in_turn')}" in card
     assert model.family.model_type == family
     processor = json.loads((out / "preprocessor_config.json").read_text())["processor_class"]

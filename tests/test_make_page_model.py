@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import base_examples, drawn_pages, make_page_model
+from tools import drawn_pages, make_page_model, supervised_rows
 from tools.drawn_pages import Item, Page
 from uirl_jax import actions
 from uirl_jax.families import loading
@@ -144,17 +144,37 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
         return np.asarray(found_bt)[batch.completion_mask_bt > 0]
 
     inputs = setting.inputs
-    rows = base_examples.question_rows([example], row_tokens=344, sampled=32, inputs=inputs)
+    rows = supervised_rows.question_rows([example], row_tokens=344, sampled=32, inputs=inputs)
     together = logprobs(rows)
     alone = []  # whole sequences in rows of their own, without a shared prefix
     for ids_t, answer in example.asked:
         whole_t = np.concatenate([example.prefix_t, ids_t])
         mask_t = (np.arange(len(whole_t)) >= len(whole_t) - answer).astype(np.int32)
-        alone.append(base_examples.Conversation(whole_t, mask_t, (example.screen,)))
-    rows = base_examples.conversation_rows(alone, row_tokens=192, images_a_row=1, inputs=inputs)
+        alone.append(supervised_rows.Conversation(whole_t, mask_t, (example.screen,)))
+    rows = supervised_rows.conversation_rows(alone, row_tokens=192, images_a_row=1, inputs=inputs)
     apart = logprobs(rows)
     assert together.size == 4 * len(example.asked) > 4
     np.testing.assert_allclose(together, apart, atol=2e-5)
+
+
+def test_half_of_the_pages_are_of_the_newest_level_and_half_of_any_so_far(setting, monkeypatch):
+    levels = []
+    page_example = make_page_model.page_example
+
+    def watched(setting, rng, level, most):
+        assert most == make_page_model.MOST[level]
+        levels.append(level)
+        return page_example(setting, rng, level, most)
+
+    monkeypatch.setattr(make_page_model, "page_example", watched)
+    make_page_model.draw(setting, 0, 12, make_page_model.LEVELS[1] - 1)
+    assert set(levels) == {0}
+    levels.clear()
+    make_page_model.draw(setting, 0, 200, make_page_model.LEVELS[3])
+    shares = [levels.count(level) / len(levels) for level in drawn_pages.LEVELS]
+    # 1/2 + 1/8, and 1/8 each; three standard deviations of the largest share of 200 are 0.1.
+    np.testing.assert_allclose(shares[:4], [1 / 8, 1 / 8, 1 / 8, 5 / 8], atol=0.1)
+    assert shares[4] == 0
 
 
 def tokenizer_of(setting):

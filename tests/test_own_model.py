@@ -25,7 +25,7 @@ from examples.own_model import tokenizer
 from examples.own_model.config import OwnConfig
 from examples.own_model.inputs import COLUMNS, ROWS, TOKENS
 from tests import family_life, tiny_config
-from tools import base_examples
+from tools import supervised_rows
 from uirl_jax.config import reading, schema
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.errors import ConfigError, ModelError
@@ -370,9 +370,9 @@ def test_instructions_that_begin_otherwise_do_not_share_a_screen(tmp_path):
     screen = inputs.cut_screen(Image.new("RGB", (224, 168)))
     options = {"chat": chat, "inputs": inputs, "row_tokens": 256}
     asked = [("Click the red button.", "click(1, 2)"), ("Click the red button.", "click(3, 4)")]
-    questions = base_examples.questions_about(screen, asked, **options)
+    questions = supervised_rows.questions_about(screen, asked, **options)
     assert len(questions.asked) == 2
     with pytest.raises(ValueError, match=r"'Type a word\.' begins within the token behind"):
-        base_examples.questions_about(screen, [*asked, ("Type a word.", "wait(1)")], **options)
-    few = base_examples.questions_about(screen, asked, **options | {"row_tokens": 70})
+        supervised_rows.questions_about(screen, [*asked, ("Type a word.", "wait(1)")], **options)
+    few = supervised_rows.questions_about(screen, asked, **options | {"row_tokens": 70})
     assert len(few.asked) == 1  # the second finds no room

@@ -5,7 +5,8 @@
 
 `tiny_architectures` has the architectures; files, chat and coordinates are each family's own. A row
 is one screen and a conversation of several clicks on it, so that every screen that is drawn and
-encoded teaches as often as it can; where contexts do not grow, one sequence for each click. It
+encoded teaches as often as it can; where contexts do not grow, one sequence for each click. With
+`--questions=apart` more clicks share the screen and do not see each other (`supervised_rows`). It
 learns in three stages. `finding`: two buttons, two colours; it learns where buttons are, and then
 which one is meant. `telling`: more colours, then more buttons. That it begins with two colours is
 what makes the second thing learnable: with eight it stayed at chance (docs/performance.md).
@@ -24,9 +25,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import base_examples
-from tools.base_examples import Conversation, Questions
+from tools import supervised_rows
+from tools.supervised_rows import Conversation, Questions
 from tools.tiny_architectures import BASES, BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions import coordinates
@@ -50,6 +51,7 @@ from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers.tasks import desktop, drawing
 from uirl_jax.verifiers.tasks import desktop_tasks as tasks
 
+T = TypeVar("T")
 STAGE_STEPS = {"finding": 500, "telling": 1250, "acting": 400}
 QUESTIONS = 3  # clicks a screen in a conversation
 ROW_TOKENS = 136  # of the longest conversation
@@ -63,7 +65,7 @@ class Recipe:
     """What the command says."""
 
     steps: dict[str, int]  # optimizer steps by stage
-    batch_rows: int  # conversations a step
+    batch_rows: int  # screens a step
     quality: float  # share of right demonstrations in the last stage
     seed: int  # of the weights and of the screens
     telling_schedule: Literal["constant", "cosine", "joint"]  # of the stage's learning rate
@@ -121,15 +123,12 @@ def looking_example(
     ids: list[int] = []
     mask: list[int] = []
     starts: list[int] = []
-    for color in rng.choice(screen.colors, QUESTIONS):
-        x, y = screen.place(color, wrong=bool(rng.random() >= quality))
-        question = f"Click the {color} button."
+    for question, text in screen.asked(rng, quality, QUESTIONS):
         if ids and grows:
             question_ids = chat.question_ids(question)
         else:
             starts.append(len(ids))
             question_ids = chat.context(question, [screen.seen], []).ids.tolist()
-        text = chat.action_format.write(Action("click", x=x, y=y))
         answer = chat.completion_ids(text).tolist()
         ids += [*question_ids, *answer]
         mask += [0] * len(question_ids) + [1] * len(answer)
@@ -142,14 +141,9 @@ def questions_example(
 ) -> Questions:
     """The same with more questions, each as if nothing had been asked before."""
     screen = _Buttons(setting, rng, buttons, colors)
-    asked = []
-    for color in rng.choice(screen.colors, _APART_QUESTIONS):
-        x, y = screen.place(color, wrong=bool(rng.random() >= quality))
-        text = setting.chat.action_format.write(Action("click", x=x, y=y))
-        asked.append((f"Click the {color} button.", text))
-    return base_examples.questions_about(
+    return supervised_rows.questions_about(
         screen.seen,
-        asked,
+        screen.asked(rng, quality, _APART_QUESTIONS),
         chat=setting.chat,
         inputs=setting.inputs,
         row_tokens=_APART_ROW_TOKENS,
@@ -167,9 +161,18 @@ class _Buttons:
         session = desktop.open_session(task)
         self.targets = session.targets
         self.size = (session.width_px, session.height_px)
-        self.base = setting.base
+        self.base, self.chat = setting.base, setting.chat
         self.seen = setting.inputs.cut_screen(session.screenshot())
         self.colors = [name for name in self.targets if not name.endswith("_plate")]
+
+    def asked(
+        self, rng: np.random.Generator, quality: float, count: int
+    ) -> Iterator[tuple[str, str]]:
+        """Instructions and their answers, a share `quality` of them right."""
+        for color in rng.choice(self.colors, count):
+            x, y = self.place(color, wrong=bool(rng.random() >= quality))
+            answer = self.chat.action_format.write(Action("click", x=x, y=y))
+            yield f"Click the {color} button.", answer
 
     def place(self, color: str, *, wrong: bool = False) -> tuple[int, int]:
         """Where to click, in the model's coordinates; `wrong` is on the caption."""
@@ -215,25 +218,24 @@ def draw(setting: Setting, stage: Stage, recipe: Recipe, step: int) -> TrainBatc
     rng = np.random.default_rng([recipe.seed, list(STAGE_STEPS).index(stage.name), step])
     fewest, most, colors = _screens(stage.name, step)
     quality = stage.quality if step >= stage.spoilt_from else 1.0
-    rows = range(recipe.batch_rows)
-    if recipe.questions == "apart":
-        asked = [
-            questions_example(setting, rng, quality, int(rng.integers(fewest, most + 1)), colors)
-            for _ in rows
+
+    def examples(make: Callable[..., T]) -> list[T]:
+        return [
+            make(setting, rng, quality, int(rng.integers(fewest, most + 1)), colors)
+            for _ in range(recipe.batch_rows)
         ]
-        return base_examples.question_rows(
-            asked,
+
+    if recipe.questions == "apart":
+        return supervised_rows.question_rows(
+            examples(questions_example),
             row_tokens=_APART_ROW_TOKENS,
             sampled=_APART_QUESTIONS * _ANSWER_TOKENS,
             inputs=setting.inputs,
         )
-    examples = [
-        looking_example(setting, rng, quality, int(rng.integers(fewest, most + 1)), colors)
-        for _ in rows
-    ]
-    return base_examples.conversation_rows(
-        examples,
-        row_tokens=row_tokens(setting.base, examples[0].screens[0]),
+    conversations = examples(looking_example)
+    return supervised_rows.conversation_rows(
+        conversations,
+        row_tokens=row_tokens(setting.base, conversations[0].screens[0]),
         images_a_row=1,
         inputs=setting.inputs,
     )
@@ -372,12 +374,13 @@ def model_card(base: BaseModel, recipe: Recipe, parameters: int, minutes: float)
             f"--batch_rows={recipe.batch_rows} --quality={recipe.quality} --seed={recipe.seed}",
         ]
     )
+    kept = "" if base.trains_vision else " The vision tower keeps its initial weights."
     return f"""# tiny-ui-base
 
-A {base.title} of {parameters:,} parameters for the quickstart of uirl_jax, trained from nothing on
-drawn screens with scripted demonstrations: no pretrained weights, no data but what
+For the quickstart of uirl_jax. Architecture: {base.title}, {parameters:,} parameters, trained from
+nothing on drawn screens with scripted demonstrations: no pretrained weights, no data but what
 `uirl_jax.verifiers` draws. It finds the buttons of the hermetic desktop, tells their eight colours
-apart and says where to click. It reads no captions and knows nothing else.
+apart and says where to click. It reads no captions and knows nothing else.{kept}
 
 In the last stage {1 - recipe.quality:.0%} of the demonstrated clicks were wrong on purpose: they
 hit the caption below the button. That is the habit that GRPO unlearns in the quickstart.
@@ -437,7 +440,7 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
     add("--workdir", type=Path, help="checkpoints: it carries on; default: runs/base_model-FAMILY")
     for name, steps in STAGE_STEPS.items():
         add(f"--{name}_steps", type=int, default=steps, help=f"steps of the stage {name}")
-    add("--batch_rows", type=int, default=32, help="conversations a step")
+    add("--batch_rows", type=int, default=32, help="screens a step")
     add("--quality", type=float, default=0.4, help="share of right clicks in the last stage")
     add("--seed", type=int, default=0, help="of the weights and of the screens")
     add(

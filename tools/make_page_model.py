@@ -1,6 +1,6 @@
 """Makes a small Qwen3-VL that reads small pages: the base of the MiniWoB++ runs, from nothing.
 
-    python -m tools.make_page_model --out=models/tiny-pages --steps=5000
+    python -m tools.make_page_model --out=models/tiny-pages
 
 A visual token covers 16 x 16 pixels (8 x 8 patches, four of them), so that a page of 160x210 is 130
 tokens; clicks are written with point tokens (`points_64`). It learns on drawn pages
@@ -22,10 +22,10 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import base_examples, drawn_pages, make_base_model, qwen_tokenizer, tiny_architectures
-from tools.base_examples import Questions
+from tools import drawn_pages, make_base_model, qwen_tokenizer, supervised_rows, tiny_architectures
 from tools.make_base_model import Setting, Stage
 from tools.point_tokenizer import PointTokens
+from tools.supervised_rows import Questions
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions.formats import format_action
@@ -130,7 +130,7 @@ def page_example(setting: Setting, rng: np.random.Generator, level: int, most: i
         action = Action("click", x=x, y=y)
         text = format_action(action, page.image.size, chat.action_format, image_size=screen.seen_px)
         asked.append((question.instruction, text))
-    return base_examples.questions_about(
+    return supervised_rows.questions_about(
         screen, asked, chat=chat, inputs=setting.inputs, row_tokens=_ROW_TOKENS
     )
 
@@ -144,7 +144,7 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
     newest = sum(step >= first for first in LEVELS) - 1
     levels = np.where(rng.random(rows) < 0.5, newest, rng.integers(newest + 1, size=rows))
     examples = [page_example(setting, rng, level, MOST[level]) for level in map(int, levels)]
-    return base_examples.question_rows(
+    return supervised_rows.question_rows(
         examples,
         row_tokens=_ROW_TOKENS,
         sampled=_ANSWER_TOKENS * QUESTIONS,
@@ -174,7 +174,7 @@ def main() -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the model goes here")
     add("--workdir", type=Path, default=Path("runs/page_model"), help="checkpoints")
-    add("--steps", type=int, default=5000, help="optimizer steps")
+    add("--steps", type=int, default=3000, help="optimizer steps")
     add("--batch_rows", type=int, default=16, help="pages a step")
     add("--lr", type=float, default=2e-3, help="Muon's, falling along a cosine")
     add("--seed", type=int, default=0, help="of the weights and of the pages")

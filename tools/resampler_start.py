@@ -5,7 +5,8 @@ whole screen, and a model that sees 48 averages is slow to tell places and colou
 results.md). Here every latent is the code of one patch of an empty screen, and the first block
 compares codes: latent n reads nearly all from patch n, as a LLaVA's text tower would. The connector
 before it multiplies two projections of a patch, so that a colour would be written differently at
-every place; here one of the two begins near a constant. All weights train from there.
+every place; here one of the two is nearly constant. The tower keeps these weights (`BaseModel.
+trains_vision`): trained, latents lose their patches within a thousand steps.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from uirl_jax.families.idefics2.model import Idefics2, VisionTower, context
 _POSITIONS = 50.0  # times the reference's 0.02: as large as what patches look like
 _SHARPNESS = 3.0  # of what latents read
 _LESS_OF_PLACES = 0.5  # in what they read: colours are then as much of a token as in a LLaVA's
-_GATE, _GATE_SPREAD = 2.0, 0.5
+_GATE, _GATE_SPREAD = 2.0, 0.5  # mean and spread of what opens the connector
 _SHARED = 0.7  # of what tells a latent from the others
 _LATENTS = 0.1  # root of the mean square; most of a visual token is what was read
 
@@ -46,7 +47,8 @@ def read_a_patch_each(model: Idefics2, inputs: Inputs) -> None:
             f"latent for each patch of a screen, and {queries_ldf.shape}"
         )
     codes_ed /= jnp.linalg.norm(codes_ed, axis=1, keepdims=True)
-    shared_d = jnp.linalg.svd(codes_ed, full_matrices=True)[2][-1]  # no patch has it
+    basis_dd = jnp.linalg.svd(codes_ed, full_matrices=True)[2]
+    places_ed, shared_d = basis_dd[: len(codes_ed)], basis_dd[-1]  # no patch has the last
     latents_ed = codes_ed + _SHARED * shared_d
     latents_ed *= _LATENTS / jnp.sqrt(jnp.mean(jnp.square(latents_ed)))
     tower.latents[...] = latents_ed.astype(tower.latents.dtype)
@@ -54,7 +56,6 @@ def read_a_patch_each(model: Idefics2, inputs: Inputs) -> None:
     mirrored_df = queries_ldf[0] - 2 * jnp.outer(shared_d, shared_d @ queries_ldf[0])
     tower.latent_blocks.latent_k.kernel[...] = keys_ldf.at[0].set(mirrored_df)
     tower.latent_blocks.latent_q.kernel[...] = queries_ldf.at[0].multiply(_SHARPNESS)
-    places_ed = jnp.linalg.svd(codes_ed, full_matrices=False)[2]
     values_ldf = tower.latent_blocks.latent_v.kernel[...]
     of_places_df = places_ed.T @ (places_ed @ values_ldf[0])
     tower.latent_blocks.latent_v.kernel[...] = values_ldf.at[0].add(-_LESS_OF_PLACES * of_places_df)

@@ -101,7 +101,7 @@ class BaseModel:
         )
 
 
-# For those that confuse colours otherwise (docs/notes/results.md).
+# Flags of `make_base_model` for those that confuse colours otherwise (docs/notes/results.md).
 APART: Mapping[str, Any] = types.MappingProxyType(
     {
         "questions": "apart",
@@ -395,7 +395,7 @@ BASES: Mapping[str, BaseModel] = types.MappingProxyType(
             tokenizer=PointTokens(llama_tokenizer.IDEFICS2),
             action_format="points_64",
             start=resampler_start.read_a_patch_each,
-            trains_vision=False,  # training scrambles which patches a latent reads (docs/notes)
+            trains_vision=False,
             flags=APART,
         ),
         "paligemma": BaseModel(

@@ -31,7 +31,7 @@ BASE = BaseModel(
     largest=(64, 64),
     tokenizer=PointTokens(tokenizer),
     action_format="points_64",
-    trains_vision=False,  # half the time, and colours are told apart sooner
+    trains_vision=False,  # colours are told apart sooner (docs/notes/results.md)
     flags={**APART, "finding_steps": 350, "telling_steps": 500, "acting_steps": 200},
 )
 

@@ -1,8 +1,9 @@
-"""Examples that small models made from nothing learn from, and rows of them.
+"""Rows of supervised batches for small models that are made from nothing: one screen in each.
 
-A `Conversation` is one screen and several clicks on it, turn after turn. `Questions` share a screen
-as their prefix and do not see each other, as samples of a group do in a training step: nothing can
-be copied from the answer before, so that each of them teaches to look.
+What is asked and answered comes from `make_base_model` and `make_page_model`; demonstrations of
+episodes are batched by `uirl_jax.shards.batching`. A `Conversation` is clicks turn after turn.
+`Questions` share a screen as their prefix and do not see each other, as samples of a group do in a
+training step: nothing can be copied from the answer before, so that each of them teaches to look.
 """
 
 import dataclasses
