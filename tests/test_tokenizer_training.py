@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tools import qwen_tokenizer
+from tools.point_tokenizer import PointTokens
 
 TEXTS = [
     *[f"click({17 * n % 400}, {31 * n % 300})" for n in range(100)],
@@ -112,3 +113,21 @@ def test_chat_template_system_prompt_is_text_and_no_jinja(tokenizer, tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = loaded.apply_chat_template(MESSAGES, tokenize=False)
     assert text == f"<|im_start|>system\n{prompt}<|im_end|>\n" + USER
+
+
+def test_tokens_of_places_are_those_of_the_published_reader(tmp_path):
+    """transformers takes added tokens from tokenizer_config.json, too."""
+    maker = PointTokens(qwen_tokenizer)
+    tokenizer = maker.train_tokenizer(["Click the red button."] * 20, 300)
+    maker.save(tokenizer, tmp_path)
+    text = "Click<x_3><y_16> click"
+    ids = tokenizer.encode(text).ids
+    assert [tokenizer.token_to_id(token) for token in ("<x_3>", "<y_16>")] == [
+        number for number in ids if number >= tokenizer.token_to_id("<x_0>")
+    ]
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
+    listed = json.loads((tmp_path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    assert {listed[str(tokenizer.token_to_id(f"<{axis}_63>"))]["content"] for axis in "xy"} == {
+        "<x_63>",
+        "<y_63>",
+    }
