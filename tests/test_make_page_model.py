@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,23 +102,87 @@ def setting(tmp_path_factory):
     return make_page_model.Setting(base, chat, base.family.make_inputs(base.config(tokenizer)))
 
 
-def test_answers_hit_what_was_asked_for(setting):
-    for seed, level in itertools.product(range(8), drawn_pages.LEVELS):
+def drawn_and_asked(seed: int, level: int) -> tuple[Page, list[drawn_pages.Question]]:
+    """What `page_example` draws with the same seed."""
+    rng = np.random.default_rng(seed)
+    questions: list[drawn_pages.Question] = []
+    while not questions:
+        page = drawn_pages.draw_page(rng, level, make_page_model.MOST[level])
+        questions = drawn_pages.ask(page, rng, make_page_model.QUESTIONS)
+    return page, questions
+
+
+def examples(setting, count: int):
+    """(page, questions, pairs of the instruction's and the answer's text) for seeds and levels."""
+    for seed, level in itertools.product(range(count), drawn_pages.LEVELS):
         most = make_page_model.MOST[level]
         example = make_page_model.page_example(setting, np.random.default_rng(seed), level, most)
-        rng = np.random.default_rng(seed)
-        questions: list[drawn_pages.Question] = []
-        while not questions:
-            page = drawn_pages.draw_page(rng, level, most)
-            questions = drawn_pages.ask(page, rng, make_page_model.QUESTIONS)
-        assert len(example.asked) == len(questions)
-        for question, (ids_t, answer) in zip(questions, example.asked, strict=True):
-            assert answer == 4  # two places, the word, the end
-            assert question.instruction in setting.chat.decode(ids_t[:-answer])
-            text = setting.chat.decode(ids_t[-answer:])
-            click = actions.parse(text, page.image.size, setting.chat.action_format)
-            left, top, right, bottom = question.box
-            assert left <= click.x <= right and top <= click.y <= bottom
+        page, questions = drawn_and_asked(seed, level)
+        decode = setting.chat.decode
+        asked = [
+            (decode(ids_t[:-answer]), decode(ids_t[-answer:])) for ids_t, answer in example.asked
+        ]
+        assert len(asked) == 1 + len(questions)  # none was cut off: the page is read, too
+        yield page, questions, asked
+
+
+def inside(box: drawn_pages.Box, action) -> bool:
+    left, top, right, bottom = box
+    return left <= action.x <= right and top <= action.y <= bottom
+
+
+def test_answers_hit_what_was_asked_for(setting):
+    typed = 0
+    for page, questions, (_, *asked) in examples(setting, 8):
+        for question, (instruction, answer) in zip(questions, asked, strict=True):
+            action = actions.parse(answer, page.image.size, setting.chat.action_format)
+            if action.kind == "type":  # takes the place of the last question
+                typed += 1
+                assert question is questions[-1]
+                assert f'Type "{action.text}".' in instruction
+            else:
+                assert question.instruction in instruction
+                assert inside(question.box, action)
+    assert 4 <= typed <= 16  # a quarter of 40
+
+
+def test_a_page_is_read_from_top_to_bottom_each_place_with_what_it_shows(setting):
+    shown = set()
+    for page, _, ((instruction, answer), *_) in examples(setting, 8):
+        quoted = "quote" in instruction
+        pieces = re.findall(r"(<x_\d+><y_\d+>)([^<]*)", answer)
+        assert len(pieces) == len(page.items)
+        tops = []
+        for place, words in pieces:
+            action = actions.parse(f"{place} click", page.image.size, setting.chat.action_format)
+            (item,) = (item for item in page.items if inside(item.box, action))
+            assert words == (f'"{item.shows}"' if quoted else f" {item.shows}")
+            tops.append(drawn_pages.centre(item.box)[1])
+            shown.add(item.kind)
+        assert tops == sorted(tops)
+    assert shown == {
+        *(
+            "button",
+            "link",
+            "check",
+            "radio",
+            "field",
+            "colour",
+            "shape",
+            "letter",
+            "digit",
+            "close",
+        )
+    }
+
+
+def test_what_things_show():
+    box = (10, 60, 40, 90)
+    assert Item("button", box, "Save").shows == "Save"
+    assert Item("colour", box, color="red").shows == "red"
+    assert Item("letter", box, "k", "blue", large=True).shows == "large blue k"
+    assert Item("digit", box, "7", "blue").shows == "small blue 7"
+    assert (Item("field", box).shows, Item("close", box).shows) == ("field", "close")
 
 
 def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
@@ -144,16 +209,16 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
         return np.asarray(found_bt)[batch.completion_mask_bt > 0]
 
     inputs = setting.inputs
-    rows = supervised_rows.question_rows([example], row_tokens=344, sampled=32, inputs=inputs)
+    rows = supervised_rows.question_rows([example], row_tokens=416, sampled=128, inputs=inputs)
     together = logprobs(rows)
     alone = []  # whole sequences in rows of their own, without a shared prefix
     for ids_t, answer in example.asked:
         whole_t = np.concatenate([example.prefix_t, ids_t])
         mask_t = (np.arange(len(whole_t)) >= len(whole_t) - answer).astype(np.int32)
         alone.append(supervised_rows.Conversation(whole_t, mask_t, (example.screen,)))
-    rows = supervised_rows.conversation_rows(alone, row_tokens=192, images_a_row=1, inputs=inputs)
+    rows = supervised_rows.conversation_rows(alone, row_tokens=256, images_a_row=1, inputs=inputs)
     apart = logprobs(rows)
-    assert together.size == 4 * len(example.asked) > 4
+    assert together.size == sum(answer for _, answer in example.asked) > 4 * 8
     np.testing.assert_allclose(together, apart, atol=2e-5)
 
 

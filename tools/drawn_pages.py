@@ -48,6 +48,11 @@ _TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
 _SMALL_PX, _LARGE_PX = (7, 10), (15, 22)
 
 
+def centre(box: Box) -> tuple[int, int]:
+    left, top, right, bottom = box
+    return (left + right) // 2, (top + bottom) // 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Item:
     """One thing on a page. `box` is what to click, without a label beside it."""
@@ -58,16 +63,18 @@ class Item:
     color: str = ""
     large: bool = False
 
+    @property
+    def shows(self) -> str:
+        """What is there, in words; a text without its kind."""
+        if self.kind in ("shape", "letter", "digit"):
+            return f"{'large' if self.large else 'small'} {self.color} {self.text}"
+        return self.text or self.color or self.kind
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:
     instruction: str
     box: Box
-
-    @property
-    def centre(self) -> tuple[int, int]:
-        left, top, right, bottom = self.box
-        return (left + right) // 2, (top + bottom) // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +122,21 @@ def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
         return []
     picks = rng.integers(len(askable), size=most)
     return [askable[n][int(rng.integers(len(askable[n])))] for n in picks]
+
+
+def read(page: Page) -> list[Item]:
+    """The things of a page from top to bottom; beside each other, from left to right."""
+    return sorted(page.items, key=lambda item: centre(item.box)[::-1])
+
+
+def any_text(rng: np.random.Generator) -> str:
+    """A word or two, or letters and digits at random."""
+    if rng.random() < 0.4:
+        signs = string.ascii_letters + string.digits
+        return "".join(rng.choice(list(signs), int(rng.integers(1, 8))))
+    text = str(rng.choice(_TEXTS))
+    form = rng.random()
+    return text.lower() if form < 0.4 else text.upper() if form < 0.5 else text
 
 
 def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
@@ -264,7 +286,7 @@ class _Painter:
         if label:
             self._write((left, top), label, font_px)
         if self._rng.random() < 0.3:
-            self._write((left + 3, box[1] + 3), self._any_text()[:8], font_px)
+            self._write((left + 3, box[1] + 3), any_text(self._rng)[:8], font_px)
         self.items.append(Item("field", box, label))
 
     def colour(self, color: str = "") -> None:
@@ -322,7 +344,7 @@ class _Painter:
         for start, end in (((5, 5), (12, 12)), ((12, 5), (5, 12))):
             line = (box[0] + start[0], box[1] + start[1], box[0] + end[0], box[1] + end[1])
             self._draw.line(line, fill=(60, 60, 60), width=2)
-        self._write((left + 8, top + 28), self._any_text(), 10)
+        self._write((left + 8, top + 28), any_text(self._rng), 10)
         self.items.append(Item("close", box))
 
     def _place(self, width: int, height: int) -> Box | None:
@@ -338,18 +360,10 @@ class _Painter:
         return None
 
     def _new_text(self) -> str:
-        while (text := self._any_text()).lower() in self._texts:
+        while (text := any_text(self._rng)).lower() in self._texts:
             pass
         self._texts.add(text.lower())
         return text
-
-    def _any_text(self) -> str:
-        if self._rng.random() < 0.4:
-            signs = string.ascii_letters + string.digits
-            return "".join(self._rng.choice(list(signs), int(self._rng.integers(1, 8))))
-        text = str(self._rng.choice(_TEXTS))
-        form = self._rng.random()
-        return text.lower() if form < 0.4 else text.upper() if form < 0.5 else text
 
     def _size(self, text: str, font_px: int) -> tuple[int, int]:
         return round(_font("Regular", font_px).getlength(text)), font_px + 2
