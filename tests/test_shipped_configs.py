@@ -13,6 +13,7 @@ VARIANTS = {
     "configs.miniwob_cpu": ("base", "more", "start", "grpo", "trained"),
     "configs.miniwob_pages": ("base", "grpo"),
     "configs.miniwob_points": ("base", "grpo"),
+    "configs.pix2act_pages": ("base", "grpo"),
     "configs.quickstart": ("click_button", "enter_text", "data_entry", "miniwob"),
     "configs.simple_data_entry_cpu": ("base", "start", "grpo", "trained"),
 }

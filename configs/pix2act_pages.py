@@ -1,0 +1,35 @@
+"""The 59 tasks of MiniWoB++ on which Pix2Act was measured, from a model that can read pages.
+
+    python -m tools.make_page_model --out=models/tiny-pages
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:base --workdir=runs/pix2act-base
+    python -m uirl_jax.main --config=configs/pix2act_pages.py --workdir=runs/pix2act
+
+`:base` is a cold start on 200 correct demonstrations of each task, played first (Chromium). As in
+miniwob_pages.py only the newest of the screenshots is seen; of earlier turns the actions are left.
+docs/pix2act.md says how the suite is counted: `--role=eval --tasks=pix2act`.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import miniwob_pages, pix2act_tasks
+
+DEMONSTRATIONS = 200  # of each task
+
+
+def get_config(stage: str = "grpo") -> ConfigDict:
+    cfg = miniwob_pages.get_config(stage)
+    turns = pix2act_tasks.MAX_TURNS
+    cfg.tasks = tuple(
+        ConfigDict({"name": f"miniwob/{name}", "max_turns": most}) for name, most in turns.items()
+    )
+    # The 17th turn of number-checkboxes is behind the actions of sixteen others: 530 tokens.
+    cfg.engine.context_lengths = (192, 256, 384, 624)
+    cfg.learner.batch.row_lengths = (640,)
+    cfg.evaluation.episodes = 10 * len(turns)
+    if stage == "base":
+        cfg.cold_start.episodes = DEMONSTRATIONS * len(turns)
+        cfg.cold_start.steps = 2000
+    else:
+        cfg.model.path = "runs/pix2act-base/cold_start/model"
+        cfg.learner.groups_per_step = len(turns)
+    return cfg
