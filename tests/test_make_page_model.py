@@ -139,7 +139,8 @@ def test_answers_hit_what_was_asked_for(setting):
             if action.kind == "type":  # takes the place of the last question
                 typed += 1
                 assert question is questions[-1]
-                assert f'Type "{action.text}".' in instruction
+                assert f'"{action.text}"' in instruction
+                assert "Type " in instruction
             else:
                 assert question.instruction in instruction
                 assert inside(question.box, action)
@@ -259,21 +260,82 @@ def test_positions_begin_as_large_as_patches_and_unlike_each_other():
     assert distances.min() > 0.5
 
 
-def test_a_few_steps_write_a_model_that_loads(tmp_path):
-    out = tmp_path / "model"
-    command = [
-        *(sys.executable, "-m", "tools.make_page_model", f"--out={out}", "--steps=2"),
-        *(f"--workdir={tmp_path / 'work'}", "--batch_rows=2"),
-    ]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+def run_tool(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.make_page_model", "--batch_rows=2", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("made")
+    process = run_tool(
+        f"--out={directory / 'model'}", "--steps=2", f"--workdir={directory / 'work'}"
+    )
     assert process.returncode == 0, process.stderr[-2000:]
-    model = loading.load(out, lora=None, seed=0)
+    return directory / "model"
+
+
+def test_a_few_steps_write_a_model_that_loads(made):
+    model = loading.load(made, lora=None, seed=0)
     assert model.family.model_type == "qwen3_vl"
     table = model.trainable["visual"]["position_table"][...]
     assert np.asarray(table, np.float32).std() > 0.5  # its positions began as waves
-    cfg = ChatConfig().completed(out)
+    cfg = ChatConfig().completed(made)
     assert (cfg.action_format, cfg.coordinates) == ("points_64", "points_64")
-    chat = Chat(out, cfg, model.family.chat)
+    chat = Chat(made, cfg, model.family.chat)
     assert chat.vocab_size <= model.cfg.vocab_size
     assert len(chat.completion_ids("<x_12><y_30> click")) == 4
     assert model.inputs.plan_screen((160, 210)).tokens == 130
+
+
+def test_a_model_is_gone_on_with(made, tmp_path):
+    """With the learning rate 0 it is the same model, with the same tokenizer."""
+    flags = [f"--start_from={made}", f"--workdir={tmp_path / 'work'}", "--steps=1", "--lr=0"]
+    process = run_tool(f"--out={tmp_path / 'on'}", *flags)
+    assert process.returncode == 0, process.stderr[-2000:]
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "on" / name).read_bytes() == (made / name).read_bytes()
+
+
+def test_what_is_no_model_of_the_tool_is_refused_in_one_line(tmp_path):
+    flags = (f"--start_from={tmp_path / 'none'}", f"--workdir={tmp_path / 'work'}")
+    process = run_tool(f"--out={tmp_path / 'out'}", *flags)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].endswith(
+        f"--start_from: {tmp_path / 'none' / 'tokenizer.json'} does not exist: expected a model "
+        "that this tool wrote"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_to_type_are_the_named_ones():
+    for seed in range(60):
+        instruction, text = drawn_pages.to_type(np.random.default_rng(seed))
+        if instruction.startswith("Type"):
+            assert instruction == f'Type "{text}".'
+            continue
+        pattern = r'The (\w+) is "(\w+)" and the (\w+) is "(\w+)"\. Type the (\w+)\.'
+        found = re.fullmatch(pattern, instruction)
+        assert found is not None
+        first, one, second, other, named = found.groups()
+        assert first != second
+        assert text == {first: one, second: other}[named]
+
+
+def test_colours_have_all_their_names():
+    item = Item("colour", (10, 60, 40, 90), color="cyan")
+    page = Page(drawn_pages.draw_page(np.random.default_rng(0), 0).image, (item,))
+    said = {q.instruction for q in drawn_pages.ask(page, np.random.default_rng(0), 60)}
+    assert said == {
+        f"Click on the {name} {noun}"
+        for name in ("cyan", "aqua")
+        for noun in ("box.", "colored box.")
+    }
+
+
+def test_boxes_to_tick_stand_in_columns():
+    columns = 0
+    for page in pages(3):
+        lefts = [item.box[0] for item in page.items if item.kind in ("check", "radio")]
+        columns += any(lefts.count(left) > 2 for left in lefts)
+    assert columns > 5

@@ -40,6 +40,7 @@ COLORS = {
     "olive": (128, 128, 0),
     "white": (255, 255, 255),
 }
+_ALSO_CALLED = {"cyan": "aqua", "magenta": "fuchsia", "grey": "gray"}
 _FONT_DIRECTORIES = ("liberation", "liberation2")
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
 _SHAPES = ("circle", "triangle", "rectangle")
@@ -102,12 +103,16 @@ def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
         for color in rng.permutation(list(COLORS)[: 2 if level == 0 else 5])[:count]:
             painter.colour(str(color))
     else:
-        kinds = {2: ("colour", "item"), 3: ("button", "link", "check")}.get(level, _KINDS)
+        kinds = {2: ("colour", "item"), 3: ("button", "link", "check", "checks")}.get(level, _KINDS)
         wanted = int(rng.integers(2, most + 1))
         # Pages of one kind are where things must be told apart; mixed ones are most real pages.
         chosen = kinds if rng.random() < 0.5 else (str(rng.choice(kinds)),)
         for _ in range(wanted):
-            getattr(painter, str(rng.choice(chosen)))()
+            kind = str(rng.choice(chosen))
+            if kind == "checks":
+                painter.checks(wanted - len(painter.items))
+            elif len(painter.items) < wanted:
+                getattr(painter, kind)()
     return Page(painter.image, tuple(painter.items))
 
 
@@ -139,6 +144,16 @@ def any_text(rng: np.random.Generator) -> str:
     return text.lower() if form < 0.4 else text.upper() if form < 0.5 else text
 
 
+def to_type(rng: np.random.Generator) -> tuple[str, str]:
+    """An instruction to type a text that it quotes, maybe one of two; and the text."""
+    one, other = any_text(rng), any_text(rng)
+    if rng.random() < 0.4:
+        return f'Type "{one}".', one
+    first, second = (str(name).lower() for name in rng.choice(words.NOUNS, 2, replace=False))
+    named, text = ((first, one), (second, other))[int(rng.integers(2))]
+    return f'The {first} is "{one}" and the {second} is "{other}". Type the {named}.', text
+
+
 def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
     """Instructions that mean this thing and no other."""
     peers = [other for other in items if other is not item]
@@ -149,7 +164,11 @@ def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
     if item.kind == "colour":
         if any(other.color == item.color and other.kind == "colour" for other in peers):
             return []
-        return [f"Click on the {item.color} colored box.", f"Click on the {item.color} box."]
+        return [
+            phrase
+            for color in _names(item.color)
+            for phrase in (f"Click on the {color} colored box.", f"Click on the {color} box.")
+        ]
     if item.kind == "close":
         return ['Close the dialog box by clicking the "x".', "Close the dialog."]
     if item.kind == "field":
@@ -166,6 +185,10 @@ def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
     if item.kind == "link":
         return [f'Click on the link "{text}".', f'Click on "{text}".']
     return [f"Select {text}.", f'Click on the {item.kind} "{text}".', f'Click on "{text}".']
+
+
+def _names(color: str) -> list[str]:
+    return [color, *filter(None, [_ALSO_CALLED.get(color)])]
 
 
 def _of_field(item: Item, peers: Sequence[Item]) -> list[str]:
@@ -204,8 +227,8 @@ def _looks(item: Item, peers: Sequence[Item]) -> list[str]:
                 ]
                 if not rivals:
                     size = ("large " if item.large else "small ") if by_size else ""
-                    color = f"{item.color} " if by_color else ""
-                    found.append(f"{size}{color}{noun}")
+                    colors = [f"{name} " for name in _names(item.color)] if by_color else [""]
+                    found += [f"{size}{color}{noun}" for color in colors]
     return found
 
 
@@ -229,14 +252,23 @@ class _Painter:
                 self._write((2, 2 + 12 * line), said, 10)
 
     def button(self) -> None:
+        """As large as its text needs, or of a size of its own."""
         text, font_px = self._new_text(), int(self._rng.integers(10, 15))
         width, height = self._size(text, font_px)
         pad_x, pad_y = int(self._rng.integers(4, 16)), int(self._rng.integers(2, 8))
-        box = self._place(width + 2 * pad_x, height + 2 * pad_y)
+        size = (width + 2 * pad_x, height + 2 * pad_y)
+        if self._rng.random() < 0.4:
+            size = max(width + 4, int(self._rng.integers(30, 90))), int(self._rng.integers(18, 44))
+            middle = (size[0] - width) // 2
+            pad_x = middle if self._rng.random() < 0.5 else min(pad_x, 2 * middle)
+        box = self._place(*size)
         if box is not None:
             fill = (239, 239, 239) if self._rng.random() < 0.7 else self._pale()
             self._draw.rounded_rectangle(box, 3, fill=fill, outline=(118, 118, 118))
-            self._write((box[0] + pad_x, box[1] + pad_y), text, font_px)
+            inside = Image.new("RGB", (size[0] - 5, size[1] - 5), fill)
+            place = (max(pad_x, 3) - 3, (size[1] - height) // 2 - 3)
+            ImageDraw.Draw(inside).text(place, text, _INK, _font("Regular", font_px))
+            self.image.paste(inside, (box[0] + 3, box[1] + 3))
             self.items.append(Item("button", box, text))
 
     def link(self) -> None:
@@ -251,23 +283,40 @@ class _Painter:
 
     def check(self) -> None:
         """A box to tick, or a round one, and its label."""
-        text, font_px = self._new_text(), int(self._rng.integers(10, 13))
-        width, height = self._size(text, font_px)
-        side, gap = int(self._rng.integers(11, 15)), int(self._rng.integers(3, 9))
-        outline = self._place(side + gap + width, max(side, height))
+        self.checks(1)
+
+    def checks(self, most: int) -> None:
+        """Boxes to tick in a column, or round ones, as many as there is room for."""
+        font_px, pitch = int(self._rng.integers(10, 13)), int(self._rng.integers(16, 24))
+        texts = [self._new_text() for _ in range(min(most, int(self._rng.integers(1, 7))))]
+        if not texts:
+            return
+        sizes = [self._size(text, font_px) for text in texts]
+        side, gap = int(self._rng.integers(11, 15)), int(self._rng.integers(3, 12))
+        width, height = max(width for width, _ in sizes), sizes[0][1]
+        outline = self._place(side + gap + width, max(side, height) + pitch * (len(texts) - 1))
         if outline is None:
             return
-        left, top = outline[:2]
-        box = (left, top, left + side, top + side)
-        ticked, is_round = self._rng.random() < 0.4, self._rng.random() < 0.35
+        is_round, corner = self._rng.random() < 0.35, int(self._rng.integers(0, 4))
+        for row, text in enumerate(texts):
+            left, top = outline[0], outline[1] + row * pitch
+            box = (left, top, left + side, top + side)
+            self._box_to_tick(box, is_round, corner)
+            self._write((box[2] + gap, top + (side - height) // 2), text, font_px)
+            self.items.append(Item("radio" if is_round else "check", box, text))
+
+    def _box_to_tick(self, box: Box, is_round: bool, corner: int) -> None:
+        left, top, right, _ = box
+        side = right - left
+        ticked = self._rng.random() < 0.4
         fill = (0, 117, 255) if ticked else (255, 255, 255)
-        shape = self._draw.ellipse if is_round else self._draw.rectangle
-        shape(box, fill=fill, outline=(118, 118, 118))
+        if is_round:
+            self._draw.ellipse(box, fill=fill, outline=(118, 118, 118))
+        else:
+            self._draw.rounded_rectangle(box, corner, fill=fill, outline=(118, 118, 118))
         if ticked and not is_round:
             points = [(left + 2, top + side // 2), (left + side // 2 - 1, top + side - 3)]
             self._draw.line([*points, (left + side - 2, top + 3)], fill=(255, 255, 255), width=2)
-        self._write((box[2] + gap, top + (side - height) // 2), text, font_px)
-        self.items.append(Item("radio" if is_round else "check", box, text))
 
     def field(self) -> None:
         font_px, height = int(self._rng.integers(10, 14)), int(self._rng.integers(16, 24))
@@ -378,7 +427,7 @@ class _Painter:
         return red, green, blue
 
 
-_KINDS = ("button", "link", "check", "field", "colour", "item", "item", "dialog")
+_KINDS = ("button", "link", "check", "checks", "field", "colour", "item", "item", "dialog")
 
 
 def _overlap(one: Box, other: Box) -> bool:

@@ -41,6 +41,7 @@ from tools.supervised_rows import Conversation, Questions
 from tools.tiny_architectures import BASES, BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions import coordinates
+from uirl_jax.errors import ModelError
 from uirl_jax.families import chat_config, loading
 from uirl_jax.families.border import Inputs, Screen
 from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
@@ -300,14 +301,27 @@ def train_stage(
 
 
 def new_model(
-    base: BaseModel, texts: Iterable[str], seed: int, workdir: Path
+    base: BaseModel,
+    texts: Iterable[str],
+    seed: int,
+    workdir: Path,
+    start_from: Path | None = None,
 ) -> tuple[Setting, Tokenizer, tuple[nnx.GraphDef, nnx.State, nnx.State]]:
     """A model with random weights, split by what trains, and a tokenizer trained on texts.
 
     The tokenizer is in the workdir, too.
+
+    Args:
+      start_from: a model that was made so before: its weights and its tokenizer instead.
+
+    Raises:
+      ModelError: it is none, or its shapes are others.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizer = base.tokenizer.train_tokenizer(texts, 512)
+    if start_from is None:
+        tokenizer = base.tokenizer.train_tokenizer(texts, 512)
+    else:
+        tokenizer = _tokenizer_of(start_from)
     base.tokenizer.save(tokenizer, workdir / "tokenizer")
     chat = Chat(workdir / "tokenizer", base.chat, base.family.chat)
     cfg = base.config(tokenizer)
@@ -315,7 +329,9 @@ def new_model(
     model = base.family.make_model(
         cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32, remat="none"
     )
-    if base.start is not None:
+    if start_from is not None:
+        _load_weights(model, start_from)
+    elif base.start is not None:
         base.start(model, setting.inputs)
     split = nnx.split(model, functools.partial(_trains, base), ...)
     total = parameters_of(nnx.state(model, nnx.Param))
@@ -324,6 +340,23 @@ def new_model(
         flush=True,
     )
     return setting, tokenizer, split
+
+
+def _tokenizer_of(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist: expected a model that this tool wrote")
+    return Tokenizer.from_file(str(path))
+
+
+def _load_weights(model: Any, directory: Path) -> None:
+    loaded = loading.load(directory, lora=None, seed=0)
+    weights = nnx.state(nnx.merge(loaded.graphdef, loaded.trainable, loaded.frozen), nnx.Param)
+    ours = nnx.state(model, nnx.Param)
+    shapes, found = (jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (ours, weights))
+    if shapes != found:
+        raise ModelError(f"{directory}: its weights have other shapes than this tool's model")
+    nnx.update(model, weights)
 
 
 def _trains(base: BaseModel, path: tuple[Any, ...], variable: Any) -> bool:

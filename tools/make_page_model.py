@@ -12,7 +12,6 @@ task: configs/miniwob_pages.py goes on from it.
 
 import argparse
 import dataclasses
-import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tools.supervised_rows import Questions
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions.formats import format_action
+from uirl_jax.errors import ModelError
 from uirl_jax.families import qwen3_vl
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.qwen.images import ImageConfig
@@ -145,8 +145,8 @@ def page_example(setting: Setting, rng: np.random.Generator, level: int, most: i
     asked = [(_QUOTE if quoted else _READ, read)]
     asked += [(question.instruction, click(question.box)) for question in questions]
     if rng.random() < _TYPING:
-        text = drawn_pages.any_text(rng)
-        asked[-1] = (f'Type "{text}".', written(Action("type", text=text)))
+        instruction, text = drawn_pages.to_type(rng)
+        asked[-1] = (instruction, written(Action("type", text=text)))
     return supervised_rows.questions_about(
         screen, asked, chat=setting.chat, inputs=setting.inputs, row_tokens=_ROW_TOKENS
     )
@@ -169,17 +169,29 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
     )
 
 
-def train(stage: Stage, batch_rows: int, seed: int, out: Path, workdir: Path) -> None:
-    """Writes the model directory in Hugging Face's format."""
+def train(
+    stage: Stage,
+    batch_rows: int,
+    seed: int,
+    out: Path,
+    workdir: Path,
+    start_from: Path | None = None,
+) -> None:
+    """Writes the model directory in Hugging Face's format.
+
+    Args:
+      start_from: a model that this wrote before; it begins with pages of all levels.
+    """
     started_s = time.monotonic()
     setting, tokenizer, (graphdef, trainable, frozen) = make_base_model.new_model(
-        BASE, tokenizer_texts(), seed, workdir
+        BASE, tokenizer_texts() if start_from is None else (), seed, workdir, start_from
     )
+    first = 0 if start_from is None else LEVELS[-1]
     trained = make_base_model.train_stage(
         BASE,
         (graphdef, trainable, frozen),
         stage,
-        functools.partial(draw, setting, seed, batch_rows),
+        lambda step: draw(setting, seed, batch_rows, first + step),
         workdir,
         started_s,
     )
@@ -190,6 +202,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.make_page_model", allow_abbrev=False)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the model goes here")
+    add(
+        "--start_from",
+        type=Path,
+        help="a model of this tool to go on with, in a workdir of its own",
+    )
     add("--workdir", type=Path, default=Path("runs/page_model"), help="checkpoints")
     add("--steps", type=int, default=3000, help="optimizer steps")
     add("--batch_rows", type=int, default=16, help="pages a step")
@@ -200,7 +217,10 @@ def main() -> None:
     platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
     stage = Stage("pages", args.steps, 100, args.lr, 1.0, "cosine")
-    train(stage, args.batch_rows, args.seed, args.out, args.workdir)
+    try:
+        train(stage, args.batch_rows, args.seed, args.out, args.workdir, args.start_from)
+    except ModelError as error:
+        parser.error(f"--start_from: {error}")
 
 
 if __name__ == "__main__":
