@@ -2,7 +2,8 @@
 
     python -m uirl_jax.main --config=configs/miniwob_pages.py --workdir=runs/pages
 
-GRPO starts from a model that ships and solves 72.8 % of held-out episodes. Two commands made it:
+GRPO starts from a model that ships and solves 72.8 % of held-out episodes. Two commands made it,
+the first of them before its pages were read, too (docs/page_model.md):
 
     python -m tools.make_page_model --out=models/tiny-pages
     python -m uirl_jax.main --config=configs/miniwob_pages.py:base --workdir=runs/pages-base

@@ -6,7 +6,7 @@
 
 `:base` is a cold start on 200 correct demonstrations of each task, played first (Chromium). As in
 miniwob_pages.py only the newest of the screenshots is seen; of earlier turns the actions are left.
-docs/pix2act.md says how the suite is counted: `--role=eval --tasks=pix2act`.
+docs/pix2act.md says how the suite is counted: `--role=eval --tasks=pix2act`. Not run yet.
 """
 
 from ml_collections import ConfigDict
@@ -31,5 +31,5 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.cold_start.steps = 2000
     else:
         cfg.model.path = "runs/pix2act-base/cold_start/model"
-        cfg.learner.groups_per_step = len(turns)
+        cfg.learner.groups_per_step = len(turns)  # on average one of each task
     return cfg

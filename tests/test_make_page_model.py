@@ -46,6 +46,14 @@ def test_things_are_on_the_page_and_not_over_each_other(level):
             )
 
 
+@pytest.mark.parametrize("level", drawn_pages.LEVELS)
+def test_a_page_has_at_most_so_many_things(level):
+    counts = [
+        len(drawn_pages.draw_page(np.random.default_rng(n), level, 3).items) for n in range(40)
+    ]
+    assert max(counts) == (2 if level == 0 else 3)
+
+
 def test_equal_generators_give_equal_pages_and_questions():
     for page, again in zip(pages(3, 10), pages(3, 10), strict=True):
         assert page.items == again.items
@@ -161,20 +169,8 @@ def test_a_page_is_read_from_top_to_bottom_each_place_with_what_it_shows(setting
             tops.append(drawn_pages.centre(item.box)[1])
             shown.add(item.kind)
         assert tops == sorted(tops)
-    assert shown == {
-        *(
-            "button",
-            "link",
-            "check",
-            "radio",
-            "field",
-            "colour",
-            "shape",
-            "letter",
-            "digit",
-            "close",
-        )
-    }
+    kinds = "button link check radio field colour shape letter digit close"
+    assert shown == set(kinds.split())
 
 
 def test_what_things_show():
@@ -295,16 +291,35 @@ def test_a_model_is_gone_on_with(made, tmp_path):
     assert process.returncode == 0, process.stderr[-2000:]
     for name in ("model.safetensors", "tokenizer.json"):
         assert (tmp_path / "on" / name).read_bytes() == (made / name).read_bytes()
+    # Apart from the checkpoints of the model's own training in the same workdir.
+    assert (tmp_path / "work" / "from_model").is_dir()
 
 
-def test_what_is_no_model_of_the_tool_is_refused_in_one_line(tmp_path):
-    flags = (f"--start_from={tmp_path / 'none'}", f"--workdir={tmp_path / 'work'}")
+def test_going_on_begins_with_pages_of_all_levels(made, tmp_path, monkeypatch):
+    drawn = []
+    draw = make_page_model.draw
+
+    def watched(setting, seed, rows, step):
+        drawn.append(step)
+        return draw(setting, seed, rows, step)
+
+    monkeypatch.setattr(make_page_model, "draw", watched)
+    stage = make_page_model.Stage("more", 1, 1, 0.0, 1.0, "cosine")
+    make_page_model.train(stage, 2, 0, tmp_path / "on", tmp_path / "work", made)
+    assert drawn[0] == make_page_model.LEVELS[-1]
+
+
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [("nothing", "nothing: "), ("uirl_jax/assets/tiny-ui-base", "is a qwen2_vl that answers in")],
+)
+def test_what_is_no_model_of_the_tool_is_refused_in_one_line(start, says, tmp_path):
+    flags = (f"--start_from={start}", f"--workdir={tmp_path / 'work'}")
     process = run_tool(f"--out={tmp_path / 'out'}", *flags)
     assert process.returncode == 2
-    assert process.stderr.splitlines()[-1].endswith(
-        f"--start_from: {tmp_path / 'none' / 'tokenizer.json'} does not exist: expected a model "
-        "that this tool wrote"
-    )
+    last = process.stderr.splitlines()[-1]
+    assert "error: --start_from: " in last
+    assert says in last
     assert not (tmp_path / "out").exists()
 
 

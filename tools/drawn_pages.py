@@ -1,4 +1,4 @@
-"""Small pages drawn with Pillow, and questions about them: what a small model learns to read by.
+"""Small pages drawn with Pillow, and what is asked about them: a small model learns to read by it.
 
 Buttons, links, boxes to tick, fields, coloured boxes, shapes and letters at random places, in the
 fonts of the bundled server's pages. A page takes milliseconds and no browser, so that a model made
@@ -97,22 +97,18 @@ def _font(name: str, size_px: int) -> ImageFont.FreeTypeFont:
 
 def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
     """A page of the level with at most so many things."""
-    painter = _Painter(rng, level)
+    wanted = int(rng.integers(2, most + 1))
+    painter = _Painter(rng, level, wanted)
     if level < 2:  # that it begins with two colours is what makes telling them learnable
-        count = int(rng.integers(2, most + 1))
-        for color in rng.permutation(list(COLORS)[: 2 if level == 0 else 5])[:count]:
+        for color in rng.permutation(list(COLORS)[: 2 if level == 0 else 5])[:wanted]:
             painter.colour(str(color))
     else:
-        kinds = {2: ("colour", "item"), 3: ("button", "link", "check", "checks")}.get(level, _KINDS)
-        wanted = int(rng.integers(2, most + 1))
+        kinds = {2: ("colour", "item"), 3: ("button", "link", "checks")}.get(level, _KINDS)
         # Pages of one kind are where things must be told apart; mixed ones are most real pages.
         chosen = kinds if rng.random() < 0.5 else (str(rng.choice(kinds)),)
         for _ in range(wanted):
-            kind = str(rng.choice(chosen))
-            if kind == "checks":
-                painter.checks(wanted - len(painter.items))
-            elif len(painter.items) < wanted:
-                getattr(painter, kind)()
+            if painter.room:
+                getattr(painter, str(rng.choice(chosen)))()
     return Page(painter.image, tuple(painter.items))
 
 
@@ -129,13 +125,13 @@ def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
     return [askable[n][int(rng.integers(len(askable[n])))] for n in picks]
 
 
-def read(page: Page) -> list[Item]:
+def in_reading_order(page: Page) -> list[Item]:
     """The things of a page from top to bottom; beside each other, from left to right."""
     return sorted(page.items, key=lambda item: centre(item.box)[::-1])
 
 
 def any_text(rng: np.random.Generator) -> str:
-    """A word or two, or letters and digits at random."""
+    """A word, or letters and digits at random."""
     if rng.random() < 0.4:
         signs = string.ascii_letters + string.digits
         return "".join(rng.choice(list(signs), int(rng.integers(1, 8))))
@@ -235,8 +231,8 @@ def _looks(item: Item, peers: Sequence[Item]) -> list[str]:
 class _Painter:
     """Draws things side by side, never over each other; what finds no room is left out."""
 
-    def __init__(self, rng: np.random.Generator, level: int) -> None:
-        self._rng = rng
+    def __init__(self, rng: np.random.Generator, level: int, most: int) -> None:
+        self._rng, self._most = rng, most
         ground = 255 if rng.random() < 0.7 else int(rng.integers(225, 256))
         self.image = Image.new("RGB", (WIDTH_PX, HEIGHT_PX), (ground,) * 3)
         self._draw = ImageDraw.Draw(self.image)
@@ -250,6 +246,11 @@ class _Painter:
             for line in range(int(rng.integers(1, 4))):
                 said = " ".join(str(word) for word in rng.choice(words.LATIN, 5))
                 self._write((2, 2 + 12 * line), said, 10)
+
+    @property
+    def room(self) -> int:
+        """How many things more the page may have."""
+        return self._most - len(self.items)
 
     def button(self) -> None:
         """As large as its text needs, or of a size of its own."""
@@ -281,16 +282,11 @@ class _Painter:
                 self._draw.line((box[0], box[3], box[2], box[3]), fill=ink)
             self.items.append(Item("link", box, text))
 
-    def check(self) -> None:
-        """A box to tick, or a round one, and its label."""
-        self.checks(1)
-
-    def checks(self, most: int) -> None:
-        """Boxes to tick in a column, or round ones, as many as there is room for."""
+    def checks(self) -> None:
+        """A box to tick, or a round one, and its label; or a column of them."""
         font_px, pitch = int(self._rng.integers(10, 13)), int(self._rng.integers(16, 24))
-        texts = [self._new_text() for _ in range(min(most, int(self._rng.integers(1, 7))))]
-        if not texts:
-            return
+        rows = min(self.room, int(self._rng.integers(1, 7))) if self._rng.random() < 0.5 else 1
+        texts = [self._new_text() for _ in range(rows)]
         sizes = [self._size(text, font_px) for text in texts]
         side, gap = int(self._rng.integers(11, 15)), int(self._rng.integers(3, 12))
         width, height = max(width for width, _ in sizes), sizes[0][1]
@@ -427,7 +423,7 @@ class _Painter:
         return red, green, blue
 
 
-_KINDS = ("button", "link", "check", "checks", "field", "colour", "item", "item", "dialog")
+_KINDS = ("button", "link", "checks", "field", "colour", "item", "item", "dialog")
 
 
 def _overlap(one: Box, other: Box) -> bool:

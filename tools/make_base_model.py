@@ -312,16 +312,16 @@ def new_model(
     The tokenizer is in the workdir, too.
 
     Args:
-      start_from: a model that was made so before: its weights and its tokenizer instead.
+      start_from: a model of `base` that was written before: its weights and its tokenizer instead.
 
     Raises:
-      ModelError: it is none, or its shapes are others.
+      ModelError: it is none.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     if start_from is None:
-        tokenizer = base.tokenizer.train_tokenizer(texts, 512)
+        weights, tokenizer = None, base.tokenizer.train_tokenizer(texts, 512)
     else:
-        tokenizer = _tokenizer_of(start_from)
+        weights, tokenizer = _written(base, start_from)
     base.tokenizer.save(tokenizer, workdir / "tokenizer")
     chat = Chat(workdir / "tokenizer", base.chat, base.family.chat)
     cfg = base.config(tokenizer)
@@ -329,8 +329,8 @@ def new_model(
     model = base.family.make_model(
         cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32, remat="none"
     )
-    if start_from is not None:
-        _load_weights(model, start_from)
+    if weights is not None:
+        nnx.update(model, weights)
     elif base.start is not None:
         base.start(model, setting.inputs)
     split = nnx.split(model, functools.partial(_trains, base), ...)
@@ -342,21 +342,17 @@ def new_model(
     return setting, tokenizer, split
 
 
-def _tokenizer_of(directory: Path) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{path} does not exist: expected a model that this tool wrote")
-    return Tokenizer.from_file(str(path))
-
-
-def _load_weights(model: Any, directory: Path) -> None:
-    loaded = loading.load(directory, lora=None, seed=0)
-    weights = nnx.state(nnx.merge(loaded.graphdef, loaded.trainable, loaded.frozen), nnx.Param)
-    ours = nnx.state(model, nnx.Param)
-    shapes, found = (jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (ours, weights))
-    if shapes != found:
-        raise ModelError(f"{directory}: its weights have other shapes than this tool's model")
-    nnx.update(model, weights)
+def _written(base: BaseModel, directory: Path) -> tuple[nnx.State, Tokenizer]:
+    """Weights and tokenizer of a model that these tools wrote. Raises: ModelError: it is none."""
+    model = loading.load(directory, lora=None, seed=0)
+    answers = chat_config.ChatConfig().completed(directory).action_format
+    if (model.family, answers) != (base.family, base.chat.action_format):
+        raise ModelError(
+            f"{directory} is a {model.family.model_type} that answers in the format {answers}; "
+            f"expected a {base.family.model_type} of this tool, in {base.chat.action_format}"
+        )
+    weights = nnx.state(nnx.merge(model.graphdef, model.trainable, model.frozen), nnx.Param)
+    return weights, Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 def _trains(base: BaseModel, path: tuple[Any, ...], variable: Any) -> bool:

@@ -121,7 +121,7 @@ def tokenizer_texts() -> list[str]:
 
 
 def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> Questions:
-    """A page: read once, then clicks on what it is asked for, each as if asked first."""
+    """A page, read once and asked for things, each as if nothing had been asked before."""
     questions: list[drawn_pages.Question] = []
     while not questions:
         page = drawn_pages.draw_page(rng, level, most)
@@ -136,12 +136,13 @@ def page_example(setting: Setting, rng: np.random.Generator, level: int, most: i
         x, y = drawn_pages.centre(box)
         return written(Action("click", x=x, y=y))
 
-    # What is behind a place is learnt ten times as densely by reading as by pointing: every token
-    # of a text, and not which of five things it was.
+    # Reading teaches every token of a text, pointing only which of the page's things was meant.
+    # With quotes and without, as instructions have it: other tokens begin the text.
     quoted = bool(rng.random() < 0.5)
-    said = (f'"{item.shows}"' if quoted else f" {item.shows}" for item in drawn_pages.read(page))
-    places = (click(item.box).removesuffix(" click") for item in drawn_pages.read(page))
-    read = "".join(place + words for place, words in zip(places, said, strict=True))
+    read = "".join(
+        click(item.box).removesuffix(" click") + (f'"{item.shows}"' if quoted else f" {item.shows}")
+        for item in drawn_pages.in_reading_order(page)
+    )
     asked = [(_QUOTE if quoted else _READ, read)]
     asked += [(question.instruction, click(question.box)) for question in questions]
     if rng.random() < _TYPING:
@@ -205,7 +206,7 @@ def main() -> None:
     add(
         "--start_from",
         type=Path,
-        help="a model of this tool to go on with, in a workdir of its own",
+        help="a model of this tool to go on with, with pages of all levels",
     )
     add("--workdir", type=Path, default=Path("runs/page_model"), help="checkpoints")
     add("--steps", type=int, default=3000, help="optimizer steps")
@@ -216,7 +217,9 @@ def main() -> None:
     platform_flags.set_defaults()
     platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
-    stage = Stage("pages", args.steps, 100, args.lr, 1.0, "cosine")
+    # Checkpoints of its own: those of the first training would be taken for its own.
+    name = f"from_{args.start_from.resolve().name}" if args.start_from else "pages"
+    stage = Stage(name, args.steps, 100, args.lr, 1.0, "cosine")
     try:
         train(stage, args.batch_rows, args.seed, args.out, args.workdir, args.start_from)
     except ModelError as error:
