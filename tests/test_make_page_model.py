@@ -206,7 +206,7 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
         return np.asarray(found_bt)[batch.completion_mask_bt > 0]
 
     inputs = setting.inputs
-    rows = supervised_rows.question_rows([example], row_tokens=416, sampled=128, inputs=inputs)
+    rows = supervised_rows.question_rows([example], row_tokens=464, sampled=128, inputs=inputs)
     together = logprobs(rows)
     alone = []  # whole sequences in rows of their own, without a shared prefix
     for ids_t, answer in example.asked:

@@ -37,7 +37,7 @@ from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.types import Action, TrainBatch
 
 QUESTIONS = 8  # of a page
-_ROW_TOKENS = 416
+_ROW_TOKENS = 464  # of 4,000 pages none needed more than 455
 _SAMPLED_TOKENS = 128  # of a row's answers
 _TYPING = 0.25  # of the pages have a question that is answered by typing
 _FORMAT = "points_64"
