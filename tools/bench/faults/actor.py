@@ -1,7 +1,7 @@
 """The actor that plays against `proxy`, for `plays`: the real one, but for its engine.
 
-Client, fleet, rollout and player are those of a run, with short time-outs (LIMITS) so that what
-hangs ends soon, and small pictures. `ScriptedEngine` stands where an engine does.
+Client, fleet, rollout and player are those of a run, with small pictures, and with short time-outs
+(LIMITS) where something hangs, so that it ends soon. `ScriptedEngine` stands where an engine does.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 
+from tools.bench.faults import proxy
 from uirl_jax import actions, assets
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import run_tasks
@@ -39,6 +40,11 @@ LIMITS = ClientLimits(
     backoff_s=0.05,
     max_retry_after_s=0.2,
     max_image_bytes=2 * 2**20,
+)
+# Where nothing hangs, a busy machine must not look as if something did: a call that timed out is
+# tried again, and a fault that strikes once is then gone.
+PATIENT = dataclasses.replace(
+    LIMITS, connect_timeout_s=5.0, read_timeout_s=8.0, attempt_timeout_s=10.0, create_timeout_s=10.0
 )
 ROLLOUT = RolloutConfig(
     temperature=0.0,
@@ -193,9 +199,10 @@ class World:
         self, plan: str, concurrency: int | None = None
     ) -> AsyncIterator[NotingPlayer]:
         urls = [f"http://127.0.0.1:{self.port}/{plan}/{lane}" for lane in range(LANES)]
+        limits = LIMITS if proxy.hangs(plan) else PATIENT
 
         def client(url: str) -> VerifierClient:
-            return VerifierClient(url, limits=LIMITS)
+            return VerifierClient(url, limits=limits)
 
         async with Fleet(lambda: urls, client, max_rest_s=0.1) as fleet:
             yield NotingPlayer(

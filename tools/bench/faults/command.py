@@ -5,7 +5,7 @@
 The actor is the real one (client, rollout, player, host, shard writer), the verifier is the bundled
 server behind `proxy`, in a process of its own, over loopback. No model runs: `ScriptedEngine`
 stands where an engine does and says what the desktop's scripted demonstrator would do. Time-outs
-are short (LIMITS), so that what hangs ends soon; nothing else differs from a run.
+are short where something hangs (LIMITS), so that it ends soon; nothing else differs from a run.
 
   alone    every fault at each call where it may strike, once and always; each episode must end
            as `proxy.survives` says. `run_tasks`, and no episode is played again.

@@ -33,6 +33,10 @@ class Input:
     pause_s: float = 0.0  # ... so long after one another
     then_silence: bool = False  # the connection stays open
 
+    @property
+    def hangs(self) -> bool:
+        return self.then_silence or self.pause_s > 0.0
+
     def pieces(self) -> Iterator[tuple[bytes, float]]:
         yield self.raw, 0.0
         while self.repeat:

@@ -55,6 +55,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "server_restarted": _IN_PLAY,
 }
 RETRIED = frozenset({"http_500", "http_502", "hang", "drip", "cut"})  # on calls but `session`
+HANGING = frozenset({"hang", "drip"})
 HARMLESS = frozenset({"png_hides_a_gigabyte", "applied_but_failed", "clock_jumps"})  # once
 RARE = frozenset({"server_restarted"})  # in a mixture: it takes everybody's sessions
 SHEET_VARIANT = "rows=2,columns=1"  # what the dialects of the field fill in
@@ -75,6 +76,13 @@ def survives(fault: str, seed: int) -> bool:
     if call == "delete" or fault in ("clock_jumps", "png_hides_a_gigabyte"):
         return True
     return not always and call != "session" and fault in RETRIED | HARMLESS
+
+
+def hangs(plan: str) -> bool:
+    """Whether a plan has answers that end only because nobody waits any longer."""
+    if plan in inputs.INPUTS:
+        return inputs.INPUTS[plan].hangs
+    return plan in HANGING or plan.startswith("mixed-")
 
 
 @dataclasses.dataclass
