@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests import tiny_model
 from tests.command_world import (
@@ -67,8 +68,12 @@ def test_main_without_a_step_to_learn_measures_its_model_once(
     tmp_path, model_dir, cold_steps, stages
 ):
     steps = (f"--config.cold_start.steps={cold_steps}", "--config.learner.steps=0")
-    process = run(tmp_path / "run", model_dir, *steps)
+    process = run(tmp_path / "run", model_dir, *steps, "--config.cold_start.train=all")
     assert process.returncode == 0, process.stderr[-2000:]
+    if cold_steps:  # every weight of the base, and no adapters beside them
+        arrays = load_file(model_dir / "model.safetensors").values()
+        weights = sum(array.size for array in arrays)
+        assert f'trains="all weights" parameters={weights}' in process.stdout
     table = [line for line in process.stdout.splitlines() if line.endswith("/4")]
     names = [line.partition("  ")[0].replace(" ", "_") for line in table]
     assert names == stages, process.stdout

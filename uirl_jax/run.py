@@ -247,15 +247,24 @@ class Run:
     # ------------------------------------------------------------------------------ the model
 
     def load_model(
-        self, mesh: jax.sharding.Mesh | None, path: Path, adapter: str | None = None
+        self,
+        mesh: jax.sharding.Mesh | None,
+        path: Path,
+        adapter: str | None = None,
+        *,
+        adapters: bool = True,
     ) -> loading.PolicyModel:
         """Loads the model of a directory.
 
-        Args: adapter: to start from; None: the config's, for the config's own model.
+        Args:
+          adapter: to start from; None: the config's, for the config's own model.
+          adapters: False: none, whatever the config says; all weights are to be trained.
         Raises: ConfigError: the model's family does not support the config.
         """
         cfg = self.cfg.model
-        if adapter is None:  # a cold start's model has the adapter merged into it
+        if not adapters:
+            adapter = ""
+        elif adapter is None:  # a cold start's model has the adapter merged into it
             adapter = cfg.adapter if path == Path(cfg.path) else ""
         family = family_of(hub.model_directory(path, weights=False))
         check_family(self.cfg, family)
@@ -269,7 +278,7 @@ class Run:
         )
         return loading.load(
             path,
-            lora=cfg.adapters,
+            lora=cfg.adapters if adapters else None,
             seed=self.cfg.seed,
             param_dtype=cfg.param_dtype,
             remat=cfg.remat,

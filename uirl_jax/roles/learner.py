@@ -119,6 +119,9 @@ def make_cold_start(
 ) -> loading.PolicyModel:
     """Runs the cold start on `model`; returns the new base model."""
     cfg = run.cfg
+    if cfg.cold_start.train == "all" and not cfg.model.adapter:
+        # Fresh adapters say nothing yet, and would be trained beside the weights.
+        model = run.load_model(mesh, Path(cfg.model.path), adapters=False)
     path = run_cold_start(
         cfg.cold_start,
         model,
