@@ -57,6 +57,15 @@ def test_step_of_several_batches_equals_one_of_all_their_rows():
     assert_trees_close(whole_lora, parts_lora, atol=1e-6)  # of a gradient no longer than 1
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
+def test_every_optimizer_starts_on_a_mesh_as_without_one(name):
+    _, lora, _ = make_model()
+    optimizer = learner_state.make_optimizer(learner_state.OptimizerConfig(name, lr=1.0), 10)
+    alone = learner_state.init_state(lora, optimizer)
+    meshed = learner_state.init_state(lora, optimizer, sharding.make_mesh(1, 1, 1), RULES)
+    assert_trees_close(alone, meshed, atol=0.0)
+
+
 def test_update_with_more_padding_is_the_same_update():
     batch = make_batch()
     padded = dataclasses.replace(

@@ -168,6 +168,10 @@ def init_critic(width: int, optimizer: optax.GradientTransformation) -> Critic:
     return Critic(params, optimizer.init(params))
 
 
+# Arrays of an optimizer's state that belong to no weight: Muon's polynomial. Every device has them.
+_OPTIMIZERS_OWN: sharding.Rules = {"ns_coeffs": ()}
+
+
 def init_state(
     trainable: nnx.State,
     optimizer: optax.GradientTransformation,
@@ -190,6 +194,7 @@ def init_state(
         return build(trainable, critic)
     assert rules is not None, "a mesh needs the family's sharding rules"
     critic = jax.device_get(critic)  # numpy: its device may be another than the mesh's
+    rules = {**rules, **_OPTIMIZERS_OWN}
     shardings = sharding.state_shardings(mesh, jax.eval_shape(build, trainable, critic), rules)
     # Compiled, so that with several processes each makes its own part.
     return jax.jit(build, out_shardings=shardings)(trainable, critic)
