@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import drawn_pages, make_page_model, supervised_rows
+from tools import drawn_pages, make_base_model, make_page_model, qwen_tokenizer, supervised_rows
 from tools.drawn_pages import Item, Page
+from tools.point_tokenizer import PointTokens
 from uirl_jax import actions
 from uirl_jax.families import loading
 from uirl_jax.families.border import TokenRows
@@ -104,7 +105,7 @@ def test_what_could_be_meant_twice_is_not_asked():
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
     base, directory = make_page_model.BASE, tmp_path_factory.mktemp("tokenizer")
-    tokenizer = base.tokenizer.train_tokenizer(make_page_model.tokenizer_texts()[:3000], 512)
+    tokenizer = base.tokenizer.train_tokenizer((), 512)
     base.tokenizer.save(tokenizer, directory)
     chat = Chat(directory, base.chat, base.family.chat)
     return make_page_model.Setting(base, chat, base.family.make_inputs(base.config(tokenizer)))
@@ -158,14 +159,15 @@ def test_answers_hit_what_was_asked_for(setting):
 def test_a_page_is_read_from_top_to_bottom_each_place_with_what_it_shows(setting):
     shown = set()
     for page, _, ((instruction, answer), *_) in examples(setting, 8):
-        quoted = "quote" in instruction
+        assert "Read the page." in instruction
         pieces = re.findall(r"(<x_\d+><y_\d+>)([^<]*)", answer)
         assert len(pieces) == len(page.items)
         tops = []
         for place, words in pieces:
             action = actions.parse(f"{place} click", page.image.size, setting.chat.action_format)
             (item,) = (item for item in page.items if inside(item.box, action))
-            assert words == (f'"{item.shows}"' if quoted else f" {item.shows}")
+            looks = item.kind in ("shape", "letter", "digit", "colour", "close") or not item.text
+            assert words == (f" {item.shows}" if looks else f'"{item.shows}"')
             tops.append(drawn_pages.centre(item.box)[1])
             shown.add(item.kind)
         assert tops == sorted(tops)
@@ -219,7 +221,9 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
     np.testing.assert_allclose(together, apart, atol=2e-5)
 
 
-def test_half_of_the_pages_are_of_the_newest_level_and_half_of_any_so_far(setting, monkeypatch):
+def test_half_of_the_pages_are_of_the_newest_level_a_quarter_of_the_one_before(
+    setting, monkeypatch
+):
     levels = []
     page_example = make_page_model.page_example
 
@@ -234,13 +238,13 @@ def test_half_of_the_pages_are_of_the_newest_level_and_half_of_any_so_far(settin
     levels.clear()
     make_page_model.draw(setting, 0, 200, make_page_model.LEVELS[3])
     shares = [levels.count(level) / len(levels) for level in drawn_pages.LEVELS]
-    # 1/2 + 1/8, and 1/8 each; three standard deviations of the largest share of 200 are 0.1.
-    np.testing.assert_allclose(shares[:4], [1 / 8, 1 / 8, 1 / 8, 5 / 8], atol=0.1)
+    # And 1/16 of each of four levels. Three standard deviations of a share of 200 are 0.1.
+    np.testing.assert_allclose(shares[:4], [1 / 16, 1 / 16, 5 / 16, 9 / 16], atol=0.1)
     assert shares[4] == 0
 
 
 def tokenizer_of(setting):
-    return setting.base.tokenizer.train_tokenizer(make_page_model.tokenizer_texts()[:3000], 512)
+    return setting.base.tokenizer.train_tokenizer((), 512)
 
 
 def test_positions_begin_as_large_as_patches_and_unlike_each_other():
@@ -293,6 +297,32 @@ def test_a_model_is_gone_on_with(made, tmp_path):
         assert (tmp_path / "on" / name).read_bytes() == (made / name).read_bytes()
     # Apart from the checkpoints of the model's own training in the same workdir.
     assert (tmp_path / "work" / "from_model").is_dir()
+
+
+def test_going_on_from_other_tokens_each_is_the_mean_of_what_its_text_was(made, tmp_path):
+    """An earlier tokenizer had merges of its own, and "<x_3>" another id."""
+    maker = PointTokens(qwen_tokenizer)
+    texts = ["Read the page and click on the red button.", "close all, click"] * 20
+    base = dataclasses.replace(make_page_model.BASE, tokenizer=maker)
+    _, merged, split = make_base_model.new_model(base, texts, 1, tmp_path / "merged")
+    make_base_model.write_model(base, nnx.merge(*split), merged, tmp_path / "old")
+    _, spelt, (_, trainable, _) = make_base_model.new_model(
+        make_page_model.BASE, (), 0, tmp_path / "new", tmp_path / "old"
+    )
+    old_vd = np.asarray(split[1]["text"]["embedding"][...].astype(jnp.bfloat16), np.float32)
+    new_vd = np.asarray(trainable["text"]["embedding"][...])
+    assert len(new_vd) == 640 != len(old_vd)
+    assert not new_vd[spelt.get_vocab_size() :].any()
+
+    def row(token: str) -> np.ndarray:
+        return new_vd[spelt.token_to_id(token)]
+
+    for token in ("k", "\u0120click", "<x_3>", "<|im_end|>", "\u0120the"):
+        np.testing.assert_array_equal(row(token), old_vd[merged.token_to_id(token)])
+    assert merged.token_to_id("\u0120yellow") is None
+    ids = merged.encode(" yellow").ids
+    assert len(ids) > 1
+    np.testing.assert_allclose(row("\u0120yellow"), old_vd[ids].mean(0), atol=1e-6)
 
 
 def test_going_on_begins_with_pages_of_all_levels(made, tmp_path, monkeypatch):

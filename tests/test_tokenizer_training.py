@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from tools import qwen_tokenizer
 from tools.point_tokenizer import PointTokens
+from tools.spelling_tokenizer import SpellingTokenizer
 
 TEXTS = [
     *[f"click({17 * n % 400}, {31 * n % 300})" for n in range(100)],
@@ -131,3 +132,35 @@ def test_tokens_of_places_are_those_of_the_published_reader(tmp_path):
         "<x_63>",
         "<y_63>",
     }
+
+
+def test_spelling_tokenizer_knows_its_words_after_a_space_and_spells_all_else(tmp_path):
+    maker = SpellingTokenizer(("click", "clicking", "on"))
+    tokenizer = maker.train_tokenizer((), 300)
+
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.decode([number]) for number in tokenizer.encode(text).ids]
+
+    assert pieces(" click on") == [" click", " on"]
+    assert pieces(" clicking") == [" clicking"]
+    assert pieces('"click" One') == [*'"click"', " ", *"One"]
+    assert pieces(" close") == [" cl", *"ose"]  # as a known word begins
+    # Whoever reads the files, or the vocabulary and the merges alone, gets the same.
+    maker.save(tokenizer, tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    built = type(loaded)(vocab=model["vocab"], merges=merges)
+    for text in (*SAMPLES, 'Click on "click clicking clicked".'):
+        ids = tokenizer.encode(text).ids
+        assert loaded(text)["input_ids"] == ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == loaded.decode(ids)
+    assert built(" clicking on")["input_ids"] == tokenizer.encode(" clicking on").ids
+
+
+def test_spelling_tokenizer_refuses_what_it_cannot_hold():
+    with pytest.raises(ValueError, match="'Click', expected lower-case"):
+        SpellingTokenizer(("Click",)).train_tokenizer((), 300)
+    assert SpellingTokenizer(("on",)).train_tokenizer((), 272).get_vocab_size() == 272
+    with pytest.raises(ValueError, match="vocab_size=271, these words need 272"):
+        SpellingTokenizer(("on",)).train_tokenizer((), 271)

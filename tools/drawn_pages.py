@@ -7,16 +7,14 @@ with a band for the instruction on top. No page of a real task is copied.
 """
 
 import dataclasses
-import functools
 import string
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from tools import drawn_text
 from tools.grounding import words
-from uirl_jax.errors import ConfigError
 
 WIDTH_PX, HEIGHT_PX = 160, 210
 BAND_PX = 50
@@ -41,7 +39,6 @@ COLORS = {
     "white": (255, 255, 255),
 }
 _ALSO_CALLED = {"cyan": "aqua", "magenta": "fuchsia", "grey": "gray"}
-_FONT_DIRECTORIES = ("liberation", "liberation2")
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
 _SHAPES = ("circle", "triangle", "rectangle")
 _INK = (20, 20, 20)
@@ -65,6 +62,11 @@ class Item:
     large: bool = False
 
     @property
+    def is_look(self) -> bool:
+        """Whether `shows` says how it looks; else what is written there."""
+        return self.kind in ("shape", "letter", "digit") or not self.text
+
+    @property
     def shows(self) -> str:
         """What is there, in words; a text without its kind."""
         if self.kind in ("shape", "letter", "digit"):
@@ -82,17 +84,6 @@ class Question:
 class Page:
     image: Image.Image
     items: tuple[Item, ...]
-
-
-@functools.lru_cache(maxsize=64)
-def _font(name: str, size_px: int) -> ImageFont.FreeTypeFont:
-    for directory in _FONT_DIRECTORIES:
-        path = Path("/usr/share/fonts/truetype") / directory / f"LiberationSans-{name}.ttf"
-        if path.is_file():
-            return ImageFont.truetype(str(path), size_px)
-    raise ConfigError(
-        f"LiberationSans-{name}.ttf is not installed: apt-get install fonts-liberation"
-    )
 
 
 def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
@@ -132,7 +123,7 @@ def in_reading_order(page: Page) -> list[Item]:
 
 def any_text(rng: np.random.Generator) -> str:
     """A word, or letters and digits at random."""
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
         signs = string.ascii_letters + string.digits
         return "".join(rng.choice(list(signs), int(rng.integers(1, 8))))
     text = str(rng.choice(_TEXTS))
@@ -233,6 +224,7 @@ class _Painter:
 
     def __init__(self, rng: np.random.Generator, level: int, most: int) -> None:
         self._rng, self._most = rng, most
+        self._light = bool(rng.random() < 0.7)
         ground = 255 if rng.random() < 0.7 else int(rng.integers(225, 256))
         self.image = Image.new("RGB", (WIDTH_PX, HEIGHT_PX), (ground,) * 3)
         self._draw = ImageDraw.Draw(self.image)
@@ -268,7 +260,7 @@ class _Painter:
             self._draw.rounded_rectangle(box, 3, fill=fill, outline=(118, 118, 118))
             inside = Image.new("RGB", (size[0] - 5, size[1] - 5), fill)
             place = (max(pad_x, 3) - 3, (size[1] - height) // 2 - 3)
-            ImageDraw.Draw(inside).text(place, text, _INK, _font("Regular", font_px))
+            self._write_on(inside, place, text, font_px, _INK)
             self.image.paste(inside, (box[0] + 3, box[1] + 3))
             self.items.append(Item("button", box, text))
 
@@ -368,7 +360,7 @@ class _Painter:
                 ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2),
                 text,
                 COLORS[color],
-                _font("Regular", side + 3),
+                drawn_text.font("Regular", side + 3),
                 anchor="mm",
             )
         self.items.append(Item(kind, box, text, color, large))
@@ -411,12 +403,23 @@ class _Painter:
         return text
 
     def _size(self, text: str, font_px: int) -> tuple[int, int]:
-        return round(_font("Regular", font_px).getlength(text)), font_px + 2
+        return round(drawn_text.font("Regular", font_px).getlength(text)), font_px + 2
 
     def _write(
         self, place: tuple[int, int], text: str, font_px: int, ink: tuple[int, ...] = _INK
     ) -> None:
-        self._draw.text(place, text, ink, _font("Regular", font_px))
+        self._write_on(self.image, place, text, font_px, ink)
+
+    def _write_on(
+        self,
+        image: Image.Image,
+        place: tuple[int, int],
+        text: str,
+        font_px: int,
+        ink: tuple[int, ...],
+    ) -> None:
+        left = place[0] + float(self._rng.random()) if self._light else place[0]
+        drawn_text.write(image, (left, place[1]), text, font_px, ink, light=self._light)
 
     def _pale(self) -> tuple[int, int, int]:
         red, green, blue = (int(level) for level in self._rng.integers(190, 256, 3))

@@ -312,16 +312,14 @@ def new_model(
     The tokenizer is in the workdir, too.
 
     Args:
-      start_from: a model of `base` that was written before: its weights and its tokenizer instead.
+      start_from: a model of `base` that was written before: its weights instead. Its tokenizer may
+        be another one: then each token starts as the mean of those that its text was.
 
     Raises:
       ModelError: it is none.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    if start_from is None:
-        weights, tokenizer = None, base.tokenizer.train_tokenizer(texts, 512)
-    else:
-        weights, tokenizer = _written(base, start_from)
+    tokenizer = base.tokenizer.train_tokenizer(texts, 512)
     base.tokenizer.save(tokenizer, workdir / "tokenizer")
     chat = Chat(workdir / "tokenizer", base.chat, base.family.chat)
     cfg = base.config(tokenizer)
@@ -329,8 +327,8 @@ def new_model(
     model = base.family.make_model(
         cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32, remat="none"
     )
-    if weights is not None:
-        nnx.update(model, weights)
+    if start_from is not None:
+        nnx.update(model, _written(base, start_from, tokenizer, cfg.vocab_size))
     elif base.start is not None:
         base.start(model, setting.inputs)
     split = nnx.split(model, functools.partial(_trains, base), ...)
@@ -342,8 +340,12 @@ def new_model(
     return setting, tokenizer, split
 
 
-def _written(base: BaseModel, directory: Path) -> tuple[nnx.State, Tokenizer]:
-    """Weights and tokenizer of a model that these tools wrote. Raises: ModelError: it is none."""
+def _written(base: BaseModel, directory: Path, tokenizer: Tokenizer, vocab_size: int) -> nnx.State:
+    """The weights of a model that these tools wrote, its embeddings (tied) those of this tokenizer.
+
+    Args: vocab_size: rows of the embeddings; those without a token are 0.
+    Raises: ModelError: it is none.
+    """
     model = loading.load(directory, lora=None, seed=0)
     answers = chat_config.ChatConfig().completed(directory).action_format
     if (model.family, answers) != (base.family, base.chat.action_format):
@@ -352,7 +354,18 @@ def _written(base: BaseModel, directory: Path) -> tuple[nnx.State, Tokenizer]:
             f"expected a {base.family.model_type} of this tool, in {base.chat.action_format}"
         )
     weights = nnx.state(nnx.merge(model.graphdef, model.trainable, model.frozen), nnx.Param)
-    return weights, Tokenizer.from_file(str(directory / "tokenizer.json"))
+    known = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = known.get_vocab(with_added_tokens=True)
+    if tokenizer.get_vocab(with_added_tokens=True) == ids:
+        return weights
+    embedding = weights["text"]["embedding"]
+    old_vd = np.asarray(embedding[...])
+    new_vd = np.zeros((vocab_size, old_vd.shape[1]), old_vd.dtype)
+    for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
+        was = [ids[token]] if token in ids else known.encode(tokenizer.decode([number])).ids
+        new_vd[number] = old_vd[was].mean(0)
+    embedding.set_value(jnp.asarray(new_vd))
+    return weights
 
 
 def _trains(base: BaseModel, path: tuple[Any, ...], variable: Any) -> bool:

@@ -22,9 +22,10 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import drawn_pages, make_base_model, qwen_tokenizer, supervised_rows, tiny_architectures
+from tools import drawn_pages, make_base_model, supervised_rows, tiny_architectures
 from tools.make_base_model import Setting, Stage
 from tools.point_tokenizer import PointTokens
+from tools.spelling_tokenizer import SpellingTokenizer
 from tools.supervised_rows import Questions
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
@@ -36,26 +37,20 @@ from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.types import Action, TrainBatch
 
-QUESTIONS = 8  # of a page
-_ROW_TOKENS = 464  # of 4,000 pages none needed more than 455
+QUESTIONS = 5  # of a page
+_ROW_TOKENS = 464
 _SAMPLED_TOKENS = 128  # of a row's answers
 _TYPING = 0.25  # of the pages have a question that is answered by typing
 _FORMAT = "points_64"
 LEVELS = (0, 400, 600, 800, 1100)  # the first step of each of drawn_pages.LEVELS
-MOST = (2, 3, 5, 4, 8)  # things on its pages
-_READ, _QUOTE = "Read the page.", "Read the page and quote it."
-# Of instructions that drawn pages do not give: the demonstrations' words are whole tokens, too.
-_PHRASES = (
-    "Enter the username and the password into the text fields and press login.",
-    "into the text field and press Submit.",
-    "and click Submit.",
-    "Click on the grid coordinate (0,1).",
-    "Click the button that best describes the figure below.",
-    "Click the button in the dialog box labeled",
-    "Click on Tab",
-    "widget.",
-    "Click the button.",
-)
+MOST = (2, 3, 5, 8, 8)  # things on its pages
+# Words of instructions, and of what is read about shapes; those of MiniWoB++'s tasks, too.
+_WORDS = """
+    a and aqua below best black blue box button by check circle click clicking colored cyan
+    dialog digit field fields fuchsia gray green grey grid in input into is item labeled large
+    letter lime link login magenta nothing olive on orange pink press purple radio rectangle red
+    shape small text textbox the triangle type white widget yellow
+"""
 _IMAGES = ImageConfig(
     patch_size=8,
     min_pixels=16 * 16,
@@ -101,23 +96,10 @@ BASE = BaseModel(
     coordinates=_FORMAT,
     step=1,
     largest=(64, 64),
-    tokenizer=PointTokens(qwen_tokenizer, _FORMAT),
+    tokenizer=PointTokens(SpellingTokenizer(tuple(_WORDS.split())), _FORMAT),
     action_format=_FORMAT,
     start=start_positions,
 )
-
-
-def tokenizer_texts() -> list[str]:
-    """Instructions about drawn pages, and the words on them."""
-    texts = []
-    for number in range(1500):
-        rng = np.random.default_rng([1, number])
-        page = drawn_pages.draw_page(rng, drawn_pages.LEVELS[-1])
-        texts += [question.instruction for question in drawn_pages.ask(page, rng, QUESTIONS)]
-        texts += [f'type("{item.text}")' for item in page.items if len(item.text) > 1]
-        texts += [" click", " type", " scroll", "down 100", "[screenshot omitted]", "user\n"]
-        texts += _PHRASES[number % len(_PHRASES) :][:3]
-    return texts
 
 
 def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> Questions:
@@ -136,14 +118,13 @@ def page_example(setting: Setting, rng: np.random.Generator, level: int, most: i
         x, y = drawn_pages.centre(box)
         return written(Action("click", x=x, y=y))
 
-    # Reading teaches every token of a text, pointing only which of the page's things was meant.
-    # With quotes and without, as instructions have it: other tokens begin the text.
-    quoted = bool(rng.random() < 0.5)
+    # Reading teaches every letter of a text, pointing only which of the page's things was meant.
     read = "".join(
-        click(item.box).removesuffix(" click") + (f'"{item.shows}"' if quoted else f" {item.shows}")
+        click(item.box).removesuffix(" click")
+        + (f" {item.shows}" if item.is_look else f'"{item.shows}"')
         for item in drawn_pages.in_reading_order(page)
     )
-    asked = [(_QUOTE if quoted else _READ, read)]
+    asked = [("Read the page.", read)]
     asked += [(question.instruction, click(question.box)) for question in questions]
     if rng.random() < _TYPING:
         instruction, text = drawn_pages.to_type(rng)
@@ -154,13 +135,17 @@ def page_example(setting: Setting, rng: np.random.Generator, level: int, most: i
 
 
 def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
-    """The batch of one step: half of its pages of the newest level, half of any so far.
+    """The batch of one step: half of its pages of the newest level, a quarter of the one before,
+    a quarter of any so far.
 
     With the newest alone, what earlier levels taught was partly forgotten.
     """
     rng = np.random.default_rng([seed, 1000, step])
     newest = sum(step >= first for first in LEVELS) - 1
-    levels = np.where(rng.random(rows) < 0.5, newest, rng.integers(newest + 1, size=rows))
+    levels = rng.integers(newest + 1, size=rows)
+    kinds = rng.random(rows)
+    levels = np.where(kinds < 0.75, max(0, newest - 1), levels)
+    levels = np.where(kinds < 0.5, newest, levels)
     examples = [page_example(setting, rng, level, MOST[level]) for level in map(int, levels)]
     return supervised_rows.question_rows(
         examples,
@@ -185,7 +170,7 @@ def train(
     """
     started_s = time.monotonic()
     setting, tokenizer, (graphdef, trainable, frozen) = make_base_model.new_model(
-        BASE, tokenizer_texts() if start_from is None else (), seed, workdir, start_from
+        BASE, (), seed, workdir, start_from
     )
     first = 0 if start_from is None else LEVELS[-1]
     trained = make_base_model.train_stage(
