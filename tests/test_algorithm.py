@@ -271,8 +271,10 @@ def test_learn_kl_in_the_reward_is_kl_of_the_policy_to_the_base():
 
 def test_ppo_critic_learns_what_episodes_were_paid():
     learner = Learner(dataclasses.replace(PPO, critic=learner_state.CriticConfig(lr=3e-2)))
-    errors = [learner.step()["critic/error"] for _ in range(30)]
-    assert errors[-1] < 0.7 * errors[0]
+    steps = [learner.step() for _ in range(30)]
+    assert steps[-1]["critic/error"] < 0.7 * steps[0]["critic/error"]
+    explained = [metrics["critic/explained_variance"] for metrics in steps]
+    assert explained[0] < 0.1 < 0.2 < explained[-1] <= 1.0
 
 
 def test_ppo_truncated_episodes_bootstrap_and_ended_ones_do_not():

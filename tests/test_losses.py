@@ -254,6 +254,36 @@ def test_value_loss_equals_the_larger_of_clipped_and_unclipped():
             assert float(gradient[at]) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("skill", [0.0, 0.6, 1.0])
+def test_explained_variance_is_the_share_of_the_returns_that_the_critic_knows(skill):
+    rng = np.random.default_rng(1)
+    returns, noise = rng.normal(3.0, 2.0, size=(2, 4, 6)).astype(np.float32)
+    values = skill * returns + (1 - skill) * noise + 0.5  # a constant error explains as much
+    weights = (rng.random((4, 6)) < 0.7).astype(np.float32)
+    _, sums = losses.value_loss(
+        jnp.asarray(values),
+        old_values_bt=values,
+        returns_bt=returns,
+        weights_bt=weights,
+        clip=0.2,
+    )
+    means = {name: value / weights.sum() for name, value in sums.items()}
+    inside = weights > 0
+    error = (values - returns)[inside]
+    assert float(means["critic/bias"]) == pytest.approx(float(error.mean()), rel=1e-5)
+    expected = 1 - error.var() / returns[inside].var()
+    assert float(losses.explained_variance(means)) == pytest.approx(float(expected), abs=1e-4)
+    assert skill < 1.0 or expected == pytest.approx(1.0)
+
+
+def test_explained_variance_of_equal_returns_is_0():
+    same = jnp.full((1, 3), 0.5)
+    _, sums = losses.value_loss(
+        same + 1.0, old_values_bt=same, returns_bt=same, weights_bt=jnp.ones((1, 3)), clip=0.0
+    )
+    assert float(losses.explained_variance({n: s / 3 for n, s in sums.items()})) == 0.0
+
+
 def test_supervised_loss_is_the_weighted_sum_of_cross_entropies():
     e = example(7)
     total, metrics = losses.supervised_loss(

@@ -437,6 +437,10 @@ def _update_metrics(sums: Sums, grads: Any, updates: Any) -> dict[str, jax.Array
         "learner/update_norm": optax.tree.norm(updates),
         "learner/tokens": sums["tokens"],
     }
+    if "critic/squared" in metrics:
+        metrics["critic/explained_variance"] = losses.explained_variance(metrics)
+        for name in ("critic/return", "critic/return_squared"):
+            del metrics[name]
     if "offpolicy/weight" in sums:
         # Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2).
         squared = jnp.square(sums["offpolicy/weight"])

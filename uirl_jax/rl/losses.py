@@ -11,7 +11,7 @@ its batches' losses, independent of rows, packing and padding.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -227,7 +227,8 @@ def value_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """sum w max((v - R)**2, (v_old + clip(v - v_old) - R)**2) / 2; without the max if clip is 0.
 
-    Values and returns at position t are of the state before token t was sampled.
+    Values and returns at position t are of the state before token t was sampled. The sums are over
+    the tokens with a weight; `explained_variance` takes them.
     Source: PPO's reference implementation, openai/baselines ppo2/model.py.
     """
     old_values_bt, returns_bt = jax.lax.stop_gradient((old_values_bt, returns_bt))
@@ -238,7 +239,26 @@ def value_loss(
     inside_bt = weights_bt > 0
     loss = jnp.where(inside_bt, 0.5 * squared_bt * weights_bt, 0.0).sum()
     error_bt = jnp.where(inside_bt, values_bt - returns_bt, 0.0)
-    return loss, {"critic/error": jnp.abs(error_bt).sum(), "critic/squared": (error_bt**2).sum()}
+    kept_bt = jnp.where(inside_bt, returns_bt, 0.0)
+    return loss, {
+        "critic/error": jnp.abs(error_bt).sum(),
+        "critic/squared": (error_bt**2).sum(),
+        "critic/bias": error_bt.sum(),
+        "critic/return": kept_bt.sum(),
+        "critic/return_squared": (kept_bt**2).sum(),
+    }
+
+
+def explained_variance(means: Mapping[str, jax.Array]) -> jax.Array:
+    """1 - Var(v - R) / Var(R), of the means of `value_loss`'s sums.
+
+    1: the critic knows every return; 0: it knows no more than their mean; 0 where all are equal.
+    Source: openai/baselines common/math_util.py.
+    """
+    error_variance = means["critic/squared"] - means["critic/bias"] ** 2
+    variance = means["critic/return_squared"] - means["critic/return"] ** 2
+    known = variance > 1e-8
+    return jnp.where(known, 1.0 - error_variance / jnp.where(known, variance, 1.0), 0.0)
 
 
 def supervised_loss(
