@@ -87,3 +87,15 @@ def test_light_text_moves_by_parts_of_a_pixel_and_small_letters_end_with_one():
     np.testing.assert_allclose(at[20.0].sum(), at[20.5].sum(), rtol=0.02)
     assert at[20.0].shape[0] == 7  # letters of 6.9 rows
     assert at[20.0][-1].max() > 0.8  # their feet fill a row
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_middles_are_those_of_the_ink_of_each_letter(light):
+    image = Image.new("RGB", (160, 40), "white")
+    middles = drawn_text.write(image, (20.3, 10), "H o i x", 14, (0, 0, 0), light=light)
+    assert len(middles) == 7
+    ink_x = (1.0 - np.asarray(image.convert("L"), np.float64) / 255).sum(0)
+    for middle in middles[::2]:  # the letters; spaces are between them
+        near = np.arange(middle - 4, middle + 5)
+        centre = (near * ink_x[near]).sum() / ink_x[near].sum()
+        assert abs(centre - middle) <= 1.2

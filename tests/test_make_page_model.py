@@ -157,22 +157,46 @@ def test_answers_hit_what_was_asked_for(setting):
 
 
 def test_a_page_is_read_from_top_to_bottom_each_place_with_what_it_shows(setting):
-    shown = set()
+    shown, spelt = set(), 0
     for page, _, ((instruction, answer), *_) in examples(setting, 8):
-        assert "Read the page." in instruction
-        pieces = re.findall(r"(<x_\d+><y_\d+>)([^<]*)", answer)
+        spells = "Spell the page." in instruction
+        assert spells or "Read the page." in instruction
+        pieces = re.findall(r'(<x_\d+><y_\d+>)("[^"]*"|[^<]*)', answer)
         assert len(pieces) == len(page.items)
         tops = []
         for place, words in pieces:
             action = actions.parse(f"{place} click", page.image.size, setting.chat.action_format)
             (item,) = (item for item in page.items if inside(item.box, action))
-            looks = item.kind in ("shape", "letter", "digit", "colour", "close") or not item.text
-            assert words == (f" {item.shows}" if looks else f'"{item.shows}"')
             tops.append(drawn_pages.centre(item.box)[1])
             shown.add(item.kind)
+            if item.kind in ("shape", "letter", "digit", "colour", "close") or not item.text:
+                assert words == f" {item.shows}"
+                continue
+            letters = re.findall(r"(?:<x_(\d+)>)?([^<>\"])", words)
+            assert "".join(letter for _, letter in letters) == item.text
+            columns = [int(column) for column, _ in letters if column]
+            assert len(columns) == (len(letters) if spells else 0)
+            for column, x in zip(columns, item.letters_x, strict=spells):
+                assert column * 2.5 <= x < (column + 1) * 2.5  # one of 64, of 160 pixels
+            spelt += len(columns)
         assert tops == sorted(tops)
     kinds = "button link check radio field colour shape letter digit close"
     assert shown == set(kinds.split())
+    assert spelt > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_letters_stand_where_they_are_said_to(seed):
+    page = drawn_pages.draw_page(np.random.default_rng([2, seed]), 3, 8)
+    said = [item for item in page.items if item.text]
+    assert said
+    for item in said:
+        assert len(item.letters_x) == len(item.text)
+        assert list(item.letters_x) == sorted(item.letters_x)
+        if item.kind in ("button", "link"):
+            assert all(item.box[0] <= x <= item.box[2] + 2 for x in item.letters_x)
+        else:
+            assert all(x > item.box[2] for x in item.letters_x)
 
 
 def test_what_things_show():
@@ -208,7 +232,7 @@ def test_questions_of_a_page_are_as_if_each_were_asked_alone(setting):
         return np.asarray(found_bt)[batch.completion_mask_bt > 0]
 
     inputs = setting.inputs
-    rows = supervised_rows.question_rows([example], row_tokens=464, sampled=128, inputs=inputs)
+    rows = supervised_rows.question_rows([example], row_tokens=512, sampled=176, inputs=inputs)
     together = logprobs(rows)
     alone = []  # whole sequences in rows of their own, without a shared prefix
     for ids_t, answer in example.asked:

@@ -60,6 +60,7 @@ class Item:
     text: str = ""
     color: str = ""
     large: bool = False
+    letters_x: tuple[int, ...] = ()  # the middle of each letter of the text
 
     @property
     def is_look(self) -> bool:
@@ -260,19 +261,20 @@ class _Painter:
             self._draw.rounded_rectangle(box, 3, fill=fill, outline=(118, 118, 118))
             inside = Image.new("RGB", (size[0] - 5, size[1] - 5), fill)
             place = (max(pad_x, 3) - 3, (size[1] - height) // 2 - 3)
-            self._write_on(inside, place, text, font_px, _INK)
+            letters_x = self._write_on(inside, place, text, font_px, _INK)
             self.image.paste(inside, (box[0] + 3, box[1] + 3))
-            self.items.append(Item("button", box, text))
+            letters_x = tuple(box[0] + 3 + x for x in letters_x)
+            self.items.append(Item("button", box, text, letters_x=letters_x))
 
     def link(self) -> None:
         text, font_px = self._new_text(), int(self._rng.integers(10, 14))
         box = self._place(*self._size(text, font_px))
         if box is not None:
             ink = (0, 0, 238) if self._rng.random() < 0.7 else _INK
-            self._write(box[:2], text, font_px, ink)
+            letters_x = self._write(box[:2], text, font_px, ink)
             if self._rng.random() < 0.6:
                 self._draw.line((box[0], box[3], box[2], box[3]), fill=ink)
-            self.items.append(Item("link", box, text))
+            self.items.append(Item("link", box, text, letters_x=letters_x))
 
     def checks(self) -> None:
         """A box to tick, or a round one, and its label; or a column of them."""
@@ -290,8 +292,10 @@ class _Painter:
             left, top = outline[0], outline[1] + row * pitch
             box = (left, top, left + side, top + side)
             self._box_to_tick(box, is_round, corner)
-            self._write((box[2] + gap, top + (side - height) // 2), text, font_px)
-            self.items.append(Item("radio" if is_round else "check", box, text))
+            place = (box[2] + gap, top + (side - height) // 2)
+            letters_x = self._write(place, text, font_px)
+            kind = "radio" if is_round else "check"
+            self.items.append(Item(kind, box, text, letters_x=letters_x))
 
     def _box_to_tick(self, box: Box, is_round: bool, corner: int) -> None:
         left, top, right, _ = box
@@ -320,11 +324,10 @@ class _Painter:
         self._draw.rectangle(
             box, fill=(255, 255, 255), outline=(16, 16, 16) if focused else (118, 118, 118)
         )
-        if label:
-            self._write((left, top), label, font_px)
+        letters_x = self._write((left, top), label, font_px) if label else ()
         if self._rng.random() < 0.3:
             self._write((left + 3, box[1] + 3), any_text(self._rng)[:8], font_px)
-        self.items.append(Item("field", box, label))
+        self.items.append(Item("field", box, label, letters_x=letters_x))
 
     def colour(self, color: str = "") -> None:
         color = color or str(self._rng.choice(list(COLORS)))
@@ -407,8 +410,8 @@ class _Painter:
 
     def _write(
         self, place: tuple[int, int], text: str, font_px: int, ink: tuple[int, ...] = _INK
-    ) -> None:
-        self._write_on(self.image, place, text, font_px, ink)
+    ) -> tuple[int, ...]:
+        return self._write_on(self.image, place, text, font_px, ink)
 
     def _write_on(
         self,
@@ -417,9 +420,9 @@ class _Painter:
         text: str,
         font_px: int,
         ink: tuple[int, ...],
-    ) -> None:
+    ) -> tuple[int, ...]:
         left = place[0] + float(self._rng.random()) if self._light else place[0]
-        drawn_text.write(image, (left, place[1]), text, font_px, ink, light=self._light)
+        return drawn_text.write(image, (left, place[1]), text, font_px, ink, light=self._light)
 
     def _pale(self) -> tuple[int, int, int]:
         red, green, blue = (int(level) for level in self._rng.integers(190, 256, 3))
