@@ -247,7 +247,7 @@ class _Painter:
 
     def button(self) -> None:
         """As large as its text needs, or of a size of its own."""
-        text, font_px = self._new_text(), int(self._rng.integers(10, 15))
+        text, font_px = self._new_text(), self._font_px(15)
         width, height = self._size(text, font_px)
         pad_x, pad_y = int(self._rng.integers(4, 16)), int(self._rng.integers(2, 8))
         size = (width + 2 * pad_x, height + 2 * pad_y)
@@ -267,7 +267,7 @@ class _Painter:
             self.items.append(Item("button", box, text, letters_x=letters_x))
 
     def link(self) -> None:
-        text, font_px = self._new_text(), int(self._rng.integers(10, 14))
+        text, font_px = self._new_text(), self._font_px(14)
         box = self._place(*self._size(text, font_px))
         if box is not None:
             ink = (0, 0, 238) if self._rng.random() < 0.7 else _INK
@@ -407,6 +407,10 @@ class _Painter:
 
     def _size(self, text: str, font_px: int) -> tuple[int, int]:
         return round(drawn_text.font("Regular", font_px).getlength(text)), font_px + 2
+
+    def _font_px(self, end: int) -> int:
+        """From 10 up to an end; now and then large: large letters are learnt first."""
+        return int(self._rng.integers(*((end, 25) if self._rng.random() < 0.3 else (10, end))))
 
     def _write(
         self, place: tuple[int, int], text: str, font_px: int, ink: tuple[int, ...] = _INK
