@@ -50,6 +50,12 @@ def test_faults_that_pass_cost_retries_and_others_do_not(result):
     assert actor.LIMITS.attempt_timeout_s * 2 < alone["drip"]["slowest_s"] < 15
 
 
+def test_time_outs_are_short_only_where_something_hangs():
+    plans = [*proxy.FAULTS, *inputs.INPUTS, "mixed-10", "none"]
+    hanging = {plan for plan in plans if proxy.hangs(plan)}
+    assert hanging == {"hang", "drip", "headers_drip", "body_drips", "silence", "mixed-10"}
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

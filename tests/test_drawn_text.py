@@ -1,6 +1,7 @@
 """Drawn text is the browser's: compared with Chromium, pixel by pixel."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -28,16 +29,15 @@ def written(text: str, size_px: int, *, light: bool, left: float = 20.0) -> Imag
 
 def likeness(one_yx: np.ndarray, other_yx: np.ndarray) -> float:
     """The correlation at the best of some places of one over the other."""
-    best = -1.0
-    padded_yx = np.pad(one_yx, 4)
-    for top in range(9):
-        for left in range(9):
-            moved_yx = np.zeros((64, 200))
-            moved_yx[top : top + other_yx.shape[0], left : left + other_yx.shape[1]] = other_yx
-            fixed_yx = np.zeros((64, 200))
-            fixed_yx[: padded_yx.shape[0], : padded_yx.shape[1]] = padded_yx
-            best = max(best, float(np.corrcoef(fixed_yx.ravel(), moved_yx.ravel())[0, 1]))
-    return best
+
+    def placed(ink_yx: np.ndarray, top: int, left: int) -> np.ndarray:
+        page_yx = np.zeros((64, 200))
+        page_yx[top : top + ink_yx.shape[0], left : left + ink_yx.shape[1]] = ink_yx
+        return page_yx.ravel()
+
+    fixed = placed(one_yx, 4, 4)
+    places = itertools.product(range(9), repeat=2)
+    return max(float(np.corrcoef(fixed, placed(other_yx, *at))[0, 1]) for at in places)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@
 A visual token covers 16 x 16 pixels (8 x 8 patches, four of them), so that a page of 160x210 is 130
 tokens; clicks are written with point tokens (`points_64`). It learns on drawn pages
 (`drawn_pages`), no page twice: first two coloured boxes, then colours and shapes, then words, then
-everything. Each page is asked for eight things, and read: where each thing is and what it says.
+everything. Each page is asked for five things, and read: where each thing is and what it says.
 Interrupted, the same command continues. What it learns is to read and to point, and nothing of any
 task: configs/miniwob_pages.py goes on from it.
 """
@@ -45,7 +45,7 @@ _SPELT = 0.6  # of the pages are read with the column of each letter
 _FORMAT = "points_64"
 LEVELS = (0, 400, 600, 800, 1100)  # the first step of each of drawn_pages.LEVELS
 MOST = (2, 3, 5, 8, 8)  # things on its pages
-# Words of instructions, and of what is read about shapes; those of MiniWoB++'s tasks, too.
+# Frequent words of instructions, of MiniWoB++'s too, and of what is read about shapes.
 _WORDS = """
     a and aqua below best black blue box button by check circle click clicking colored cyan
     dialog digit field fields fuchsia gray green grey grid in input into is item labeled large

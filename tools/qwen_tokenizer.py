@@ -65,27 +65,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size}, expected at least {MIN_VOCAB_SIZE}")
-    tokenizer = Tokenizer(models.BPE())
-    _set_up(tokenizer)
+    tokenizer = untrained(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return completed(tokenizer)
-
-
-def completed(tokenizer: Tokenizer) -> Tokenizer:
-    """A byte-level BPE with what else Qwen-VL's tokenizers have: the split, the special tokens."""
-    _set_up(tokenizer)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    add_special_tokens(tokenizer)
     return tokenizer
 
 
-def _set_up(tokenizer: Tokenizer) -> None:
+def untrained(model: models.BPE) -> Tokenizer:
+    """Cuts text and writes bytes as Qwen-VL's tokenizers do; without special tokens."""
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -95,6 +88,14 @@ def _set_up(tokenizer: Tokenizer) -> None:
     )
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def add_special_tokens(tokenizer: Tokenizer) -> None:
+    """SPECIAL_TOKENS, with the ids behind the last."""
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
 
 
 def save(tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = "") -> None:

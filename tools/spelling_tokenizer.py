@@ -43,7 +43,9 @@ class SpellingTokenizer:
         if needed > vocab_size:
             raise ValueError(f"vocab_size={vocab_size}, these words need {needed}")
         vocabulary = {token: number for number, token in enumerate(tokens)}
-        return qwen_tokenizer.completed(Tokenizer(models.BPE(vocabulary, merges)))
+        tokenizer = qwen_tokenizer.untrained(models.BPE(vocabulary, merges))
+        qwen_tokenizer.add_special_tokens(tokenizer)
+        return tokenizer
 
     def save(self, tokenizer: Tokenizer, directory: str | Path, *, system_prompt: str = "") -> None:
         """As qwen_tokenizer's."""

@@ -55,7 +55,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "server_restarted": _IN_PLAY,
 }
 RETRIED = frozenset({"http_500", "http_502", "hang", "drip", "cut"})  # on calls but `session`
-HANGING = frozenset({"hang", "drip"})
+HANGING = frozenset({"hang", "drip"})  # until nobody waits any longer
 HARMLESS = frozenset({"png_hides_a_gigabyte", "applied_but_failed", "clock_jumps"})  # once
 RARE = frozenset({"server_restarted"})  # in a mixture: it takes everybody's sessions
 SHEET_VARIANT = "rows=2,columns=1"  # what the dialects of the field fill in
