@@ -22,9 +22,9 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.tasks = tuple(
         ConfigDict({"name": f"miniwob/{name}", "max_turns": most}) for name, most in turns.items()
     )
-    # The 17th turn of number-checkboxes is behind the actions of sixteen others: 530 tokens.
-    cfg.engine.context_lengths = (192, 256, 384, 624)
-    cfg.learner.batch.row_lengths = (640,)
+    # The 17th turn of number-checkboxes is behind the actions of sixteen others: 905 tokens.
+    cfg.engine.context_lengths = (192, 256, 384, 576, 960)
+    cfg.learner.batch.row_lengths = (992,)
     cfg.evaluation.episodes = 10 * len(turns)
     if stage == "base":
         cfg.cold_start.episodes = DEMONSTRATIONS * len(turns)

@@ -293,7 +293,10 @@ def run_tool(*flags: str) -> subprocess.CompletedProcess[str]:
 def made(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("made")
     process = run_tool(
-        f"--out={directory / 'model'}", "--steps=2", f"--workdir={directory / 'work'}"
+        f"--out={directory / 'model'}",
+        "--sight_steps=2",
+        "--steps=2",
+        f"--workdir={directory / 'work'}",
     )
     assert process.returncode == 0, process.stderr[-2000:]
     return directory / "model"
@@ -359,7 +362,7 @@ def test_going_on_begins_with_pages_of_all_levels(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(make_page_model, "draw", watched)
     stage = make_page_model.Stage("more", 1, 1, 0.0, 1.0, "cosine")
-    make_page_model.train(stage, 2, 0, tmp_path / "on", tmp_path / "work", made)
+    make_page_model.train(stage, 0, 2, 0, tmp_path / "on", tmp_path / "work", made)
     assert drawn[0] == make_page_model.LEVELS[-1]
 
 

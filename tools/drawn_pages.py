@@ -7,8 +7,10 @@ with a band for the instruction on top. No page of a real task is copied.
 """
 
 import dataclasses
+import itertools
 import string
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -40,8 +42,9 @@ COLORS = {
 }
 _ALSO_CALLED = {"cyan": "aqua", "magenta": "fuchsia", "grey": "gray"}
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
-_SHAPES = ("circle", "triangle", "rectangle")
+SHAPES = ("circle", "triangle", "rectangle")
 _INK = (20, 20, 20)
+_MIDDLE = 0.64  # of a font's size: from the top of a line to the middle of its small letters
 _TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
 _SMALL_PX, _LARGE_PX = (7, 10), (15, 22)
 
@@ -81,10 +84,21 @@ class Question:
     box: Box
 
 
+class Letter(NamedTuple):
+    """One sign that is written on a page, and the pixel of its middle."""
+
+    sign: str
+    x: int
+    y: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Page:
     image: Image.Image
     items: tuple[Item, ...]
+    words: tuple[
+        tuple[Letter, ...], ...
+    ] = ()  # all that is written on it, items' texts and others'
 
 
 def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
@@ -101,7 +115,7 @@ def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
         for _ in range(wanted):
             if painter.room:
                 getattr(painter, str(rng.choice(chosen)))()
-    return Page(painter.image, tuple(painter.items))
+    return Page(painter.image, tuple(painter.items), tuple(painter.words))
 
 
 def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
@@ -230,6 +244,7 @@ class _Painter:
         self.image = Image.new("RGB", (WIDTH_PX, HEIGHT_PX), (ground,) * 3)
         self._draw = ImageDraw.Draw(self.image)
         self.items: list[Item] = []
+        self.words: list[tuple[Letter, ...]] = []
         self._taken: list[Box] = []
         self._texts: set[str] = set()
         self._top = 0
@@ -261,9 +276,9 @@ class _Painter:
             self._draw.rounded_rectangle(box, 3, fill=fill, outline=(118, 118, 118))
             inside = Image.new("RGB", (size[0] - 5, size[1] - 5), fill)
             place = (max(pad_x, 3) - 3, (size[1] - height) // 2 - 3)
-            letters_x = self._write_on(inside, place, text, font_px, _INK)
-            self.image.paste(inside, (box[0] + 3, box[1] + 3))
-            letters_x = tuple(box[0] + 3 + x for x in letters_x)
+            corner = (box[0] + 3, box[1] + 3)
+            letters_x = self._write_on(inside, place, text, font_px, _INK, corner)
+            self.image.paste(inside, corner)
             self.items.append(Item("button", box, text, letters_x=letters_x))
 
     def link(self) -> None:
@@ -347,7 +362,7 @@ class _Painter:
         if box is None:
             return
         if kind == "shape":
-            text = str(self._rng.choice(_SHAPES))
+            text = str(self._rng.choice(SHAPES))
             left, top, right, bottom = box
             if text == "circle":
                 self._draw.ellipse(box, fill=COLORS[color])
@@ -366,6 +381,7 @@ class _Painter:
                 drawn_text.font("Regular", side + 3),
                 anchor="mm",
             )
+            self.words.append((Letter(text, *centre(box)),))
         self.items.append(Item(kind, box, text, color, large))
 
     def dialog(self) -> None:
@@ -415,7 +431,7 @@ class _Painter:
     def _write(
         self, place: tuple[int, int], text: str, font_px: int, ink: tuple[int, ...] = _INK
     ) -> tuple[int, ...]:
-        return self._write_on(self.image, place, text, font_px, ink)
+        return self._write_on(self.image, place, text, font_px, ink, (0, 0))
 
     def _write_on(
         self,
@@ -424,9 +440,17 @@ class _Painter:
         text: str,
         font_px: int,
         ink: tuple[int, ...],
+        corner: tuple[int, int],
     ) -> tuple[int, ...]:
+        """Writes on a picture whose upper left corner is there on the page; each letter's x."""
         left = place[0] + float(self._rng.random()) if self._light else place[0]
-        return drawn_text.write(image, (left, place[1]), text, font_px, ink, light=self._light)
+        middles = drawn_text.write(image, (left, place[1]), text, font_px, ink, light=self._light)
+        letters_x = tuple(corner[0] + x for x in middles)
+        y = corner[1] + place[1] + round(_MIDDLE * font_px)
+        letters = [Letter(sign, x, y) for sign, x in zip(text, letters_x, strict=True)]
+        runs = itertools.groupby(letters, key=lambda letter: letter.sign == " ")
+        self.words += [tuple(word) for blank, word in runs if not blank]
+        return letters_x
 
     def _pale(self) -> tuple[int, int, int]:
         red, green, blue = (int(level) for level in self._rng.integers(190, 256, 3))

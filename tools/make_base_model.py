@@ -257,12 +257,12 @@ def _screens(stage: str, step: int) -> tuple[int, int, int]:
     return 2, 4, 8
 
 
-def drawn_ahead(draw_at: Callable[[int], TrainBatch]) -> Callable[[int], list[TrainBatch]]:
+def drawn_ahead(draw_at: Callable[[int], T]) -> Callable[[int], list[T]]:
     """The one batch of a step; the next one is drawn while a step runs."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
-    drawn: dict[int, concurrent.futures.Future[TrainBatch]] = {}
+    drawn: dict[int, concurrent.futures.Future[T]] = {}
 
-    def batches_at(step: int) -> list[TrainBatch]:
+    def batches_at(step: int) -> list[T]:
         future = drawn.pop(step, None) or pool.submit(draw_at, step)
         drawn[step + 1] = pool.submit(draw_at, step + 1)
         return [future.result()]

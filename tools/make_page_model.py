@@ -22,7 +22,7 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import drawn_pages, make_base_model, supervised_rows, tiny_architectures
+from tools import drawn_pages, make_base_model, page_sight, supervised_rows, tiny_architectures
 from tools.make_base_model import Setting, Stage
 from tools.point_tokenizer import PointTokens
 from tools.spelling_tokenizer import SpellingTokenizer
@@ -169,6 +169,7 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
 
 def train(
     stage: Stage,
+    sight_steps: int,
     batch_rows: int,
     seed: int,
     out: Path,
@@ -178,12 +179,25 @@ def train(
     """Writes the model directory in Hugging Face's format.
 
     Args:
-      start_from: a model that this wrote before; it begins with pages of all levels.
+      sight_steps: of the vision tower alone, before the stage.
+      start_from: a model that this wrote before; it begins with pages of all levels, and its vision
+        tower is not trained alone.
     """
     started_s = time.monotonic()
     setting, tokenizer, (graphdef, trainable, frozen) = make_base_model.new_model(
         BASE, (), seed, workdir, start_from
     )
+    if start_from is None and sight_steps:
+        model = nnx.merge(graphdef, trainable, frozen)
+        page_sight.train(
+            model,
+            setting.inputs,
+            steps=sight_steps,
+            batch_rows=batch_rows,
+            seed=seed,
+            checkpoint_dir=workdir / "sight",
+        )
+        trainable = nnx.state(model, nnx.Param)
     first = 0 if start_from is None else LEVELS[-1]
     trained = make_base_model.train_stage(
         BASE,
@@ -206,7 +220,8 @@ def main() -> None:
         help="a model of this tool to go on with, with pages of all levels",
     )
     add("--workdir", type=Path, default=Path("runs/page_model"), help="checkpoints")
-    add("--steps", type=int, default=3000, help="optimizer steps")
+    add("--sight_steps", type=int, default=0, help="steps of the vision tower alone, at first")
+    add("--steps", type=int, default=3000, help="optimizer steps of the whole model")
     add("--batch_rows", type=int, default=16, help="pages a step")
     add("--lr", type=float, default=2e-3, help="Muon's, falling along a cosine")
     add("--seed", type=int, default=0, help="of the weights and of the pages")
@@ -218,7 +233,15 @@ def main() -> None:
     name = f"from_{args.start_from.resolve().name}" if args.start_from else "pages"
     stage = Stage(name, args.steps, 100, args.lr, 1.0, "cosine")
     try:
-        train(stage, args.batch_rows, args.seed, args.out, args.workdir, args.start_from)
+        train(
+            stage,
+            args.sight_steps,
+            args.batch_rows,
+            args.seed,
+            args.out,
+            args.workdir,
+            args.start_from,
+        )
     except ModelError as error:
         parser.error(f"--start_from: {error}")
 
