@@ -2,8 +2,8 @@
 
     python -m uirl_jax.main --config=configs/miniwob_pages.py --workdir=runs/pages
 
-GRPO starts from a model that ships and solves 83.4 % of held-out episodes. Such a one is made by
-(docs/page_model.md says how the one that ships was):
+GRPO starts from a model that ships and solves 83.4 % of held-out episodes. Two commands make one
+like it; docs/page_model.md says how it was made, while the first of them changed:
 
     python -m tools.make_page_model --out=models/tiny-pages
     python -m uirl_jax.main --config=configs/miniwob_pages.py:base --workdir=runs/pages-base

@@ -315,6 +315,18 @@ def test_a_few_steps_write_a_model_that_loads(made):
     assert model.inputs.plan_screen((160, 210)).tokens == 130
 
 
+def test_the_stage_goes_on_from_what_the_vision_tower_learnt(tmp_path):
+    """With the learning rate 0 the stage keeps it; the rest is as the model began."""
+    for steps in (0, 3):
+        stage = make_page_model.Stage("pages", 1, 1, 0.0, 1.0, "cosine")
+        out, work = tmp_path / f"{steps}", tmp_path / f"work-{steps}"
+        make_page_model.train(stage, steps, 2, 0, out, work)
+    without, taught = (loading.load(tmp_path / f"{n}", lora=None, seed=0) for n in (0, 3))
+    before, after = (dict(nnx.to_flat_state(model.trainable)) for model in (without, taught))
+    moved = {path[0] for path, v in after.items() if not jnp.array_equal(v[...], before[path][...])}
+    assert moved == {"visual"}
+
+
 def test_a_model_is_gone_on_with(made, tmp_path):
     """With the learning rate 0 it is the same model, with the same tokenizer."""
     flags = [f"--start_from={made}", f"--workdir={tmp_path / 'work'}", "--steps=1", "--lr=0"]

@@ -13,6 +13,7 @@ from PIL import Image
 
 from tools import drawn_pages, make_base_model, make_page_model, page_sight
 from tools.drawn_pages import Item, Letter, Page
+from uirl_jax.errors import TrainingError
 
 TOKENS = (10, 13)  # of 16 pixels, across and down 160x208
 
@@ -209,6 +210,17 @@ def test_only_the_vision_tower_learns_and_the_loss_falls(made, tmp_path, capfd):
     last = capfd.readouterr().out.splitlines()[-1]
     assert last.startswith("stage=sight step=12/12 ")
     assert float(last.split("loss=")[1].split()[0]) < 0.8 * untrained_loss()
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(made, tmp_path, monkeypatch):
+    def broken(sight, vision, signs):
+        loss, right = loss_of(sight, vision, signs)
+        return loss * jnp.nan, right
+
+    loss_of = page_sight.loss_of
+    monkeypatch.setattr(page_sight, "loss_of", broken)
+    with pytest.raises(TrainingError, match=r"step 1: loss=nan"):
+        trained(made, 1, tmp_path)
 
 
 def test_it_goes_on_where_it_was_interrupted(made, tmp_path, monkeypatch):

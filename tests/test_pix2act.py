@@ -5,7 +5,9 @@ test_miniwob.py plays their scripts.
 
 import dataclasses
 
-from configs import miniwob_tasks, pix2act_tasks, quickstart
+import pytest
+
+from configs import miniwob_pages, miniwob_tasks, pix2act_pages, pix2act_tasks, quickstart
 from uirl_jax.config import reading, sizes
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.config.suites import read_suite
@@ -30,15 +32,35 @@ def test_suite_has_the_tasks_and_turns_of_the_config_with_100_instances_each():
     assert turns == MAX_TURNS and {task.instances for task in suite.tasks} == {100}
 
 
-def test_contexts_and_rows_of_the_config_hold_the_longest_episode():
+def pix2act_of_the_quickstart():
     cfg = quickstart.get_config()
     pix2act_tasks.pix2act(cfg)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("get_config", "instruction_tokens", "turn_tokens"),
+    [
+        (pix2act_of_the_quickstart, 96, 24),
+        # With a tokenizer that spells. Most turns are a click, of four tokens with its end.
+        (miniwob_pages.get_config, 64, 4),
+        (pix2act_pages.get_config, 96, 4),
+    ],
+)
+def test_contexts_and_rows_of_the_config_hold_the_longest_episode(
+    get_config, instruction_tokens, turn_tokens
+):
+    cfg = get_config()
+    if cfg.model.path.startswith("runs/"):
+        cfg.model.path = "asset:miniwob-pages/start"  # of the same tool
     run = completed(reading.from_config(RunConfig, cfg))
     path = hub.model_directory(run.model.path, weights=False)
     family = family_of(path)
     inputs = family.make_inputs(family.read_config(path))
-    run = dataclasses.replace(run, instruction_tokens=96)
+    run = dataclasses.replace(run, instruction_tokens=instruction_tokens)
     chat = Chat(path, run.chat, family.chat)
-    longest = sizes._longest_episode(run, chat, inputs.plan_screen((160, 210)), 24).longest
-    assert longest <= run.engine.context_lengths[-1] <= run.learner.batch.row_lengths[-1] - 24
+    screen = inputs.plan_screen((160, 210))
+    longest = sizes._longest_episode(run, chat, screen, turn_tokens).longest
+    room = run.actor.rollout.max_new_tokens
+    assert longest <= run.engine.context_lengths[-1] <= run.learner.batch.row_lengths[-1] - room
     assert longest <= run.actor.rollout.max_context_tokens

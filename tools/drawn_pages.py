@@ -96,9 +96,7 @@ class Letter(NamedTuple):
 class Page:
     image: Image.Image
     items: tuple[Item, ...]
-    words: tuple[
-        tuple[Letter, ...], ...
-    ] = ()  # all that is written on it, items' texts and others'
+    words: tuple[tuple[Letter, ...], ...] = ()  # all that are written on it, in items or not
 
 
 def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:

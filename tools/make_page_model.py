@@ -180,14 +180,13 @@ def train(
 
     Args:
       sight_steps: of the vision tower alone, before the stage.
-      start_from: a model that this wrote before; it begins with pages of all levels, and its vision
-        tower is not trained alone.
+      start_from: a model that this wrote before; it begins with pages of all levels.
     """
     started_s = time.monotonic()
     setting, tokenizer, (graphdef, trainable, frozen) = make_base_model.new_model(
         BASE, (), seed, workdir, start_from
     )
-    if start_from is None and sight_steps:
+    if sight_steps:
         model = nnx.merge(graphdef, trainable, frozen)
         page_sight.train(
             model,
@@ -195,7 +194,7 @@ def train(
             steps=sight_steps,
             batch_rows=batch_rows,
             seed=seed,
-            checkpoint_dir=workdir / "sight",
+            checkpoint_dir=workdir / f"sight_{stage.name}",
         )
         trainable = nnx.state(model, nnx.Param)
     first = 0 if start_from is None else LEVELS[-1]

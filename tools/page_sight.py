@@ -1,4 +1,4 @@
-"""Teaches a vision tower what stands where on a page: the first stage of `make_page_model`.
+"""Teaches a vision tower what stands where on a page: `make_page_model --sight_steps`.
 
 A linear head on the visual tokens, thrown away afterwards, says of each token which letters stand
 in it, which thing has its middle there, of which colour, and where on the page both are. So each
@@ -22,8 +22,10 @@ from flax import nnx
 from tools import drawn_pages, make_base_model
 from tools.drawn_pages import Item, Page
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.families.border import Inputs, PlacedScreen
+from uirl_jax.families.border import PlacedScreen
+from uirl_jax.families.qwen.inputs import QwenInputs, grid_of
 from uirl_jax.learner import state as learner_state
+from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig, TrainState
 
 SLOTS = (4, 2)  # across and down a visual token; each has room for the middle of one letter
@@ -113,7 +115,7 @@ def signs_of(page: Page, columns: int, rows: int) -> dict[str, np.ndarray]:
         signs["things_y"][token] = y * _POINTS // height + 1
         if item.color:
             signs["colors"][token] = _number("colors", item.color)
-        if item.text and not item.is_look:  # a box to tick is told by the text beside it
+        if not item.is_look:  # a box to tick is told by the text beside it
             signs["words"][token] = _word(item.text)
     return {kind: of_kind.reshape(rows * columns, -1) for kind, of_kind in signs.items()}
 
@@ -151,7 +153,7 @@ def _number(kind: str, sign: str) -> int:
     return signs.index(sign) + 1 if sign in signs else 0
 
 
-def draw(inputs: Inputs, seed: int, rows: int, step: int) -> Batch:
+def draw(inputs: QwenInputs, seed: int, rows: int, step: int) -> Batch:
     """The screens of one step, a row each, and their signs."""
     rng = np.random.default_rng([seed, 2000, step])
     pages = [
@@ -161,10 +163,9 @@ def draw(inputs: Inputs, seed: int, rows: int, step: int) -> Batch:
     screens = [inputs.cut_screen(page.image) for page in pages]
     placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
     packed = inputs.pack_screens(placed, rows, screens[0].patches)
-    of_pages = []
-    for page, screen in zip(pages, screens, strict=True):
-        columns = round((screen.tokens * screen.seen_px[0] / screen.seen_px[1]) ** 0.5)
-        of_pages.append(signs_of(page, columns, screen.tokens // columns))
+    _, height, width = grid_of(screens[0])  # in patches
+    columns, rows_of_tokens = width // inputs.images.merge_size, height // inputs.images.merge_size
+    of_pages = [signs_of(page, columns, rows_of_tokens) for page in pages]
     return packed.arrays, {kind: np.stack([s[kind] for s in of_pages]) for kind in KINDS}
 
 
@@ -187,14 +188,18 @@ def loss_of(
 
 def train(
     model: Any,
-    inputs: Inputs,
+    inputs: QwenInputs,
     *,
     steps: int,
     batch_rows: int,
     seed: int,
     checkpoint_dir: Path,
 ) -> None:
-    """Trains the vision tower of a model in place; goes on from its newest checkpoint."""
+    """Trains the vision tower of a model in place; goes on from its newest checkpoint.
+
+    Raises:
+      TrainingError: the loss is not finite.
+    """
     started_s = time.monotonic()
     first = draw(inputs, seed, 1, 0)[0]
     width = jax.eval_shape(model.encode_images, first).shape[-1]
@@ -233,8 +238,10 @@ def train(
         for step in range(int(state.step) + 1, steps + 1):
             state, metrics = update(state, batches_at(step)[0])
             if step % _LOG_EVERY == 0 or step == steps:
-                said = " ".join(f"{name}={float(value):.3f}" for name, value in metrics.items())
+                floats = {name: float(value) for name, value in metrics.items()}
+                said = " ".join(f"{name}={value:.3f}" for name, value in floats.items())
                 minutes = (time.monotonic() - started_s) / 60
+                supervised.check_finite(step, floats)
                 print(f"stage=sight step={step}/{steps} {said} minutes={minutes:.1f}", flush=True)
             if step % _CHECKPOINT_EVERY == 0 or step == steps:
                 checkpointer.save(step, state, {"step": step})
@@ -247,7 +254,5 @@ def _mean(value: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def _thing(item: Item) -> str:
-    if not item.is_look or item.kind in ("field", "colour", "close"):
-        return item.kind
-    size = "large" if item.large else "small"
-    return f"{size} {item.text if item.kind == 'shape' else item.kind}"
+    look = item.text if item.kind == "shape" else item.kind
+    return f"{'large' if item.large else 'small'} {look}" if look in _LOOKS else item.kind
