@@ -32,6 +32,10 @@ def test_letters_are_where_they_are_written():
             around = grey_yx[letter.y - 5 : letter.y + 6, letter.x - 6 : letter.x + 7]
             assert np.ptp(around) > 40, (seed, letter)
             written += 1
+        single = {word for word in page.words if len(word) == 1}
+        for item in page.items:
+            if item.kind in ("letter", "digit"):
+                assert (Letter(item.text, *drawn_pages.centre(item.box)),) in single
         texts = [item.text for item in page.items if item.letters_x]
         said = {"".join(letter.sign for letter in word) for word in page.words}
         assert said.issuperset(word for text in texts for word in text.split())
