@@ -295,6 +295,7 @@ def made(tmp_path_factory) -> Path:
     process = run_tool(
         f"--out={directory / 'model'}",
         "--sight_steps=2",
+        "--pointing_steps=2",
         "--steps=2",
         f"--workdir={directory / 'work'}",
     )
@@ -317,10 +318,10 @@ def test_a_few_steps_write_a_model_that_loads(made):
 
 def test_the_stage_goes_on_from_what_the_vision_tower_learnt(tmp_path):
     """With the learning rate 0 the stage keeps it; the rest is as the model began."""
-    for steps in (0, 3):
-        stage = make_page_model.Stage("pages", 1, 1, 0.0, 1.0, "cosine")
-        out, work = tmp_path / f"{steps}", tmp_path / f"work-{steps}"
-        make_page_model.train(stage, steps, 2, 0, out, work)
+    for sight, steps in ((0, 0), (3, 1)):
+        stage = make_page_model.Stage("pages", steps, 1, 0.0, 1.0, "cosine")
+        out, work = tmp_path / f"{sight}", tmp_path / f"work-{sight}"
+        make_page_model.train(stage, make_page_model.Before(sight=sight), 2, 0, out, work)
     without, taught = (loading.load(tmp_path / f"{n}", lora=None, seed=0) for n in (0, 3))
     before, after = (dict(nnx.to_flat_state(model.trainable)) for model in (without, taught))
     moved = {path[0] for path, v in after.items() if not jnp.array_equal(v[...], before[path][...])}
@@ -374,7 +375,8 @@ def test_going_on_begins_with_pages_of_all_levels(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(make_page_model, "draw", watched)
     stage = make_page_model.Stage("more", 1, 1, 0.0, 1.0, "cosine")
-    make_page_model.train(stage, 0, 2, 0, tmp_path / "on", tmp_path / "work", made)
+    before = make_page_model.Before()
+    make_page_model.train(stage, before, 2, 0, tmp_path / "on", tmp_path / "work", made)
     assert drawn[0] == make_page_model.LEVELS[-1]
 
 

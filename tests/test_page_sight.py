@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from tools import drawn_pages, make_base_model, make_page_model, page_sight
+from tools import drawn_pages, make_base_model, make_page_model, module_training, page_sight
 from tools.drawn_pages import Item, Letter, Page
 from uirl_jax.errors import TrainingError
 
@@ -150,8 +150,9 @@ def trained(made, steps: int, checkpoint_dir: Path) -> dict:
     """The weights after so many steps, by path."""
     setting, split = made
     model = nnx.clone(nnx.merge(*split))
+    sight = page_sight.Sight(model, setting.inputs)
     page_sight.train(
-        model, setting.inputs, steps=steps, batch_rows=2, seed=3, checkpoint_dir=checkpoint_dir
+        sight, setting.inputs, steps=steps, batch_rows=2, seed=3, checkpoint_dir=checkpoint_dir
     )
     return {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
@@ -164,7 +165,7 @@ def untrained_loss() -> float:
 
 def test_an_untrained_head_says_that_all_is_equally_likely(made):
     setting, split = made
-    sight = page_sight.Sight(nnx.merge(*split), 576)
+    sight = page_sight.Sight(nnx.merge(*split), setting.inputs)
     loss, right = page_sight.loss_of(sight, *page_sight.draw(setting.inputs, 0, 2, 0))
     assert loss == pytest.approx(untrained_loss())
     assert not any(map(float, right.values()))
@@ -175,7 +176,7 @@ def test_pages_without_colours_have_a_loss(made):
     setting, split = made
     vision, signs = page_sight.draw(setting.inputs, 0, 2, 0)
     signs = {**signs, "colors": np.zeros_like(signs["colors"])}
-    sight = page_sight.Sight(nnx.merge(*split), 576)
+    sight = page_sight.Sight(nnx.merge(*split), setting.inputs)
     loss, right = page_sight.loss_of(sight, vision, signs)
     assert np.isfinite(loss)
     assert right["colors"] == 0
@@ -184,13 +185,13 @@ def test_pages_without_colours_have_a_loss(made):
 def test_the_loss_is_half_of_what_is_there_and_half_of_what_is_not(made, monkeypatch):
     setting, split = made
     vision, signs = page_sight.draw(setting.inputs, 1, 4, 0)
-    sight = page_sight.Sight(nnx.merge(*split), 576)
+    sight = page_sight.Sight(nnx.merge(*split), setting.inputs)
     assert all(np.any(of_kind) for of_kind in signs.values())
     for head in sight.heads.values():
         head[...] = 0.1 * jax.random.normal(jax.random.key(0), head[...].shape)
     loss, right = page_sight.loss_of(sight, vision, signs)
     expected, told = 0.0, {}
-    for kind, logp in sight(vision, 130).items():
+    for kind, logp in sight(sight.model.encode_images(vision), 4, 130).items():
         logp = np.asarray(logp, np.float64)
         np.testing.assert_allclose(np.exp(logp).sum(-1), 1, rtol=1e-5)
         there, nothing, hits = [], [], []
@@ -228,7 +229,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(made, tmp_path, monkeypatch
 
 
 def test_it_goes_on_where_it_was_interrupted(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(page_sight, "_CHECKPOINT_EVERY", 2)
+    monkeypatch.setattr(module_training, "_CHECKPOINT_EVERY", 2)
     whole = trained(made, 4, tmp_path / "whole")
     draw = page_sight.draw
 

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,14 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import drawn_pages, make_base_model, page_sight, supervised_rows, tiny_architectures
+from tools import (
+    drawn_pages,
+    make_base_model,
+    page_pointing,
+    page_sight,
+    supervised_rows,
+    tiny_architectures,
+)
 from tools.make_base_model import Setting, Stage
 from tools.point_tokenizer import PointTokens
 from tools.spelling_tokenizer import SpellingTokenizer
@@ -167,9 +174,16 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> TrainBatch:
     )
 
 
+class Before(NamedTuple):
+    """Steps before the stage of answers: of the vision tower alone, of finding what is named."""
+
+    sight: int = 0
+    pointing: int = 0
+
+
 def train(
     stage: Stage,
-    sight_steps: int,
+    before: Before,
     batch_rows: int,
     seed: int,
     out: Path,
@@ -179,34 +193,44 @@ def train(
     """Writes the model directory in Hugging Face's format.
 
     Args:
-      sight_steps: of the vision tower alone, before the stage.
       start_from: a model that this wrote before; it begins with pages of all levels.
     """
     started_s = time.monotonic()
     setting, tokenizer, (graphdef, trainable, frozen) = make_base_model.new_model(
         BASE, (), seed, workdir, start_from
     )
-    if sight_steps:
+    if before.sight or before.pointing:
         model = nnx.merge(graphdef, trainable, frozen)
-        page_sight.train(
-            model,
-            setting.inputs,
-            steps=sight_steps,
-            batch_rows=batch_rows,
-            seed=seed,
-            checkpoint_dir=workdir / f"sight_{stage.name}",
-        )
+        sight = page_sight.Sight(model, setting.inputs)
+        drawn = {"batch_rows": batch_rows, "seed": seed}
+        if before.sight:
+            page_sight.train(
+                sight,
+                setting.inputs,
+                steps=before.sight,
+                checkpoint_dir=workdir / f"sight_{stage.name}",
+                **drawn,
+            )
+        if before.pointing:
+            page_pointing.train(
+                sight,
+                setting,
+                steps=before.pointing,
+                checkpoint_dir=workdir / f"pointing_{stage.name}",
+                **drawn,
+            )
         trainable = nnx.state(model, nnx.Param)
     first = 0 if start_from is None else LEVELS[-1]
-    trained = make_base_model.train_stage(
-        BASE,
-        (graphdef, trainable, frozen),
-        stage,
-        lambda step: draw(setting, seed, batch_rows, first + step),
-        workdir,
-        started_s,
-    )
-    make_base_model.write_model(BASE, nnx.merge(graphdef, trained, frozen), tokenizer, out)
+    if stage.steps:
+        trainable = make_base_model.train_stage(
+            BASE,
+            (graphdef, trainable, frozen),
+            stage,
+            lambda step: draw(setting, seed, batch_rows, first + step),
+            workdir,
+            started_s,
+        )
+    make_base_model.write_model(BASE, nnx.merge(graphdef, trainable, frozen), tokenizer, out)
 
 
 def main() -> None:
@@ -220,6 +244,7 @@ def main() -> None:
     )
     add("--workdir", type=Path, default=Path("runs/page_model"), help="checkpoints")
     add("--sight_steps", type=int, default=0, help="steps of the vision tower alone, at first")
+    add("--pointing_steps", type=int, default=0, help="then steps of finding what is named")
     add("--steps", type=int, default=3000, help="optimizer steps of the whole model")
     add("--batch_rows", type=int, default=16, help="pages a step")
     add("--lr", type=float, default=2e-3, help="Muon's, falling along a cosine")
@@ -234,7 +259,7 @@ def main() -> None:
     try:
         train(
             stage,
-            args.sight_steps,
+            Before(args.sight_steps, args.pointing_steps),
             args.batch_rows,
             args.seed,
             args.out,

@@ -6,9 +6,7 @@ letter of a page teaches, and by itself: no language model has to find it first.
 alone, the tower had no reason to pass on where a token is, and a language model could not point.
 """
 
-import dataclasses
 import string
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,17 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
-from tools import drawn_pages, make_base_model
+from tools import drawn_pages, module_training
 from tools.drawn_pages import Item, Page
-from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.families.border import PlacedScreen
 from uirl_jax.families.qwen.inputs import QwenInputs, grid_of
-from uirl_jax.learner import state as learner_state
-from uirl_jax.learner import supervised
-from uirl_jax.learner.state import OptimizerConfig, TrainState
 
 SLOTS = (4, 2)  # across and down a visual token; each has room for the middle of one letter
 _POINTS, _LONGEST = 64, 16  # parts of a page's side as point tokens name them; visual tokens of one
@@ -61,32 +54,32 @@ KINDS = {
 _FULL = 0.5  # of the pages are full of texts
 _FULL_PAGE, _ANY_PAGE = (3, 30), (4, 8)  # level, and most things
 _LR = 1e-2  # of 2e-3, 5e-3, 1e-2 and 2e-2 the one that told most letters after 100 steps
-_CHECKPOINT_EVERY, _LOG_EVERY = 250, 25
 
 Batch = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
 class Sight(nnx.Module):
-    """A model, and a linear head for each kind of sign."""
+    """A model, and a linear head on its visual tokens for each kind of sign."""
 
-    def __init__(self, model: Any, visual_width: int) -> None:
+    def __init__(self, model: Any, inputs: QwenInputs) -> None:
         self.model = model
+        width = jax.eval_shape(model.encode_images, draw(inputs, 0, 1, 0)[0]).shape[-1]
         self.heads = nnx.Dict(
             {
-                kind: nnx.Param(jnp.zeros((visual_width, slots * (1 + len(signs)))))
+                kind: nnx.Param(jnp.zeros((width, slots * (1 + len(signs)))))
                 for kind, (signs, slots) in KINDS.items()
             }
         )
 
-    def __call__(self, vision: Mapping[str, jax.Array], tokens: int) -> dict[str, jax.Array]:
+    def __call__(self, visual_me: jax.Array, screens: int, tokens: int) -> dict[str, jax.Array]:
         """Log-probabilities of each kind, float32[I, T, slots, 1 + signs]; first: nothing there.
 
         Args:
-          vision: see the model's `encode_images`; rows of one screen each.
+          visual_me: of the model's `encode_images`, of rows of one screen each.
+          screens: I.
           tokens: T, of a screen.
         """
-        visual_me = self.model.encode_images(vision)
-        visual_ite = visual_me.reshape(len(vision["patches_ipc"]), -1, visual_me.shape[-1])
+        visual_ite = visual_me.reshape(screens, -1, visual_me.shape[-1])
         visual_ite = visual_ite[:, :tokens].astype(jnp.float32)
         return {
             kind: jax.nn.log_softmax(
@@ -116,7 +109,7 @@ def signs_of(page: Page, columns: int, rows: int) -> dict[str, np.ndarray]:
         if item.color:
             signs["colors"][token] = _number("colors", item.color)
         if not item.is_look:  # a box to tick is told by the text beside it
-            signs["words"][token] = _word(item.text)
+            signs["words"][token] = word(item.text)
     return {kind: of_kind.reshape(rows * columns, -1) for kind, of_kind in signs.items()}
 
 
@@ -126,9 +119,9 @@ def _write_words(page: Page, signs: dict[str, np.ndarray]) -> None:
     rows, columns, _ = signs["words"].shape
     across, down = SLOTS
     nearest = np.full((rows, columns), np.inf)
-    for word in page.words:
-        said = _word("".join(letter.sign for letter in word))
-        for sign, x, y in word:
+    for letters in page.words:
+        said = word("".join(letter.sign for letter in letters))
+        for sign, x, y in letters:
             column, row = x * columns * across // width, y * rows * down // height
             if column >= columns * across:
                 continue
@@ -142,7 +135,8 @@ def _write_words(page: Page, signs: dict[str, np.ndarray]) -> None:
                 signs["words"][token] = said
 
 
-def _word(text: str) -> list[int]:
+def word(text: str) -> list[int]:
+    """Its first letters, as signs of `words`; 0 where it has ended, and of what is no letter."""
     slots = KINDS["words"].slots
     return [_number("words", sign) for sign in text[:slots].ljust(slots)]
 
@@ -172,22 +166,29 @@ def draw(inputs: QwenInputs, seed: int, rows: int, step: int) -> Batch:
 def loss_of(
     sight: Sight, vision: Mapping[str, jax.Array], signs: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy, and the share of each kind that is told right.
+    """Cross-entropy, and the share of each kind that is told right."""
+    return told(sight, sight.model.encode_images(vision), signs)
+
+
+def told(
+    sight: Sight, visual_me: jax.Array, signs: Mapping[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`loss_of` these visual tokens.
 
     What is there counts as much as what is empty, which is nearly all of a page.
     """
     losses, right = [], {}
-    for kind, logp_itsc in sight(vision, signs["letters"].shape[1]).items():
+    for kind, logp_itsc in sight(visual_me, *signs["letters"].shape[:2]).items():
         signs_its = signs[kind]
         loss_its = -jnp.take_along_axis(logp_itsc, signs_its[..., None], -1)[..., 0]
         there = signs_its > 0
-        losses += [_mean(loss_its, there), _mean(loss_its, ~there)]
-        right[kind] = _mean(jnp.argmax(logp_itsc, -1) == signs_its, there)
+        losses += [mean(loss_its, there), mean(loss_its, ~there)]
+        right[kind] = mean(jnp.argmax(logp_itsc, -1) == signs_its, there)
     return sum(losses) / 2, right
 
 
 def train(
-    model: Any,
+    sight: Sight,
     inputs: QwenInputs,
     *,
     steps: int,
@@ -195,60 +196,18 @@ def train(
     seed: int,
     checkpoint_dir: Path,
 ) -> None:
-    """Trains the vision tower of a model in place; goes on from its newest checkpoint.
-
-    Raises:
-      TrainingError: the loss is not finite.
-    """
-    started_s = time.monotonic()
-    first = draw(inputs, seed, 1, 0)[0]
-    width = jax.eval_shape(model.encode_images, first).shape[-1]
-    sight = Sight(model, width)
-    is_trained = nnx.Any(nnx.PathContains("visual"), nnx.PathContains("heads"))
-    graphdef, trainable, frozen = nnx.split(sight, is_trained, ...)
-    optimizer = learner_state.make_optimizer(
-        OptimizerConfig(
-            name="muon",
-            lr=_LR,
-            warmup_steps=min(20, steps),
-            schedule="cosine",
-            weight_decay=0.01,
-        ),
-        steps,
+    """Trains the vision tower and its heads in place; see module_training.train."""
+    module_training.train(
+        sight,
+        nnx.Any(nnx.PathContains("visual"), nnx.PathContains("heads")),
+        loss_of,
+        lambda step: draw(inputs, seed, batch_rows, step),
+        module_training.Schedule("sight", steps, _LR, warmup_steps=20),
+        checkpoint_dir=checkpoint_dir,
     )
 
-    @jax.jit
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        def loss(trainable: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return loss_of(nnx.merge(graphdef, trainable, frozen), *batch)
 
-        (value, right), grads = jax.value_and_grad(loss, has_aux=True)(state.trainable)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-        weights = optax.apply_updates(state.trainable, updates)
-        new = dataclasses.replace(
-            state, trainable=weights, opt_state=opt_state, step=state.step + 1
-        )
-        return new, {"loss": value, **right}
-
-    state = learner_state.init_state(trainable, optimizer)
-    batches_at = make_base_model.drawn_ahead(lambda step: draw(inputs, seed, batch_rows, step))
-    with Checkpointer(checkpoint_dir) as checkpointer:
-        if restored := checkpointer.restore_latest(learner_state.abstract(state)):
-            state = restored.arrays
-        for step in range(int(state.step) + 1, steps + 1):
-            state, metrics = update(state, batches_at(step)[0])
-            if step % _LOG_EVERY == 0 or step == steps:
-                floats = {name: float(value) for name, value in metrics.items()}
-                said = " ".join(f"{name}={value:.3f}" for name, value in floats.items())
-                minutes = (time.monotonic() - started_s) / 60
-                supervised.check_finite(step, floats)
-                print(f"stage=sight step={step}/{steps} {said} minutes={minutes:.1f}", flush=True)
-            if step % _CHECKPOINT_EVERY == 0 or step == steps:
-                checkpointer.save(step, state, {"step": step})
-    nnx.update(sight, state.trainable)
-
-
-def _mean(value: jax.Array, where: jax.Array) -> jax.Array:
+def mean(value: jax.Array, where: jax.Array) -> jax.Array:
     """0 of nothing: the pages of a step may have no colours."""
     return jnp.sum(value * where) / jnp.maximum(jnp.sum(where), 1)
 

@@ -1,0 +1,272 @@
+"""Teaches a language model to find what a question names: `make_page_model --pointing_steps`.
+
+Answers alone teach this too slowly: a text has to be spelt from the question, read off the page and
+compared before any of the three is of use. So each is taught by itself, beside the answers. A
+linear head, thrown away afterwards, says at the end of a question how the thing is called; the
+heads of `page_sight` say what stands on the page; and the third block's attention is told where to
+look: its first head anywhere in the text, its last head at the token where a click belongs.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tools import drawn_pages, module_training, page_sight, supervised_rows
+from tools.drawn_pages import Page, Question
+from tools.make_base_model import Setting
+from tools.page_sight import KINDS, Sight, mean
+from uirl_jax.actions.formats import format_action
+from uirl_jax.families import two_towers
+from uirl_jax.families.border import Screen, TokenRows
+from uirl_jax.families.qwen.inputs import grid_of
+from uirl_jax.models import scoring
+from uirl_jax.types import Action
+
+_QUESTIONS = 6  # of a page
+_ROW_TOKENS, _SAMPLED_TOKENS = 416, 40  # of 400 pages none needed more than 413, and 32 of answers
+_TYPING = 0.25  # of the pages have a question that is answered by typing
+_FULL = 0.5  # of the pages are full of texts, as half of `page_sight`'s
+_FULL_PAGE, _ANY_PAGE = (3, 20), (4, 8)  # level, and most things
+_BLOCK = 2  # names are spelt and gathered in the two before, places written in the one after
+_ATTENTION, _NAMES, _SIGHT = 0.5, 0.3, 0.15  # losses, beside the answers' of 1
+_LR = 4e-3
+_NOWHERE = -1e9  # the logarithm of no share; of -inf the gradient is nan
+_NAMED = KINDS["words"]  # letters of a name, and how many of them
+
+Batch = tuple[dict[str, Any], "Asked", dict[str, np.ndarray]]
+
+
+class Asked(NamedTuple):
+    """The questions of a step's pages: Q about each of B screens of V visual tokens."""
+
+    at_bq: Any  # int32, of the token before the answer
+    first_b: Any  # int32, of the screen's first token
+    named_bqs: Any  # int32, letters of the thing's text as signs of `words`; 0: it has none
+    thing_bqv: Any  # bool, the token where the click belongs; none: no click is asked for
+    text_bqv: Any  # bool, that and what its text or its looks cover
+
+
+class Pointing(nnx.Module):
+    """A model with the heads of its vision tower, and one for what a question names."""
+
+    def __init__(self, sight: Sight) -> None:
+        self.sight = sight
+        width = sight.model.cfg.hidden_size
+        self.name_head = nnx.Param(jnp.zeros((width, _NAMED.slots * (1 + len(_NAMED.signs)))))
+
+
+def draw(setting: Setting, seed: int, rows: int, step: int) -> Batch:
+    """The pages of one step, a row each: what the model is given, what is asked, and the signs."""
+    rng = np.random.default_rng([seed, 3000, step])
+    examples, places, signs = [], [], []
+    for _ in range(rows):
+        page, questions = _drawn(rng)
+        screen = setting.inputs.cut_screen(page.image)
+        _, height, width = grid_of(screen)  # in patches
+        side = setting.inputs.images.merge_size
+        of_page = page_sight.signs_of(page, width // side, height // side)
+        grid = height // side, width // side
+        typed = drawn_pages.to_type(rng) if rng.random() < _TYPING else None
+        examples.append(
+            supervised_rows.questions_about(
+                screen,
+                _answered(setting, page, screen, questions, typed),
+                chat=setting.chat,
+                inputs=setting.inputs,
+                row_tokens=_ROW_TOKENS,
+            )
+        )
+        clicked = questions[:-1] if typed else questions
+        places.append([_place(page, question, of_page["words"], grid) for question in clicked])
+        signs.append(of_page)
+    batch = supervised_rows.question_rows(
+        examples, row_tokens=_ROW_TOKENS, sampled=_SAMPLED_TOKENS, inputs=setting.inputs
+    )
+    tokens = len(signs[0]["words"])
+    asked = Asked(
+        np.zeros((rows, _QUESTIONS), np.int32),
+        np.argmax(batch.vision_index_bt >= 0, axis=1).astype(np.int32),
+        np.zeros((rows, _QUESTIONS, _NAMED.slots), np.int32),
+        np.zeros((rows, _QUESTIONS, tokens), bool),
+        np.zeros((rows, _QUESTIONS, tokens), bool),
+    )
+    for row, of_row in enumerate(places):
+        before = np.flatnonzero(np.diff(batch.completion_mask_bt[row]) > 0)
+        asked.at_bq[row, : len(before)] = before
+        for question, place in enumerate(of_row[: len(before)]):
+            for of_batch, of_place in zip(asked[2:], place, strict=True):
+                of_batch[row, question] = of_place
+    names = [*TokenRows._fields, "sampled_index_bs", "weights_bt", "vision"]
+    arrays = {name: getattr(batch, name) for name in names}
+    return arrays, asked, {kind: np.stack([s[kind] for s in signs]) for kind in KINDS}
+
+
+def _drawn(rng: np.random.Generator) -> tuple[Page, list[Question]]:
+    questions: list[Question] = []
+    while not questions:
+        page = drawn_pages.draw_page(rng, *(_FULL_PAGE if rng.random() < _FULL else _ANY_PAGE))
+        questions = drawn_pages.ask(page, rng, _QUESTIONS)
+    return page, questions
+
+
+def _answered(
+    setting: Setting,
+    page: Page,
+    screen: Screen,
+    questions: list[Question],
+    typed: tuple[str, str] | None,
+) -> list[tuple[str, str]]:
+    """Instructions and their answers; a text to type takes the place of the last question."""
+
+    def written(action: Action) -> str:
+        form = setting.chat.action_format
+        return format_action(action, page.image.size, form, image_size=screen.seen_px)
+
+    asked = []
+    for question in questions:
+        x, y = drawn_pages.centre(question.box)
+        asked.append((question.instruction, written(Action("click", x=x, y=y))))
+    if typed is not None:
+        instruction, text = typed
+        asked[-1] = instruction, written(Action("type", text=text))
+    return asked
+
+
+def _place(
+    page: Page, question: Question, words_vs: np.ndarray, grid: tuple[int, int]
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """A question's part of `named`, `thing` and `text`, see Asked.
+
+    Args: grid: rows and columns of visual tokens.
+    """
+    item = next(item for item in page.items if item.box == question.box)
+    named = [0] * _NAMED.slots if item.is_look else page_sight.word(item.text)
+    thing_v = _covered(page, (*drawn_pages.centre(item.box), *drawn_pages.centre(item.box)), grid)
+    if any(named):
+        return named, thing_v, thing_v | (words_vs == named).all(-1)
+    return named, thing_v, _covered(page, item.box, grid)
+
+
+def _covered(page: Page, box: drawn_pages.Box, grid: tuple[int, int]) -> np.ndarray:
+    """bool[V]: visual tokens that a box touches."""
+    rows, columns = grid
+    width, height = page.image.size
+    left, top, right, bottom = box
+    touched = np.zeros(grid, bool)
+    touched[
+        top * rows // height : bottom * rows // height + 1,
+        left * columns // width : right * columns // width + 1,
+    ] = True
+    return touched.reshape(-1)
+
+
+def loss_of(
+    pointing: Pointing,
+    arrays: Mapping[str, Any],
+    asked: Asked,
+    signs: Mapping[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss, its parts, and shares of what is right."""
+    model = pointing.sight.model
+    rows = TokenRows(**{name: arrays[name] for name in TokenRows._fields})
+    visual_me = model.encode_images(arrays["vision"])
+    x_lbtd = two_towers.block_outputs(model, rows, visual_me)
+    hidden_btd = model.text.final_norm(x_lbtd[-1])
+    logprobs_bt = scoring.token_logprobs(
+        model, hidden_btd, rows.token_ids_bt, arrays["sampled_index_bs"]
+    )
+    losses = {"answers": -jnp.sum(logprobs_bt * arrays["weights_bt"])}
+    losses["attention"], found = _attention(model, rows, x_lbtd[_BLOCK - 1], asked)
+    losses["names"], spelt = _names(pointing, x_lbtd[_BLOCK - 1], asked)
+    losses["sight"], told = page_sight.told(pointing.sight, visual_me, signs)
+    weights = {"answers": 1.0, "attention": _ATTENTION, "names": _NAMES, "sight": _SIGHT}
+    loss = sum(weights[name] * value for name, value in losses.items())
+    shares = {**found, **spelt, **{f"told_{kind}": told[kind] for kind in ("letters", "words")}}
+    return loss, losses | shares | _clicked(model, rows, hidden_btd, asked)
+
+
+def _attention(
+    model: Any, rows: TokenRows, x_btd: jax.Array, asked: Asked
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What the attention to a screen misses of what it should see, of both tokens of a click.
+
+    -log of the attention's share, among the screen's tokens, that lies where it should.
+    """
+    block = jax.tree.map(lambda leaf: leaf[_BLOCK], model.text.blocks)
+    q_btnh, k_btkh, _ = block.qkv(x_btd, model.rotary(rows.positions_abt))
+    batch_b1 = jnp.arange(len(x_btd))[:, None]
+    tokens = asked.thing_bqv.shape[-1]
+    k_bvkh = k_btkh[batch_b1, asked.first_b[:, None] + jnp.arange(tokens)]
+    points_bq = asked.thing_bqv.any(-1)
+    losses, found = [], {}
+    # The first and the last query head: they have key heads of their own.
+    for name, head, target_bqv in (
+        ("text", 0, asked.text_bqv),
+        ("thing", -1, asked.thing_bqv),
+    ):
+        for axis, place_bq in (("x", asked.at_bq), ("y", asked.at_bq + 1)):
+            q_bqh = q_btnh[batch_b1, place_bq][:, :, head]
+            scores_bqv = jnp.einsum("bqh,bvh->bqv", q_bqh, k_bvkh[:, :, head])
+            logp_bqv = jax.nn.log_softmax(scores_bqv.astype(jnp.float32) / q_bqh.shape[-1] ** 0.5)
+            seen_bq = jax.nn.logsumexp(jnp.where(target_bqv, logp_bqv, _NOWHERE), -1)
+            losses.append(mean(-seen_bq, points_bq))
+            nearest_bq1 = jnp.argmax(logp_bqv, -1)[..., None]
+            hit_bq = jnp.take_along_axis(target_bqv, nearest_bq1, -1)[..., 0]
+            found[f"{name}_{axis}"] = mean(hit_bq, points_bq & asked.named_bqs.any(-1))
+    return sum(losses) / len(losses), found
+
+
+def _names(
+    pointing: Pointing, x_btd: jax.Array, asked: Asked
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Cross-entropy of the letters of what a question names, at its end."""
+    x_bqd = x_btd[jnp.arange(len(x_btd))[:, None], asked.at_bq].astype(jnp.float32)
+    x_bqd = x_bqd * jax.lax.rsqrt(jnp.mean(jnp.square(x_bqd), -1, keepdims=True) + 1e-6)
+    logits_bqsc = (x_bqd @ pointing.name_head[...]).reshape(*asked.named_bqs.shape, -1)
+    logp_bqsc = jax.nn.log_softmax(logits_bqsc)
+    loss_bqs = -jnp.take_along_axis(logp_bqsc, asked.named_bqs[..., None], -1)[..., 0]
+    is_text_bq = asked.named_bqs.any(-1)
+    # The first letter alone: later ones could be guessed from those before.
+    right_bq = jnp.argmax(logp_bqsc[:, :, 0], -1) == asked.named_bqs[:, :, 0]
+    return mean(loss_bqs.mean(-1), is_text_bq), {"first_letters": mean(right_bq, is_text_bq)}
+
+
+def _clicked(
+    model: Any, rows: TokenRows, hidden_btd: jax.Array, asked: Asked
+) -> dict[str, jax.Array]:
+    """Shares of clicks that lie within one part of the page's side of the answer, by axis."""
+    batch_b1 = jnp.arange(len(hidden_btd))[:, None]
+    is_text_bq, points_bq = asked.named_bqs.any(-1), asked.thing_bqv.any(-1)
+    shares = {}
+    for axis, place_bq in (("x", asked.at_bq), ("y", asked.at_bq + 1)):
+        logits_bqv = model.logits(hidden_btd[batch_b1, place_bq])
+        away_bq = jnp.argmax(logits_bqv, -1) - rows.token_ids_bt[batch_b1, place_bq + 1]
+        near_bq = jnp.abs(away_bq) <= 1
+        shares[f"clicked_{axis}"] = mean(near_bq, is_text_bq)
+        shares[f"clicked_{axis}_looks"] = mean(near_bq, points_bq & ~is_text_bq)
+    return shares
+
+
+def train(
+    sight: Sight,
+    setting: Setting,
+    *,
+    steps: int,
+    batch_rows: int,
+    seed: int,
+    checkpoint_dir: Path,
+) -> None:
+    """Trains the whole model in place; see module_training.train."""
+    module_training.train(
+        Pointing(sight),
+        nnx.Param,
+        loss_of,
+        lambda step: draw(setting, seed, batch_rows, step),
+        module_training.Schedule("pointing", steps, _LR, warmup_steps=50),
+        checkpoint_dir=checkpoint_dir,
+    )
