@@ -1,11 +1,11 @@
 """The 59 tasks of MiniWoB++ on which Pix2Act was measured, from a model that can read pages.
 
-    python -m tools.make_page_model --out=models/tiny-pages
     python -m uirl_jax.main --config=configs/pix2act_pages.py:base --workdir=runs/pix2act-base
     python -m uirl_jax.main --config=configs/pix2act_pages.py --workdir=runs/pix2act
 
-`:base` is a cold start on 200 correct demonstrations of each task, played first (Chromium). As in
-miniwob_pages.py only the newest of the screenshots is seen; of earlier turns the actions are left.
+`:base` is a cold start on 200 correct demonstrations of each task, played first (Chromium), of a
+model in models/tiny-pages (docs/page_model.md). As in miniwob_pages.py only the newest of the
+screenshots is seen; of earlier turns the actions are left.
 docs/pix2act.md says how the suite is counted: `--role=eval --tasks=pix2act`. Not run yet.
 """
 
