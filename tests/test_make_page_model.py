@@ -300,6 +300,11 @@ def made(tmp_path_factory) -> Path:
         f"--workdir={directory / 'work'}",
     )
     assert process.returncode == 0, process.stderr[-2000:]
+    stages = {path.name for path in (directory / "work").iterdir() if path.is_dir()}
+    assert stages == {"tokenizer", "sight_pages", "pointing_pages", "pages"}
+    assert [line.split()[0] for line in process.stdout.splitlines()[1:]] == [
+        *("stage=sight", "stage=pointing", "stage=pages")
+    ]
     return directory / "model"
 
 

@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from tools import make_base_model, make_page_model, page_pointing, page_sight
+from tools import make_base_model, make_page_model, page_answers, page_pointing, page_sight
 from tools.drawn_pages import Item, Letter, Page, Question
+from tools.module_training import Run
 from uirl_jax import actions
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
@@ -19,7 +20,7 @@ SIGNS = page_sight.KINDS["words"].signs
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Setting and model; 2 of its blocks would do, but the third is the one that is taught."""
+    """Setting and model."""
     workdir = tmp_path_factory.mktemp("pointing")
     setting, _, split = make_base_model.new_model(make_page_model.BASE, (), 0, workdir)
     return setting, split
@@ -47,8 +48,8 @@ def test_places_are_those_of_answers_and_of_what_is_named(made, monkeypatch):
     )
     questions = [Question(f"Click {n}.", item.box) for n, item in enumerate(items)]
     page = Page(Image.new("RGB", (160, 208)), items, (ok, beside))
-    monkeypatch.setattr(page_pointing, "_drawn", lambda rng: (page, questions))
-    monkeypatch.setattr(page_pointing, "_TYPING", 0.0)
+    monkeypatch.setattr(page_answers, "drawn", lambda *args: (page, questions))
+    monkeypatch.setattr(page_answers, "TYPING", 0.0)
     arrays, asked, signs = page_pointing.draw(setting, 0, 2, 1)
     ids_bt = arrays["token_ids_bt"]
     for row in range(2):
@@ -76,7 +77,7 @@ def test_places_are_those_of_answers_and_of_what_is_named(made, monkeypatch):
 
 def test_what_is_typed_is_nowhere_on_the_page(made, monkeypatch):
     setting, _ = made
-    monkeypatch.setattr(page_pointing, "_TYPING", 1.0)
+    monkeypatch.setattr(page_answers, "TYPING", 1.0)
     arrays, asked, _ = page_pointing.draw(setting, 0, 8, 1)
     for row in range(8):
         places = asked.at_bq[row][asked.at_bq[row] > 0]
@@ -185,9 +186,7 @@ def test_pages_without_texts_have_gradients(made):
 def test_all_of_the_model_learns_and_the_loss_falls(made, tmp_path, capfd):
     setting, split = made
     pointing = new_pointing(made)
-    page_pointing.train(
-        pointing.sight, setting, steps=8, batch_rows=2, seed=3, checkpoint_dir=tmp_path
-    )
+    page_pointing.train(pointing.sight, setting, Run(8, 2, 3, tmp_path))
     after = dict(nnx.to_flat_state(nnx.state(pointing.sight.model, nnx.Param)))
     before = dict(nnx.to_flat_state(split[1]))
     kept = {path for path in before if np.array_equal(before[path][...], after[path][...])}
@@ -234,7 +233,7 @@ def test_clicks_count_within_one_part_of_the_answer(made):
 def test_drawn_questions_name_one_thing():
     """`_place` takes the item by its box."""
     for seed in range(20):
-        page, questions = page_pointing._drawn(np.random.default_rng(seed))
+        page, questions = page_answers.drawn(np.random.default_rng(seed), 4, 8, 6)
         boxes = [item.box for item in page.items]
         assert len(set(boxes)) == len(boxes)
         assert {question.box for question in questions} <= set(boxes)

@@ -13,9 +13,10 @@ from PIL import Image
 
 from tools import drawn_pages, make_base_model, make_page_model, module_training, page_sight
 from tools.drawn_pages import Item, Letter, Page
+from tools.module_training import Run
 from uirl_jax.errors import TrainingError
 
-TOKENS = (10, 13)  # of 16 pixels, across and down 160x208
+GRID = (13, 10)  # tokens of 16 pixels, down and across 160x208
 
 
 def test_letters_are_where_they_are_written():
@@ -49,7 +50,7 @@ def letters_of(text: str, *places: tuple[int, int]) -> tuple[Letter, ...]:
 def found(page: Page, kind: str) -> dict[int, str | int | dict[int, str | int]]:
     """Signs by token, and by slot where there are several."""
     signs, slots = page_sight.KINDS[kind]
-    of_page = page_sight.signs_of(page, *TOKENS)[kind]
+    of_page = page_sight.signs_of(page, GRID)[kind]
     assert of_page.shape == (130, slots)
     by_token = {
         token: {slot: signs[number - 1] for slot, number in enumerate(of_token) if number}
@@ -129,7 +130,7 @@ def test_every_drawn_thing_has_a_class_and_few_letters_share_a_slot():
     for seed in range(20):
         for level in drawn_pages.LEVELS:
             page = drawn_pages.draw_page(np.random.default_rng([seed, level]), level, 20)
-            signs = page_sight.signs_of(page, *TOKENS)
+            signs = page_sight.signs_of(page, GRID)
             assert np.count_nonzero(signs["things"]) >= 0.9 * len(page.items)
             known = string.ascii_letters + string.digits
             letters = [a for a in itertools.chain(*page.words) if a.sign in known and a.x < 160]
@@ -151,9 +152,7 @@ def trained(made, steps: int, checkpoint_dir: Path) -> dict:
     setting, split = made
     model = nnx.clone(nnx.merge(*split))
     sight = page_sight.Sight(model, setting.inputs)
-    page_sight.train(
-        sight, setting.inputs, steps=steps, batch_rows=2, seed=3, checkpoint_dir=checkpoint_dir
-    )
+    page_sight.train(sight, setting.inputs, Run(steps, 2, 3, checkpoint_dir))
     return {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 

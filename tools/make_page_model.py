@@ -25,29 +25,29 @@ from tokenizers import Tokenizer
 from tools import (
     drawn_pages,
     make_base_model,
+    page_answers,
     page_pointing,
     page_sight,
     supervised_rows,
     tiny_architectures,
 )
 from tools.make_base_model import Setting, Stage
+from tools.module_training import Run
 from tools.point_tokenizer import PointTokens
 from tools.spelling_tokenizer import SpellingTokenizer
 from tools.supervised_rows import Questions
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
-from uirl_jax.actions.formats import format_action
 from uirl_jax.errors import ModelError
 from uirl_jax.families import qwen3_vl
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
-from uirl_jax.types import Action, TrainBatch
+from uirl_jax.types import TrainBatch
 
 QUESTIONS = 5  # of a page
 _ROW_TOKENS = 512  # of 1,500 pages none needed more than 500
 _SAMPLED_TOKENS = 176  # of a row's answers, of which none had more than 161
-_TYPING = 0.25  # of the pages have a question that is answered by typing
 _SPELT = 0.6  # of the pages are read with the column of each letter
 _FORMAT = "points_64"
 LEVELS = (0, 400, 600, 800, 1100)  # the first step of each of drawn_pages.LEVELS
@@ -112,42 +112,26 @@ BASE = BaseModel(
 
 def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> Questions:
     """A page, read once and asked for things, each as if nothing had been asked before."""
-    questions: list[drawn_pages.Question] = []
-    while not questions:
-        page = drawn_pages.draw_page(rng, level, most)
-        questions = drawn_pages.ask(page, rng, QUESTIONS)
+    page, questions = page_answers.drawn(rng, level, most, QUESTIONS)
     screen = setting.inputs.cut_screen(page.image)
-
-    def written(action: Action) -> str:
-        form = setting.chat.action_format
-        return format_action(action, page.image.size, form, image_size=screen.seen_px)
-
-    def click(box: drawn_pages.Box) -> str:
-        x, y = drawn_pages.centre(box)
-        return written(Action("click", x=x, y=y))
-
-    def column(x: int) -> str:
-        return written(Action("click", x=x, y=0)).partition("<y")[0]
+    answers = page_answers.Answers(setting, page, screen)
 
     def shown(item: drawn_pages.Item) -> str:
         if item.is_look:
             return f" {item.shows}"
         if not spelt:
             return f'"{item.shows}"'
-        return f'"{"".join(column(x) + a for x, a in zip(item.letters_x, item.text, strict=True))}"'
+        letters = zip(item.letters_x, item.text, strict=True)
+        return f'"{"".join(answers.column(x) + letter for x, letter in letters)}"'
 
     # Reading teaches every letter of a text, pointing only which of the page's things was meant.
     # Which letter is next is hard to learn before any is known: spelling says where each stands.
     spelt = bool(rng.random() < _SPELT)
     read = "".join(
-        click(item.box).removesuffix(" click") + shown(item)
+        answers.click(item.box).removesuffix(" click") + shown(item)
         for item in drawn_pages.in_reading_order(page)
     )
-    asked = [("Spell the page." if spelt else "Read the page.", read)]
-    asked += [(question.instruction, click(question.box)) for question in questions]
-    if rng.random() < _TYPING:
-        instruction, text = drawn_pages.to_type(rng)
-        asked[-1] = (instruction, written(Action("type", text=text)))
+    asked = [("Spell the page." if spelt else "Read the page.", read), *answers.to(questions, rng)]
     return supervised_rows.questions_about(
         screen, asked, chat=setting.chat, inputs=setting.inputs, row_tokens=_ROW_TOKENS
     )
@@ -202,23 +186,14 @@ def train(
     if before.sight or before.pointing:
         model = nnx.merge(graphdef, trainable, frozen)
         sight = page_sight.Sight(model, setting.inputs)
-        drawn = {"batch_rows": batch_rows, "seed": seed}
+
+        def run(name: str, steps: int) -> Run:
+            return Run(steps, batch_rows, seed, workdir / f"{name}_{stage.name}")
+
         if before.sight:
-            page_sight.train(
-                sight,
-                setting.inputs,
-                steps=before.sight,
-                checkpoint_dir=workdir / f"sight_{stage.name}",
-                **drawn,
-            )
+            page_sight.train(sight, setting.inputs, run("sight", before.sight))
         if before.pointing:
-            page_pointing.train(
-                sight,
-                setting,
-                steps=before.pointing,
-                checkpoint_dir=workdir / f"pointing_{stage.name}",
-                **drawn,
-            )
+            page_pointing.train(sight, setting, run("pointing", before.pointing))
         trainable = nnx.state(model, nnx.Param)
     first = 0 if start_from is None else LEVELS[-1]
     if stage.steps:

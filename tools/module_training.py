@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,24 +27,30 @@ _CHECKPOINT_EVERY, _LOG_EVERY = 250, 25
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Of one stage. The rate, Muon's, rises for `warmup_steps` and then falls along a cosine."""
 
     name: str
-    steps: int
     lr: float
     warmup_steps: int
+
+
+class Run(NamedTuple):
+    """One training of a stage."""
+
+    steps: int
+    batch_rows: int  # pages a step
+    seed: int  # of the pages
+    checkpoint_dir: Path
 
 
 def train(
     module: nnx.Module,
     is_trained: Any,
     loss_of: Loss,
-    draw_at: Callable[[int], tuple[Any, ...]],
+    draw_at: Callable[[int, int, int], tuple[Any, ...]],
     schedule: Schedule,
-    *,
-    checkpoint_dir: Path,
+    run: Run,
 ) -> None:
     """Trains the filtered parameters of a module in place; goes on from its newest checkpoint.
 
@@ -52,7 +58,7 @@ def train(
 
     Args:
       is_trained: an NNX filter.
-      draw_at: step, from 1 -> the arrays that the loss takes; a step always gives the same.
+      draw_at: (seed, rows, step from 1) -> what the loss takes; a step always gives the same.
     Raises:
       TrainingError: a loss is not finite.
     """
@@ -61,11 +67,11 @@ def train(
     config = OptimizerConfig(
         name="muon",
         lr=schedule.lr,
-        warmup_steps=min(schedule.warmup_steps, schedule.steps),
+        warmup_steps=min(schedule.warmup_steps, run.steps),
         schedule="cosine",
         weight_decay=0.01,
     )
-    optimizer = learner_state.make_optimizer(config, schedule.steps)
+    optimizer = learner_state.make_optimizer(config, run.steps)
 
     @jax.jit
     def update(
@@ -83,25 +89,24 @@ def train(
         return new, {"loss": value, **told}
 
     state = learner_state.init_state(trainable, optimizer)
-    batches_at = make_base_model.drawn_ahead(draw_at)
+    batches_at = make_base_model.drawn_ahead(lambda step: draw_at(run.seed, run.batch_rows, step))
     seen: list[dict[str, jax.Array]] = []
-    with Checkpointer(checkpoint_dir) as checkpointer:
+    with Checkpointer(run.checkpoint_dir) as checkpointer:
         if restored := checkpointer.restore_latest(learner_state.abstract(state)):
             state = restored.arrays
-        for step in range(int(state.step) + 1, schedule.steps + 1):
+        for step in range(int(state.step) + 1, run.steps + 1):
             state, metrics = update(state, batches_at(step)[0])
             seen.append(metrics)
-            if step % _LOG_EVERY == 0 or step == schedule.steps:
+            if step % _LOG_EVERY == 0 or step == run.steps:
                 means = {name: float(np.mean([m[name] for m in seen])) for name in metrics}
                 seen = []
                 supervised.check_finite(step, means)
                 said = " ".join(f"{name}={value:.3f}" for name, value in means.items())
                 minutes = (time.monotonic() - started_s) / 60
                 print(
-                    f"stage={schedule.name} step={step}/{schedule.steps} {said} "
-                    f"minutes={minutes:.1f}",
+                    f"stage={schedule.name} step={step}/{run.steps} {said} minutes={minutes:.1f}",
                     flush=True,
                 )
-            if step % _CHECKPOINT_EVERY == 0 or step == schedule.steps:
+            if step % _CHECKPOINT_EVERY == 0 or step == run.steps:
                 checkpointer.save(step, state, {"step": step})
     nnx.update(module, state.trainable)

@@ -7,8 +7,8 @@ heads of `page_sight` say what stands on the page; and the third block's attenti
 look: its first head anywhere in the text, its last head at the token where a click belongs.
 """
 
+import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,29 +16,30 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tools import drawn_pages, module_training, page_sight, supervised_rows
+from tools import drawn_pages, module_training, page_answers, page_sight, supervised_rows
 from tools.drawn_pages import Page, Question
 from tools.make_base_model import Setting
+from tools.module_training import Run, Schedule
 from tools.page_sight import KINDS, Sight, mean
-from uirl_jax.actions.formats import format_action
 from uirl_jax.families import two_towers
-from uirl_jax.families.border import Screen, TokenRows
-from uirl_jax.families.qwen.inputs import grid_of
+from uirl_jax.families.border import TokenRows
 from uirl_jax.models import scoring
-from uirl_jax.types import Action
+from uirl_jax.types import TrainBatch
 
 _QUESTIONS = 6  # of a page
 _ROW_TOKENS, _SAMPLED_TOKENS = 416, 40  # of 400 pages none needed more than 413, and 32 of answers
-_TYPING = 0.25  # of the pages have a question that is answered by typing
 _FULL = 0.5  # of the pages are full of texts, as half of `page_sight`'s
 _FULL_PAGE, _ANY_PAGE = (3, 20), (4, 8)  # level, and most things
 _BLOCK = 2  # names are spelt and gathered in the two before, places written in the one after
 _ATTENTION, _NAMES, _SIGHT = 0.5, 0.3, 0.15  # losses, beside the answers' of 1
-_LR = 4e-3
+_SCHEDULE = Schedule("pointing", lr=4e-3, warmup_steps=50)
 _NOWHERE = -1e9  # the logarithm of no share; of -inf the gradient is nan
 _NAMED = KINDS["words"]  # letters of a name, and how many of them
 
+_GIVEN = (*TokenRows._fields, "sampled_index_bs", "weights_bt", "vision")  # of a TrainBatch
+
 Batch = tuple[dict[str, Any], "Asked", dict[str, np.ndarray]]
+Place = tuple[list[int], np.ndarray, np.ndarray]  # a question's part of the last three of `Asked`
 
 
 class Asked(NamedTuple):
@@ -65,35 +66,44 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> Batch:
     rng = np.random.default_rng([seed, 3000, step])
     examples, places, signs = [], [], []
     for _ in range(rows):
-        page, questions = _drawn(rng)
+        level, most = _FULL_PAGE if rng.random() < _FULL else _ANY_PAGE
+        page, questions = page_answers.drawn(rng, level, most, _QUESTIONS)
         screen = setting.inputs.cut_screen(page.image)
-        _, height, width = grid_of(screen)  # in patches
-        side = setting.inputs.images.merge_size
-        of_page = page_sight.signs_of(page, width // side, height // side)
-        grid = height // side, width // side
-        typed = drawn_pages.to_type(rng) if rng.random() < _TYPING else None
+        asked = page_answers.Answers(setting, page, screen).to(questions, rng)
         examples.append(
             supervised_rows.questions_about(
-                screen,
-                _answered(setting, page, screen, questions, typed),
-                chat=setting.chat,
-                inputs=setting.inputs,
-                row_tokens=_ROW_TOKENS,
+                screen, asked, chat=setting.chat, inputs=setting.inputs, row_tokens=_ROW_TOKENS
             )
         )
-        clicked = questions[:-1] if typed else questions
-        places.append([_place(page, question, of_page["words"], grid) for question in clicked])
-        signs.append(of_page)
+        grid = page_sight.token_grid(setting.inputs, screen)
+        signs.append(page_sight.signs_of(page, grid))
+        places.append(
+            [
+                _place(page, question, signs[-1]["words"], grid)
+                for question, (instruction, _) in zip(questions, asked, strict=True)
+                if question.instruction == instruction  # else a text is typed in its place
+            ]
+        )
     batch = supervised_rows.question_rows(
         examples, row_tokens=_ROW_TOKENS, sampled=_SAMPLED_TOKENS, inputs=setting.inputs
     )
-    tokens = len(signs[0]["words"])
+    arrays = {name: getattr(batch, name) for name in _GIVEN}
+    of_pages = {kind: np.stack([s[kind] for s in signs]) for kind in KINDS}
+    return arrays, _asked(batch, places, len(signs[0]["words"])), of_pages
+
+
+def _asked(batch: TrainBatch, places: list[list[Place]], tokens: int) -> Asked:
+    """The places of each row's questions, in their order, behind each other.
+
+    Args: tokens: V.
+    """
+    shape_bq = (len(places), _QUESTIONS)
     asked = Asked(
-        np.zeros((rows, _QUESTIONS), np.int32),
+        np.zeros(shape_bq, np.int32),
         np.argmax(batch.vision_index_bt >= 0, axis=1).astype(np.int32),
-        np.zeros((rows, _QUESTIONS, _NAMED.slots), np.int32),
-        np.zeros((rows, _QUESTIONS, tokens), bool),
-        np.zeros((rows, _QUESTIONS, tokens), bool),
+        np.zeros((*shape_bq, _NAMED.slots), np.int32),
+        np.zeros((*shape_bq, tokens), bool),
+        np.zeros((*shape_bq, tokens), bool),
     )
     for row, of_row in enumerate(places):
         before = np.flatnonzero(np.diff(batch.completion_mask_bt[row]) > 0)
@@ -101,45 +111,10 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> Batch:
         for question, place in enumerate(of_row[: len(before)]):
             for of_batch, of_place in zip(asked[2:], place, strict=True):
                 of_batch[row, question] = of_place
-    names = [*TokenRows._fields, "sampled_index_bs", "weights_bt", "vision"]
-    arrays = {name: getattr(batch, name) for name in names}
-    return arrays, asked, {kind: np.stack([s[kind] for s in signs]) for kind in KINDS}
-
-
-def _drawn(rng: np.random.Generator) -> tuple[Page, list[Question]]:
-    questions: list[Question] = []
-    while not questions:
-        page = drawn_pages.draw_page(rng, *(_FULL_PAGE if rng.random() < _FULL else _ANY_PAGE))
-        questions = drawn_pages.ask(page, rng, _QUESTIONS)
-    return page, questions
-
-
-def _answered(
-    setting: Setting,
-    page: Page,
-    screen: Screen,
-    questions: list[Question],
-    typed: tuple[str, str] | None,
-) -> list[tuple[str, str]]:
-    """Instructions and their answers; a text to type takes the place of the last question."""
-
-    def written(action: Action) -> str:
-        form = setting.chat.action_format
-        return format_action(action, page.image.size, form, image_size=screen.seen_px)
-
-    asked = []
-    for question in questions:
-        x, y = drawn_pages.centre(question.box)
-        asked.append((question.instruction, written(Action("click", x=x, y=y))))
-    if typed is not None:
-        instruction, text = typed
-        asked[-1] = instruction, written(Action("type", text=text))
     return asked
 
 
-def _place(
-    page: Page, question: Question, words_vs: np.ndarray, grid: tuple[int, int]
-) -> tuple[list[int], np.ndarray, np.ndarray]:
+def _place(page: Page, question: Question, words_vs: np.ndarray, grid: tuple[int, int]) -> Place:
     """A question's part of `named`, `thing` and `text`, see Asked.
 
     Args: grid: rows and columns of visual tokens.
@@ -252,21 +227,8 @@ def _clicked(
     return shares
 
 
-def train(
-    sight: Sight,
-    setting: Setting,
-    *,
-    steps: int,
-    batch_rows: int,
-    seed: int,
-    checkpoint_dir: Path,
-) -> None:
+def train(sight: Sight, setting: Setting, run: Run) -> None:
     """Trains the whole model in place; see module_training.train."""
     module_training.train(
-        Pointing(sight),
-        nnx.Param,
-        loss_of,
-        lambda step: draw(setting, seed, batch_rows, step),
-        module_training.Schedule("pointing", steps, _LR, warmup_steps=50),
-        checkpoint_dir=checkpoint_dir,
+        Pointing(sight), nnx.Param, loss_of, functools.partial(draw, setting), _SCHEDULE, run
     )

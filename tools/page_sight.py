@@ -6,9 +6,9 @@ letter of a page teaches, and by itself: no language model has to find it first.
 alone, the tower had no reason to pass on where a token is, and a language model could not point.
 """
 
+import functools
 import string
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from flax import nnx
 
 from tools import drawn_pages, module_training
 from tools.drawn_pages import Item, Page
-from uirl_jax.families.border import PlacedScreen
+from tools.module_training import Run, Schedule
+from uirl_jax.families.border import PlacedScreen, Screen
 from uirl_jax.families.qwen.inputs import QwenInputs, grid_of
 
 SLOTS = (4, 2)  # across and down a visual token; each has room for the middle of one letter
@@ -53,7 +54,8 @@ KINDS = {
 }
 _FULL = 0.5  # of the pages are full of texts
 _FULL_PAGE, _ANY_PAGE = (3, 30), (4, 8)  # level, and most things
-_LR = 1e-2  # of 2e-3, 5e-3, 1e-2 and 2e-2 the one that told most letters after 100 steps
+# Of the rates 2e-3, 5e-3, 1e-2 and 2e-2 the one that told most letters after 100 steps.
+_SCHEDULE = Schedule("sight", lr=1e-2, warmup_steps=20)
 
 Batch = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
@@ -89,11 +91,18 @@ class Sight(nnx.Module):
         }
 
 
-def signs_of(page: Page, columns: int, rows: int) -> dict[str, np.ndarray]:
+def token_grid(inputs: QwenInputs, screen: Screen) -> tuple[int, int]:
+    """Rows and columns of visual tokens of a screen."""
+    _, height, width = grid_of(screen)  # in patches
+    return height // inputs.images.merge_size, width // inputs.images.merge_size
+
+
+def signs_of(page: Page, grid: tuple[int, int]) -> dict[str, np.ndarray]:
     """What a page shows, int32[rows * columns, slots] for each kind; 0 where there is nothing.
 
-    Args: columns, rows: visual tokens of the page.
+    Args: grid: rows and columns of visual tokens.
     """
+    rows, columns = grid
     signs = {kind: np.zeros((rows, columns, slots), np.int32) for kind, (_, slots) in KINDS.items()}
     signs["rows"][..., 0], signs["columns"][..., 0] = 1 + np.indices((rows, columns))
     width, height = page.image.size
@@ -157,9 +166,7 @@ def draw(inputs: QwenInputs, seed: int, rows: int, step: int) -> Batch:
     screens = [inputs.cut_screen(page.image) for page in pages]
     placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
     packed = inputs.pack_screens(placed, rows, screens[0].patches)
-    _, height, width = grid_of(screens[0])  # in patches
-    columns, rows_of_tokens = width // inputs.images.merge_size, height // inputs.images.merge_size
-    of_pages = [signs_of(page, columns, rows_of_tokens) for page in pages]
+    of_pages = [signs_of(page, token_grid(inputs, screens[0])) for page in pages]
     return packed.arrays, {kind: np.stack([s[kind] for s in of_pages]) for kind in KINDS}
 
 
@@ -187,23 +194,11 @@ def told(
     return sum(losses) / 2, right
 
 
-def train(
-    sight: Sight,
-    inputs: QwenInputs,
-    *,
-    steps: int,
-    batch_rows: int,
-    seed: int,
-    checkpoint_dir: Path,
-) -> None:
+def train(sight: Sight, inputs: QwenInputs, run: Run) -> None:
     """Trains the vision tower and its heads in place; see module_training.train."""
+    is_trained = nnx.Any(nnx.PathContains("visual"), nnx.PathContains("heads"))
     module_training.train(
-        sight,
-        nnx.Any(nnx.PathContains("visual"), nnx.PathContains("heads")),
-        loss_of,
-        lambda step: draw(inputs, seed, batch_rows, step),
-        module_training.Schedule("sight", steps, _LR, warmup_steps=20),
-        checkpoint_dir=checkpoint_dir,
+        sight, is_trained, loss_of, functools.partial(draw, inputs), _SCHEDULE, run
     )
 
 

@@ -189,7 +189,7 @@ def _levels(visual_md: jax.Array | None, vision_index_bt: jax.Array | None) -> V
 
 
 def block_outputs(model: TwoTowers, rows: TokenRows, visual_md: jax.Array | None) -> jax.Array:
-    """The residual stream after every text block and what is added there, [L,B,T,D]; for tests."""
+    """The residual stream after every text block and what is added there, [L,B,T,D]."""
     x_lbtd = _text_rows(model, rows, visual_md, collect=True)[1]
     assert x_lbtd is not None  # collect=True
     return x_lbtd
