@@ -7,7 +7,14 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from tools import make_base_model, make_page_model, page_answers, page_pointing, page_sight
+from tools import (
+    drawn_pages,
+    make_base_model,
+    make_page_model,
+    page_answers,
+    page_pointing,
+    page_sight,
+)
 from tools.drawn_pages import Item, Letter, Page, Question
 from tools.module_training import Run
 from uirl_jax import actions
@@ -230,11 +237,20 @@ def test_clicks_count_within_one_part_of_the_answer(made):
         assert {float(value) for value in shares.values()} == {share}, (away, shares)
 
 
-def test_drawn_questions_name_one_thing():
-    """`_place` takes the item by its box."""
+def test_drawn_questions_name_one_thing(monkeypatch):
+    """`_place` takes the item by its box. A page of which nothing can be asked is drawn again."""
+    ask, pages = drawn_pages.ask, []
+
+    def every_third(page, rng, most):
+        pages.append(page)
+        return ask(page, rng, most) if len(pages) % 3 == 0 else []
+
+    monkeypatch.setattr(drawn_pages, "ask", every_third)
     for seed in range(20):
         page, questions = page_answers.drawn(np.random.default_rng(seed), 4, 8, 6)
+        assert page is pages[-1]
         boxes = [item.box for item in page.items]
         assert len(set(boxes)) == len(boxes)
         assert {question.box for question in questions} <= set(boxes)
         assert len(questions) == 6
+    assert len(pages) == 60

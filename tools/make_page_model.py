@@ -196,16 +196,15 @@ def train(
             page_pointing.train(sight, setting, run("pointing", before.pointing))
         trainable = nnx.state(model, nnx.Param)
     first = 0 if start_from is None else LEVELS[-1]
-    if stage.steps:
-        trainable = make_base_model.train_stage(
-            BASE,
-            (graphdef, trainable, frozen),
-            stage,
-            lambda step: draw(setting, seed, batch_rows, first + step),
-            workdir,
-            started_s,
-        )
-    make_base_model.write_model(BASE, nnx.merge(graphdef, trainable, frozen), tokenizer, out)
+    trained = make_base_model.train_stage(
+        BASE,
+        (graphdef, trainable, frozen),
+        stage,
+        lambda step: draw(setting, seed, batch_rows, first + step),
+        workdir,
+        started_s,
+    )
+    make_base_model.write_model(BASE, nnx.merge(graphdef, trained, frozen), tokenizer, out)
 
 
 def main() -> None:
