@@ -46,7 +46,8 @@ SHAPES = ("circle", "triangle", "rectangle")
 _INK = (20, 20, 20)
 _MIDDLE = 0.64  # of a font's size: from the top of a line to the middle of its small letters
 _TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
-_SMALL_PX, _LARGE_PX = (7, 10), (15, 22)
+_SMALL_PX, _LARGE_PX = (7, 10), (15, 37)
+_IN_ORDER = 0.2  # of the questions about a text name others to be clicked after it
 
 
 def centre(box: Box) -> tuple[int, int]:
@@ -117,16 +118,19 @@ def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
 
 
 def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
-    """Questions that name one thing of the page each; the same thing may be asked for again."""
-    askable = [
-        phrases
-        for item in page.items
-        if (phrases := [Question(text, item.box) for text in _phrases(item, page.items)])
-    ]
-    if not askable:
-        return []
-    picks = rng.integers(len(askable), size=most)
-    return [askable[n][int(rng.integers(len(askable[n])))] for n in picks]
+    """Questions about one thing of the page each; the same thing may be asked for again.
+
+    Where several are named, the first is meant: what is to be clicked now.
+    """
+    askable = [(item, phrases) for item in page.items if (phrases := _phrases(item, page.items))]
+    questions = []
+    for _ in range(most if askable else 0):
+        item, phrases = askable[int(rng.integers(len(askable)))]
+        later = [other.text for other, _ in askable if other is not item and not other.is_look]
+        if later and not item.is_look and rng.random() < _IN_ORDER:
+            phrases = _in_order(item.text, [str(text) for text in rng.permutation(later)[:3]])
+        questions.append(Question(phrases[int(rng.integers(len(phrases)))], item.box))
+    return questions
 
 
 def in_reading_order(page: Page) -> list[Item]:
@@ -185,6 +189,16 @@ def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
     if item.kind == "link":
         return [f'Click on the link "{text}".', f'Click on "{text}".']
     return [f"Select {text}.", f'Click on the {item.kind} "{text}".', f'Click on "{text}".']
+
+
+def _in_order(first: str, later: Sequence[str]) -> list[str]:
+    """Instructions to click on several texts, one after the other."""
+    *middle, last = later
+    return [
+        f"Select {', '.join((first, *middle))} and click {last}.",
+        f"Select {', '.join((first, *later))}.",
+        f"Click on {first}, then click on {later[0]}.",
+    ]
 
 
 def _names(color: str) -> list[str]:
@@ -297,7 +311,10 @@ class _Painter:
         sizes = [self._size(text, font_px) for text in texts]
         side, gap = int(self._rng.integers(11, 15)), int(self._rng.integers(3, 12))
         width, height = max(width for width, _ in sizes), sizes[0][1]
-        outline = self._place(side + gap + width, max(side, height) + pitch * (len(texts) - 1))
+        lower = int(self._rng.integers(0, 5))  # than its box a label may stand
+        outline = self._place(
+            side + gap + width, max(side, height + lower) + pitch * (len(texts) - 1)
+        )
         if outline is None:
             return
         is_round, corner = self._rng.random() < 0.35, int(self._rng.integers(0, 4))
@@ -305,7 +322,7 @@ class _Painter:
             left, top = outline[0], outline[1] + row * pitch
             box = (left, top, left + side, top + side)
             self._box_to_tick(box, is_round, corner)
-            place = (box[2] + gap, top + (side - height) // 2)
+            place = (box[2] + gap, top + (side - height) // 2 + lower)
             letters_x = self._write(place, text, font_px)
             kind = "radio" if is_round else "check"
             self.items.append(Item(kind, box, text, letters_x=letters_x))
