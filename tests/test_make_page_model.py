@@ -102,6 +102,24 @@ def test_what_could_be_meant_twice_is_not_asked():
     }
 
 
+def test_of_several_texts_the_first_named_is_meant():
+    texts = ("Save", "Open", "Close")
+    buttons = tuple(
+        Item("button", (10, 60 + 30 * n, 90, 80 + 30 * n), t) for n, t in enumerate(texts)
+    )
+    field = Item("field", (10, 160, 90, 180))  # has no text that could be named
+    page = Page(drawn_pages.draw_page(np.random.default_rng(0), 0).image, (*buttons, field))
+    box_of = {item.text: item.box for item in buttons}
+    several = 0
+    for question in drawn_pages.ask(page, np.random.default_rng(1), 400):
+        named = [text for text in re.findall(r"\w+", question.instruction) if text in texts]
+        if named:
+            assert question.box == box_of[named[0]]
+            assert len(set(named)) == len(named)
+        several += len(named) > 1
+    assert 40 < several < 80  # a fifth of what is asked about the three texts
+
+
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
     base, directory = make_page_model.BASE, tmp_path_factory.mktemp("tokenizer")

@@ -46,7 +46,10 @@ SHAPES = ("circle", "triangle", "rectangle")
 _INK = (20, 20, 20)
 _MIDDLE = 0.64  # of a font's size: from the top of a line to the middle of its small letters
 _TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
+_FIGURES = ("shape", "letter", "digit")
 _SMALL_PX, _LARGE_PX = (7, 10), (15, 37)
+_DESCRIBED = 0.25  # of the pages of everything show one figure and words, of which one fits it
+_ASKED_TO_DESCRIBE = 0.5  # of the questions about such a page
 _IN_ORDER = 0.2  # of the questions about a text name others to be clicked after it
 
 
@@ -69,12 +72,12 @@ class Item:
     @property
     def is_look(self) -> bool:
         """Whether `shows` says how it looks; else what is written there."""
-        return self.kind in ("shape", "letter", "digit") or not self.text
+        return self.kind in _FIGURES or not self.text
 
     @property
     def shows(self) -> str:
         """What is there, in words; a text without its kind."""
-        if self.kind in ("shape", "letter", "digit"):
+        if self.kind in _FIGURES:
             return f"{'large' if self.large else 'small'} {self.color} {self.text}"
         return self.text or self.color or self.kind
 
@@ -104,7 +107,9 @@ def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
     """A page of the level with at most so many things."""
     wanted = int(rng.integers(2, most + 1))
     painter = _Painter(rng, level, wanted)
-    if level < 2:  # that it begins with two colours is what makes telling them learnable
+    if level == LEVELS[-1] and rng.random() < _DESCRIBED:
+        painter.described(most - 1)
+    elif level < 2:  # that it begins with two colours is what makes telling them learnable
         for color in rng.permutation(list(COLORS)[: 2 if level == 0 else 5])[:wanted]:
             painter.colour(str(color))
     else:
@@ -122,9 +127,13 @@ def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
 
     Where several are named, the first is meant: what is to be clicked now.
     """
+    fitting = _describing(page.items)
     askable = [(item, phrases) for item in page.items if (phrases := _phrases(item, page.items))]
     questions = []
     for _ in range(most if askable else 0):
+        if fitting and rng.random() < _ASKED_TO_DESCRIBE:
+            questions.append(fitting[int(rng.integers(len(fitting)))])
+            continue
         item, phrases = askable[int(rng.integers(len(askable)))]
         later = [other.text for other, _ in askable if other is not item and not other.is_look]
         if later and not item.is_look and rng.random() < _IN_ORDER:
@@ -163,7 +172,7 @@ def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
     peers = [other for other in items if other is not item]
     same_text = [other for other in peers if other.text.lower() == item.text.lower()]
     text = item.text
-    if item.kind in ("shape", "letter", "digit"):
+    if item.kind in _FIGURES:
         return [f"Click on a {words}" for words in _looks(item, peers)]
     if item.kind == "colour":
         if any(other.color == item.color and other.kind == "colour" for other in peers):
@@ -189,6 +198,34 @@ def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
     if item.kind == "link":
         return [f'Click on the link "{text}".', f'Click on "{text}".']
     return [f"Select {text}.", f'Click on the {item.kind} "{text}".', f'Click on "{text}".']
+
+
+def _describing(items: Sequence[Item]) -> list[Question]:
+    """Questions for the word on a page that says what its only figure is, or its colour."""
+    figures = [item for item in items if item.kind in _FIGURES]
+    if len(figures) != 1:
+        return []
+    figure = figures[0]
+    questions = []
+    for item in items:
+        phrases = []
+        if item.text in _kind_words(figure):
+            phrases = [
+                "Click on the word that says what the figure is.",
+                "Click what describes the figure.",
+                "Press the word for the figure.",
+            ]
+        elif item.text.lower() in _names(figure.color):
+            phrases = ["Click on the word for the color.", "Press the color of the figure."]
+        questions += [Question(phrase, item.box) for phrase in phrases]
+    return questions
+
+
+def _kind_words(figure: Item) -> tuple[str, ...]:
+    """What a figure is, as a word on a page says it."""
+    if figure.kind == "shape":
+        return (figure.text.capitalize(),)
+    return ("Digit", "Number") if figure.kind == "digit" else ("Letter",)
 
 
 def _in_order(first: str, later: Sequence[str]) -> list[str]:
@@ -220,7 +257,7 @@ def _of_field(item: Item, peers: Sequence[Item]) -> list[str]:
 
 def _looks(item: Item, peers: Sequence[Item]) -> list[str]:
     """Descriptions by size, colour and form that no other thing fits."""
-    drawn = [other for other in peers if other.kind in ("shape", "letter", "digit")]
+    drawn = [other for other in peers if other.kind in _FIGURES]
     nouns: list[tuple[str, Callable[[Item], bool]]] = [("item", lambda other: True)]
     if item.kind == "shape":
         nouns.append((item.text, lambda other: other.text == item.text))
@@ -272,9 +309,28 @@ class _Painter:
         """How many things more the page may have."""
         return self._most - len(self.items)
 
-    def button(self) -> None:
+    def described(self, words: int) -> None:
+        """One figure, and at most so many words of which one says what it is, or its colour."""
+        self.item()
+        if not self.items:
+            return
+        figure = self.items[0]
+        if self._rng.random() < 0.7:
+            fitting = str(self._rng.choice(_kind_words(figure)))
+            number = str(self._rng.choice(["Digit", "Number"]))
+            other = {"Letter", number, *map(str.capitalize, SHAPES)} - {*_kind_words(figure)}
+        else:
+            fitting = str(self._rng.choice(_names(figure.color))).capitalize()
+            other = {name.capitalize() for name in COLORS} - {figure.color.capitalize()}
+        count = min(words, int(self._rng.integers(3, 6)))
+        shown = [fitting, *map(str, self._rng.permutation(sorted(other))[: count - 1])]
+        draw = self.button if self._rng.random() < 0.7 else self.link
+        for text in self._rng.permutation(shown):
+            draw(str(text))
+
+    def button(self, text: str = "") -> None:
         """As large as its text needs, or of a size of its own."""
-        text, font_px = self._new_text(), self._font_px(15)
+        text, font_px = text or self._new_text(), self._font_px(15)
         width, height = self._size(text, font_px)
         pad_x, pad_y = int(self._rng.integers(4, 16)), int(self._rng.integers(2, 8))
         size = (width + 2 * pad_x, height + 2 * pad_y)
@@ -293,8 +349,8 @@ class _Painter:
             self.image.paste(inside, corner)
             self.items.append(Item("button", box, text, letters_x=letters_x))
 
-    def link(self) -> None:
-        text, font_px = self._new_text(), self._font_px(14)
+    def link(self, text: str = "") -> None:
+        text, font_px = text or self._new_text(), self._font_px(14)
         box = self._place(*self._size(text, font_px))
         if box is not None:
             ink = (0, 0, 238) if self._rng.random() < 0.7 else _INK
