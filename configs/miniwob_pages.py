@@ -33,12 +33,13 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.engine.prefill_lengths = (192, 576)
     cfg.engine.image_row_patches = 520  # 160x208
     # An episode of one turn in most tasks, and each turn has a context of its own: a group's screen
-    # stands in a row once (14 s a step of 128 episodes on one core; 36 s without).
+    # stands in a row once (14 s a step of 128 episodes on one core; 36 s without). Few groups have
+    # a signal, and an update sees a part of them: more rows than two would mostly be padding.
     cfg.learner.batch.share_prompts = True
-    cfg.learner.batch.rows = 8
+    cfg.learner.batch.rows = 2
     cfg.learner.batch.row_lengths = (608,)
     cfg.learner.batch.sampled_lengths = (96,)
-    cfg.learner.batch.image_rows = (16,)
+    cfg.learner.batch.image_rows = (2, 4)
     cfg.learner.batch.patch_lengths = (520,)
     # Eight updates a step: with one, grid-coordinate alone went from 47 to 52 %, with four to 90
     # (docs/notes/page_model.md).
@@ -47,6 +48,8 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.algorithm.minibatches = 4
     cfg.algorithm.stop_kl = 0.05
     if stage == "base":
+        cfg.learner.batch.rows = 12
+        cfg.learner.batch.image_rows = (32,)
         cfg.cold_start.steps = 400
         cfg.cold_start.episodes = 4800
         cfg.cold_start.episodes_per_step = 16

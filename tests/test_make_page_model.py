@@ -120,6 +120,36 @@ def test_of_several_texts_the_first_named_is_meant():
     assert 40 < several < 80  # a fifth of what is asked about the three texts
 
 
+def test_the_word_for_a_figure_is_asked_for():
+    """What a figure is, and its colour, by any of its names; of two figures neither is meant."""
+    image = drawn_pages.draw_page(np.random.default_rng(0), 0).image
+    figure = Item("digit", (10, 60, 40, 90), "7", "cyan", large=True)
+    texts = ("Letter", "Number", "Circle", "Aqua", "Red")
+    words = [Item("link", (60, 60 + 20 * n, 99, 75 + 20 * n), text) for n, text in enumerate(texts)]
+    rng = np.random.default_rng(1)
+    meant = {
+        question.instruction: question.box
+        for question in drawn_pages.ask(Page(image, (figure, *words)), rng, 200)
+        if re.search("figure|word|the color", question.instruction)
+    }
+    assert set(meant.values()) == {words[1].box, words[3].box}
+    assert all(("color" in said) == (box == words[3].box) for said, box in meant.items())
+    another = dataclasses.replace(figure, box=(10, 120, 40, 150))
+    asked = drawn_pages.ask(Page(image, (figure, another, *words)), rng, 200)
+    assert not [q for q in asked if re.search("figure|word|the color", q.instruction)]
+
+
+def test_some_pages_show_a_figure_and_the_word_for_it():
+    found = 0
+    for page in pages(drawn_pages.LEVELS[-1], 200):
+        figures = [item for item in page.items if item.kind in ("shape", "letter", "digit")]
+        others = {item.kind for item in page.items} - {"shape", "letter", "digit"}
+        if len(figures) == 1 and others in ({"button"}, {"link"}):
+            asked = drawn_pages.ask(page, np.random.default_rng(0), 60)
+            found += any(re.search("figure|color", q.instruction) for q in asked)
+    assert 30 < found < 70  # a quarter, less those where the word found no room
+
+
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
     base, directory = make_page_model.BASE, tmp_path_factory.mktemp("tokenizer")

@@ -224,7 +224,7 @@ def test_names_are_told_once_they_were_taught(made):
 def test_clicks_count_within_one_part_of_the_answer(made):
     setting, _ = made
     model = new_pointing(made).sight.model
-    arrays, asked, _ = page_pointing.draw(setting, 1, 2, 0)
+    arrays, asked, _ = page_pointing.draw(setting, 2, 2, 0)
     rows = TokenRows(**{name: arrays[name] for name in TokenRows._fields})
     embedding_vd = np.asarray(model.text.embedding[...])
     for away, share in ((0, 1.0), (1, 1.0), (2, 0.0)):
