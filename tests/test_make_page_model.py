@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import drawn_pages, make_base_model, make_page_model, qwen_tokenizer, supervised_rows
+from tools import (
+    drawn_pages,
+    make_base_model,
+    make_page_model,
+    page_questions,
+    qwen_tokenizer,
+    supervised_rows,
+)
 from tools.drawn_pages import Item, Page
 from tools.point_tokenizer import PointTokens
 from uirl_jax import actions
@@ -59,7 +66,9 @@ def test_equal_generators_give_equal_pages_and_questions():
     for page, again in zip(pages(3, 10), pages(3, 10), strict=True):
         assert page.items == again.items
         assert page.image.tobytes() == again.image.tobytes()
-        asked, repeated = (drawn_pages.ask(p, np.random.default_rng(1), 8) for p in (page, again))
+        asked, repeated = (
+            page_questions.ask(p, np.random.default_rng(1), 8) for p in (page, again)
+        )
         assert asked == repeated
 
 
@@ -69,7 +78,7 @@ def test_no_instruction_of_a_page_means_two_things():
         for page in pages(level):
             meant: dict[str, tuple[int, ...]] = {}
             for seed in range(6):
-                for question in drawn_pages.ask(page, np.random.default_rng(seed), 8):
+                for question in page_questions.ask(page, np.random.default_rng(seed), 8):
                     assert meant.setdefault(question.instruction, question.box) == question.box
                     said += 1
     assert said > 2000
@@ -79,11 +88,11 @@ def test_what_could_be_meant_twice_is_not_asked():
     one = Item("colour", (10, 60, 40, 90), color="red")
     two = dataclasses.replace(one, box=(60, 60, 90, 90))
     image = drawn_pages.draw_page(np.random.default_rng(0), 0).image
-    assert drawn_pages.ask(Page(image, (one, two)), np.random.default_rng(0), 8) == []
+    assert page_questions.ask(Page(image, (one, two)), np.random.default_rng(0), 8) == []
     small = Item("shape", (10, 60, 18, 68), "circle", "blue", large=False)
     large = Item("shape", (40, 60, 60, 80), "circle", "blue", large=True)
     rng = np.random.default_rng(0)
-    asked = drawn_pages.ask(Page(image, (small, large)), rng, 50)
+    asked = page_questions.ask(Page(image, (small, large)), rng, 50)
     assert {question.box for question in asked} == {small.box, large.box}
     for question in asked:
         assert ("small" in question.instruction) == (question.box == small.box)
@@ -91,10 +100,10 @@ def test_what_could_be_meant_twice_is_not_asked():
     same = tuple(Item("button", (10, top, 90, top + 20), "Save") for top in (60, 120))
     other = Item("link", (10, 150, 40, 160), "save")  # in lower case the same word
     named = Item("link", (10, 180, 40, 190), "Open")
-    asked = drawn_pages.ask(Page(image, (*same, other, named)), rng, 50)
+    asked = page_questions.ask(Page(image, (*same, other, named)), rng, 50)
     assert {question.box for question in asked} == {named.box}
     fields = tuple(Item("field", (10, top, 90, top + 20)) for top in (60, 120, 90))
-    boxes = {q.instruction: q.box for q in drawn_pages.ask(Page(image, fields), rng, 50)}
+    boxes = {q.instruction: q.box for q in page_questions.ask(Page(image, fields), rng, 50)}
     assert boxes == {
         "Focus into the 1st input textbox.": fields[0].box,
         "Focus into the 2nd input textbox.": fields[2].box,
@@ -107,13 +116,18 @@ def test_of_several_texts_the_first_named_is_meant():
     buttons = tuple(
         Item("button", (10, 60 + 30 * n, 90, 80 + 30 * n), t) for n, t in enumerate(texts)
     )
-    field = Item("field", (10, 160, 90, 180))  # has no text that could be named
-    page = Page(drawn_pages.draw_page(np.random.default_rng(0), 0).image, (*buttons, field))
+    # Its label is also a button's text: only "field" says which of them is meant.
+    field = Item("field", (10, 160, 90, 180), "Send")
+    send = Item("button", (10, 185, 90, 205), "Send")
+    image = drawn_pages.draw_page(np.random.default_rng(0), 0).image
+    page = Page(image, (*buttons, field, send))
     box_of = {item.text: item.box for item in buttons}
     several = 0
-    for question in drawn_pages.ask(page, np.random.default_rng(1), 400):
+    for question in page_questions.ask(page, np.random.default_rng(1), 400):
         named = [text for text in re.findall(r"\w+", question.instruction) if text in texts]
-        if named:
+        if question.box == field.box:
+            assert not named and re.search("Focus|field", question.instruction)
+        elif named:
             assert question.box == box_of[named[0]]
             assert len(set(named)) == len(named)
         several += len(named) > 1
@@ -129,25 +143,77 @@ def test_the_word_for_a_figure_is_asked_for():
     rng = np.random.default_rng(1)
     meant = {
         question.instruction: question.box
-        for question in drawn_pages.ask(Page(image, (figure, *words)), rng, 200)
+        for question in page_questions.ask(Page(image, (figure, *words)), rng, 200)
         if re.search("figure|word|the color", question.instruction)
     }
     assert set(meant.values()) == {words[1].box, words[3].box}
     assert all(("color" in said) == (box == words[3].box) for said, box in meant.items())
+    both = dataclasses.replace(words[0], text="Digit")  # beside Number
+    asked = page_questions.ask(Page(image, (figure, both, *words[1:])), rng, 200)
+    boxes = {q.box for q in asked if re.search("figure|word|the color", q.instruction)}
+    assert boxes == {words[3].box}
     another = dataclasses.replace(figure, box=(10, 120, 40, 150))
-    asked = drawn_pages.ask(Page(image, (figure, another, *words)), rng, 200)
+    asked = page_questions.ask(Page(image, (figure, another, *words)), rng, 200)
     assert not [q for q in asked if re.search("figure|word|the color", q.instruction)]
 
 
 def test_some_pages_show_a_figure_and_the_word_for_it():
     found = 0
     for page in pages(drawn_pages.LEVELS[-1], 200):
-        figures = [item for item in page.items if item.kind in ("shape", "letter", "digit")]
-        others = {item.kind for item in page.items} - {"shape", "letter", "digit"}
+        figures = [item for item in page.items if item.kind in drawn_pages.FIGURES]
+        others = {item.kind for item in page.items} - {*drawn_pages.FIGURES}
         if len(figures) == 1 and others in ({"button"}, {"link"}):
-            asked = drawn_pages.ask(page, np.random.default_rng(0), 60)
+            texts = [item.text for item in page.items if item not in figures]
+            assert len(set(texts)) == len(texts)
+            colors = drawn_pages.color_names(figures[0].color)
+            assert sum(text.lower() in colors for text in texts) <= 1
+            asked = page_questions.ask(page, np.random.default_rng(0), 60)
             found += any(re.search("figure|color", q.instruction) for q in asked)
     assert 30 < found < 70  # a quarter, less those where the word found no room
+
+
+def test_labels_stand_beside_their_boxes_or_a_little_lower():
+    """In pixels, of a label's small letters; lines of 10 to 12 pixels are not centred to one."""
+    lower = []
+    for page in pages(3, 200):
+        start_of = {word[0].x: word[0].y for word in page.words}
+        for item in page.items:
+            if item.kind in ("check", "radio") and item.letters_x[0] in start_of:
+                label_y = start_of[item.letters_x[0]]
+                if abs(label_y - drawn_pages.centre(item.box)[1]) < 8:  # else another word's
+                    lower.append(label_y - drawn_pages.centre(item.box)[1])
+    assert len(lower) > 200
+    assert set(lower) == {0, 1, 2, 3, 4, 5}
+
+
+def test_labels_stay_where_nothing_else_is_drawn(monkeypatch):
+    columns, ends = 0, []
+
+    def write(place: tuple[int, int], text: str, font_px: int) -> tuple[int, ...]:
+        ends.append(place[1] + font_px + 2)
+        return ()
+
+    for seed in range(200):
+        painter = drawn_pages._Painter(np.random.default_rng(seed), 3, 6)
+        ends.clear()
+        monkeypatch.setattr(painter, "_write", write)
+        painter.checks()
+        if ends:
+            assert ends[-1] <= painter._taken[-1][3] + 1  # a line more than a box is centred
+            columns += len(ends) > 1
+    assert columns > 50
+
+
+def test_figures_are_as_large_as_those_of_real_pages():
+    sides: dict[bool, set[int]] = {False: set(), True: set()}
+    for page in pages(2, 400):
+        for item in page.items:
+            if item.kind in drawn_pages.FIGURES:
+                left, top, right, bottom = item.box
+                assert 0 <= left < right < drawn_pages.WIDTH_PX
+                assert drawn_pages.BAND_PX <= top < bottom < drawn_pages.HEIGHT_PX
+                sides[item.large].add(right - left)
+    assert sides == {False: {9, 10, 11}, True: {*range(17, 39)}}
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +225,13 @@ def setting(tmp_path_factory):
     return make_page_model.Setting(base, chat, base.family.make_inputs(base.config(tokenizer)))
 
 
-def drawn_and_asked(seed: int, level: int) -> tuple[Page, list[drawn_pages.Question]]:
+def drawn_and_asked(seed: int, level: int) -> tuple[Page, list[page_questions.Question]]:
     """What `page_example` draws with the same seed."""
     rng = np.random.default_rng(seed)
-    questions: list[drawn_pages.Question] = []
+    questions: list[page_questions.Question] = []
     while not questions:
         page = drawn_pages.draw_page(rng, level, make_page_model.MOST[level])
-        questions = drawn_pages.ask(page, rng, make_page_model.QUESTIONS)
+        questions = page_questions.ask(page, rng, make_page_model.QUESTIONS)
     return page, questions
 
 
@@ -449,7 +515,7 @@ def test_what_is_no_model_of_the_tool_is_refused_in_one_line(start, says, tmp_pa
 
 def test_texts_to_type_are_the_named_ones():
     for seed in range(60):
-        instruction, text = drawn_pages.to_type(np.random.default_rng(seed))
+        instruction, text = page_questions.to_type(np.random.default_rng(seed))
         if instruction.startswith("Type"):
             assert instruction == f'Type "{text}".'
             continue
@@ -464,7 +530,7 @@ def test_texts_to_type_are_the_named_ones():
 def test_colours_have_all_their_names():
     item = Item("colour", (10, 60, 40, 90), color="cyan")
     page = Page(drawn_pages.draw_page(np.random.default_rng(0), 0).image, (item,))
-    said = {q.instruction for q in drawn_pages.ask(page, np.random.default_rng(0), 60)}
+    said = {q.instruction for q in page_questions.ask(page, np.random.default_rng(0), 60)}
     assert said == {
         f"Click on the {name} {noun}"
         for name in ("cyan", "aqua")

@@ -8,15 +8,16 @@ from flax import nnx
 from PIL import Image
 
 from tools import (
-    drawn_pages,
     make_base_model,
     make_page_model,
     page_answers,
     page_pointing,
+    page_questions,
     page_sight,
 )
-from tools.drawn_pages import Item, Letter, Page, Question
+from tools.drawn_pages import Item, Letter, Page
 from tools.module_training import Run
+from tools.page_questions import Question
 from uirl_jax import actions
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
@@ -239,13 +240,13 @@ def test_clicks_count_within_one_part_of_the_answer(made):
 
 def test_drawn_questions_name_one_thing(monkeypatch):
     """`_place` takes the item by its box. A page of which nothing can be asked is drawn again."""
-    ask, pages = drawn_pages.ask, []
+    ask, pages = page_questions.ask, []
 
     def every_third(page, rng, most):
         pages.append(page)
         return ask(page, rng, most) if len(pages) % 3 == 0 else []
 
-    monkeypatch.setattr(drawn_pages, "ask", every_third)
+    monkeypatch.setattr(page_questions, "ask", every_third)
     for seed in range(20):
         page, questions = page_answers.drawn(np.random.default_rng(seed), 4, 8, 6)
         assert page is pages[-1]

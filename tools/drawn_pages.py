@@ -1,15 +1,15 @@
-"""Small pages drawn with Pillow, and what is asked about them: a small model learns to read by it.
+"""Small pages drawn with Pillow, from which a small model learns to read.
 
 Buttons, links, boxes to tick, fields, coloured boxes, shapes and letters at random places, in the
 fonts of the bundled server's pages. A page takes milliseconds and no browser, so that a model made
 from nothing sees each page once (`make_page_model`). The sizes are those of MiniWoB++: 160x210,
-with a band for the instruction on top. No page of a real task is copied.
+with a band for the instruction on top. No page of a real task is copied. What is asked about them
+is in `page_questions`.
 """
 
 import dataclasses
 import itertools
 import string
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,16 +41,13 @@ COLORS = {
     "white": (255, 255, 255),
 }
 _ALSO_CALLED = {"cyan": "aqua", "magenta": "fuchsia", "grey": "gray"}
-_ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
 SHAPES = ("circle", "triangle", "rectangle")
 _INK = (20, 20, 20)
 _MIDDLE = 0.64  # of a font's size: from the top of a line to the middle of its small letters
 _TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
-_FIGURES = ("shape", "letter", "digit")
+FIGURES = ("shape", "letter", "digit")  # kinds of things that are told by how they look
 _SMALL_PX, _LARGE_PX = (7, 10), (15, 37)
 _DESCRIBED = 0.25  # of the pages of everything show one figure and words, of which one fits it
-_ASKED_TO_DESCRIBE = 0.5  # of the questions about such a page
-_IN_ORDER = 0.2  # of the questions about a text name others to be clicked after it
 
 
 def centre(box: Box) -> tuple[int, int]:
@@ -72,20 +69,14 @@ class Item:
     @property
     def is_look(self) -> bool:
         """Whether `shows` says how it looks; else what is written there."""
-        return self.kind in _FIGURES or not self.text
+        return self.kind in FIGURES or not self.text
 
     @property
     def shows(self) -> str:
         """What is there, in words; a text without its kind."""
-        if self.kind in _FIGURES:
+        if self.kind in FIGURES:
             return f"{'large' if self.large else 'small'} {self.color} {self.text}"
         return self.text or self.color or self.kind
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    instruction: str
-    box: Box
 
 
 class Letter(NamedTuple):
@@ -122,26 +113,6 @@ def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
     return Page(painter.image, tuple(painter.items), tuple(painter.words))
 
 
-def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
-    """Questions about one thing of the page each; the same thing may be asked for again.
-
-    Where several are named, the first is meant: what is to be clicked now.
-    """
-    fitting = _describing(page.items)
-    askable = [(item, phrases) for item in page.items if (phrases := _phrases(item, page.items))]
-    questions = []
-    for _ in range(most if askable else 0):
-        if fitting and rng.random() < _ASKED_TO_DESCRIBE:
-            questions.append(fitting[int(rng.integers(len(fitting)))])
-            continue
-        item, phrases = askable[int(rng.integers(len(askable)))]
-        later = [other.text for other, _ in askable if other is not item and not other.is_look]
-        if later and not item.is_look and rng.random() < _IN_ORDER:
-            phrases = _in_order(item.text, [str(text) for text in rng.permutation(later)[:3]])
-        questions.append(Question(phrases[int(rng.integers(len(phrases)))], item.box))
-    return questions
-
-
 def in_reading_order(page: Page) -> list[Item]:
     """The things of a page from top to bottom; beside each other, from left to right."""
     return sorted(page.items, key=lambda item: centre(item.box)[::-1])
@@ -157,130 +128,16 @@ def any_text(rng: np.random.Generator) -> str:
     return text.lower() if form < 0.4 else text.upper() if form < 0.5 else text
 
 
-def to_type(rng: np.random.Generator) -> tuple[str, str]:
-    """An instruction to type a text that it quotes, maybe one of two; and the text."""
-    one, other = any_text(rng), any_text(rng)
-    if rng.random() < 0.4:
-        return f'Type "{one}".', one
-    first, second = (str(name).lower() for name in rng.choice(words.NOUNS, 2, replace=False))
-    named, text = ((first, one), (second, other))[int(rng.integers(2))]
-    return f'The {first} is "{one}" and the {second} is "{other}". Type the {named}.', text
-
-
-def _phrases(item: Item, items: Sequence[Item]) -> list[str]:
-    """Instructions that mean this thing and no other."""
-    peers = [other for other in items if other is not item]
-    same_text = [other for other in peers if other.text.lower() == item.text.lower()]
-    text = item.text
-    if item.kind in _FIGURES:
-        return [f"Click on a {words}" for words in _looks(item, peers)]
-    if item.kind == "colour":
-        if any(other.color == item.color and other.kind == "colour" for other in peers):
-            return []
-        return [
-            phrase
-            for color in _names(item.color)
-            for phrase in (f"Click on the {color} colored box.", f"Click on the {color} box.")
-        ]
-    if item.kind == "close":
-        return ['Close the dialog box by clicking the "x".', "Close the dialog."]
-    if item.kind == "field":
-        return [*_of_field(item, [o for o in peers if o.kind == "field"])]
-    if same_text or not text:
-        return []
-    if item.kind == "button":
-        return [
-            f'Click on the "{text}" button.',
-            f"Click button {text}.",
-            f'Click the button labeled "{text}".',
-            f'Click on "{text}".',
-        ]
-    if item.kind == "link":
-        return [f'Click on the link "{text}".', f'Click on "{text}".']
-    return [f"Select {text}.", f'Click on the {item.kind} "{text}".', f'Click on "{text}".']
-
-
-def _describing(items: Sequence[Item]) -> list[Question]:
-    """Questions for the word on a page that says what its only figure is, or its colour."""
-    figures = [item for item in items if item.kind in _FIGURES]
-    if len(figures) != 1:
-        return []
-    figure = figures[0]
-    questions = []
-    for item in items:
-        phrases = []
-        if item.text in _kind_words(figure):
-            phrases = [
-                "Click on the word that says what the figure is.",
-                "Click what describes the figure.",
-                "Press the word for the figure.",
-            ]
-        elif item.text.lower() in _names(figure.color):
-            phrases = ["Click on the word for the color.", "Press the color of the figure."]
-        questions += [Question(phrase, item.box) for phrase in phrases]
-    return questions
-
-
-def _kind_words(figure: Item) -> tuple[str, ...]:
+def kind_words(figure: Item) -> tuple[str, ...]:
     """What a figure is, as a word on a page says it."""
     if figure.kind == "shape":
         return (figure.text.capitalize(),)
     return ("Digit", "Number") if figure.kind == "digit" else ("Letter",)
 
 
-def _in_order(first: str, later: Sequence[str]) -> list[str]:
-    """Instructions to click on several texts, one after the other."""
-    *middle, last = later
-    return [
-        f"Select {', '.join((first, *middle))} and click {last}.",
-        f"Select {', '.join((first, *later))}.",
-        f"Click on {first}, then click on {later[0]}.",
-    ]
-
-
-def _names(color: str) -> list[str]:
+def color_names(color: str) -> list[str]:
+    """What a colour is called."""
     return [color, *filter(None, [_ALSO_CALLED.get(color)])]
-
-
-def _of_field(item: Item, peers: Sequence[Item]) -> list[str]:
-    phrases = []
-    if item.text and not any(o.text == item.text for o in peers):
-        phrases += [f"Focus into the {item.text} field.", f'Click on the field "{item.text}".']
-    if not peers:
-        phrases.append("Focus into the textbox.")
-    place = sum(other.box[1] < item.box[1] for other in peers)
-    rows = {other.box[1] for other in (item, *peers)}
-    if peers and len(rows) == len(peers) + 1 and place < len(_ORDINALS):
-        phrases.append(f"Focus into the {_ORDINALS[place]} input textbox.")
-    return phrases
-
-
-def _looks(item: Item, peers: Sequence[Item]) -> list[str]:
-    """Descriptions by size, colour and form that no other thing fits."""
-    drawn = [other for other in peers if other.kind in _FIGURES]
-    nouns: list[tuple[str, Callable[[Item], bool]]] = [("item", lambda other: True)]
-    if item.kind == "shape":
-        nouns.append((item.text, lambda other: other.text == item.text))
-        nouns.append(("shape", lambda other: other.kind == "shape"))
-    else:
-        nouns.append((item.kind, lambda other: other.kind == item.kind))
-        nouns.append((item.text, lambda other: other.text == item.text))
-    found = []
-    for noun, fits in nouns:
-        for by_size in (False, True):
-            for by_color in (False, True):
-                rivals = [
-                    other
-                    for other in drawn
-                    if fits(other)
-                    and (not by_size or other.large == item.large)
-                    and (not by_color or other.color == item.color)
-                ]
-                if not rivals:
-                    size = ("large " if item.large else "small ") if by_size else ""
-                    colors = [f"{name} " for name in _names(item.color)] if by_color else [""]
-                    found += [f"{size}{color}{noun}" for color in colors]
-    return found
 
 
 class _Painter:
@@ -316,11 +173,11 @@ class _Painter:
             return
         figure = self.items[0]
         if self._rng.random() < 0.7:
-            fitting = str(self._rng.choice(_kind_words(figure)))
+            fitting = str(self._rng.choice(kind_words(figure)))
             number = str(self._rng.choice(["Digit", "Number"]))
-            other = {"Letter", number, *map(str.capitalize, SHAPES)} - {*_kind_words(figure)}
+            other = {"Letter", number, *map(str.capitalize, SHAPES)} - {*kind_words(figure)}
         else:
-            fitting = str(self._rng.choice(_names(figure.color))).capitalize()
+            fitting = str(self._rng.choice(color_names(figure.color))).capitalize()
             other = {name.capitalize() for name in COLORS} - {figure.color.capitalize()}
         count = min(words, int(self._rng.integers(3, 6)))
         shown = [fitting, *map(str, self._rng.permutation(sorted(other))[: count - 1])]

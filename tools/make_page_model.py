@@ -46,7 +46,7 @@ from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig
 from uirl_jax.types import TrainBatch
 
 QUESTIONS = 5  # of a page
-_ROW_TOKENS = 520  # of 800 pages none needed more than 511
+_ROW_TOKENS = 520  # of 1,500 pages none needed more than 511
 _SAMPLED_TOKENS = 176  # of a row's answers, of which none had more than 161
 _SPELT = 0.6  # of the pages are read with the column of each letter
 _FORMAT = "points_64"

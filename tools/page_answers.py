@@ -1,14 +1,15 @@
 """How what is asked about a drawn page is answered, in a model's own action format.
 
-`drawn_pages` knows pages and questions and no model; `make_page_model` and `page_pointing` train on
-the pairs that are made here.
+`drawn_pages` knows pages, `page_questions` what is asked, and neither a model; `make_page_model`
+and `page_pointing` train on the pairs that are made here.
 """
 
 import numpy as np
 
-from tools import drawn_pages
-from tools.drawn_pages import Page, Question
+from tools import drawn_pages, page_questions
+from tools.drawn_pages import Page
 from tools.make_base_model import Setting
+from tools.page_questions import Question
 from uirl_jax.actions.formats import format_action
 from uirl_jax.families.border import Screen
 from uirl_jax.types import Action
@@ -23,7 +24,7 @@ def drawn(
     asked: list[Question] = []
     while not asked:
         page = drawn_pages.draw_page(rng, level, most)
-        asked = drawn_pages.ask(page, rng, questions)
+        asked = page_questions.ask(page, rng, questions)
     return page, asked
 
 
@@ -49,6 +50,6 @@ class Answers:
         """Pairs of instruction and answer; a text to type may take the last one's place."""
         asked = [(question.instruction, self.click(question.box)) for question in questions]
         if rng.random() < TYPING:
-            instruction, text = drawn_pages.to_type(rng)
+            instruction, text = page_questions.to_type(rng)
             asked[-1] = instruction, self.written(Action("type", text=text))
         return asked

@@ -17,9 +17,10 @@ import numpy as np
 from flax import nnx
 
 from tools import drawn_pages, module_training, page_answers, page_sight, supervised_rows
-from tools.drawn_pages import Page, Question
+from tools.drawn_pages import Page
 from tools.make_base_model import Setting
 from tools.module_training import Run, Schedule
+from tools.page_questions import Question
 from tools.page_sight import KINDS, Sight, mean
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
@@ -27,7 +28,7 @@ from uirl_jax.models import scoring
 from uirl_jax.types import TrainBatch
 
 _QUESTIONS = 6  # of a page
-# Of 1,500 pages none needed more than 452, and 37 of answers.
+# Of 3,000 pages none needed more than 452, and 37 of answers.
 _ROW_TOKENS, _SAMPLED_TOKENS = 456, 40
 _FULL = 0.5  # of the pages are full of texts, as half of `page_sight`'s
 _FULL_PAGE, _ANY_PAGE = (3, 20), (4, 8)  # level, and most things
