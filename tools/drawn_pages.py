@@ -47,7 +47,7 @@ _MIDDLE = 0.64  # of a font's size: from the top of a line to the middle of its 
 _TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
 FIGURES = ("shape", "letter", "digit")  # kinds of things that are told by how they look
 _SMALL_PX, _LARGE_PX = (7, 10), (15, 37)
-_DESCRIBED = 0.25  # of the pages of everything show one figure and words, of which one fits it
+_DESCRIBED = 0.4  # of the pages of everything show one figure and words, of which one fits it
 
 
 def centre(box: Box) -> tuple[int, int]:

@@ -4,7 +4,9 @@ Answers alone teach this too slowly: a text has to be spelt from the question, r
 compared before any of the three is of use. So each is taught by itself, beside the answers. A
 linear head, thrown away afterwards, says at the end of a question how the thing is called; the
 heads of `page_sight` say what stands on the page; and the third block's attention is told where to
-look: its first head anywhere in the text, its last head at the token where a click belongs.
+look: its first head anywhere in the text, its last head at the token where a click belongs. Where a
+question asks for the word that describes a figure, the second block's last head is told to look at
+the figure: what the name is, stands in no question then.
 """
 
 import functools
@@ -33,7 +35,14 @@ _ROW_TOKENS, _SAMPLED_TOKENS = 456, 40
 _FULL = 0.5  # of the pages are full of texts, as half of `page_sight`'s
 _FULL_PAGE, _ANY_PAGE = (3, 20), (4, 8)  # level, and most things
 _BLOCK = 2  # names are spelt and gathered in the two before, places written in the one after
-_ATTENTION, _NAMES, _SIGHT = 0.5, 0.3, 0.15  # losses, beside the answers' of 1
+_WEIGHTS = {
+    "answers": 1.0,
+    "attention": 0.5,
+    "shown": 0.15,
+    "names": 0.3,
+    "described": 0.15,  # few questions, of which each counts more
+    "sight": 0.15,
+}  # of the losses
 _SCHEDULE = Schedule("pointing", lr=4e-3, warmup_steps=50)
 _NOWHERE = -1e9  # the logarithm of no share; of -inf the gradient is nan
 _NAMED = KINDS["words"]  # letters of a name, and how many of them
@@ -41,7 +50,8 @@ _NAMED = KINDS["words"]  # letters of a name, and how many of them
 _GIVEN = (*TokenRows._fields, "sampled_index_bs", "weights_bt", "vision")  # of a TrainBatch
 
 Batch = tuple[dict[str, Any], "Asked", dict[str, np.ndarray]]
-Place = tuple[list[int], np.ndarray, np.ndarray]  # a question's part of the last three of `Asked`
+# A question's part of the last four of `Asked`.
+Place = tuple[list[int], np.ndarray, np.ndarray, np.ndarray]
 
 
 class Asked(NamedTuple):
@@ -52,6 +62,7 @@ class Asked(NamedTuple):
     named_bqs: Any  # int32, letters of the thing's text as signs of `words`; 0: it has none
     thing_bqv: Any  # bool, the token where the click belongs; none: no click is asked for
     text_bqv: Any  # bool, that and what its text or its looks cover
+    shown_bqv: Any  # bool, the figure that the thing's text describes; none: the question names it
 
 
 class Pointing(nnx.Module):
@@ -104,8 +115,7 @@ def _asked(batch: TrainBatch, places: list[list[Place]], tokens: int) -> Asked:
         np.zeros(shape_bq, np.int32),
         np.argmax(batch.vision_index_bt >= 0, axis=1).astype(np.int32),
         np.zeros((*shape_bq, _NAMED.slots), np.int32),
-        np.zeros((*shape_bq, tokens), bool),
-        np.zeros((*shape_bq, tokens), bool),
+        *(np.zeros((*shape_bq, tokens), bool) for _ in range(3)),
     )
     for row, of_row in enumerate(places):
         before = np.flatnonzero(np.diff(batch.completion_mask_bt[row]) > 0)
@@ -117,16 +127,18 @@ def _asked(batch: TrainBatch, places: list[list[Place]], tokens: int) -> Asked:
 
 
 def _place(page: Page, question: Question, words_vs: np.ndarray, grid: tuple[int, int]) -> Place:
-    """A question's part of `named`, `thing` and `text`, see Asked.
+    """A question's part of `named`, `thing`, `text` and `shown`, see Asked.
 
     Args: grid: rows and columns of visual tokens.
     """
     item = next(item for item in page.items if item.box == question.box)
     named = [0] * _NAMED.slots if item.is_look else page_sight.word(item.text)
     thing_v = _covered(page, (*drawn_pages.centre(item.box), *drawn_pages.centre(item.box)), grid)
-    if any(named):
-        return named, thing_v, thing_v | (words_vs == named).all(-1)
-    return named, thing_v, _covered(page, item.box, grid)
+    is_text_v = (words_vs == named).all(-1)
+    text_v = thing_v | is_text_v if any(named) else _covered(page, item.box, grid)
+    shown = question.shown
+    shown_v = np.zeros_like(thing_v) if shown is None else _covered(page, shown, grid)
+    return named, thing_v, text_v, shown_v
 
 
 def _covered(page: Page, box: drawn_pages.Box, grid: tuple[int, int]) -> np.ndarray:
@@ -159,58 +171,101 @@ def loss_of(
     )
     losses = {"answers": -jnp.sum(logprobs_bt * arrays["weights_bt"])}
     losses["attention"], found = _attention(model, rows, x_lbtd[_BLOCK - 1], asked)
-    losses["names"], spelt = _names(pointing, x_lbtd[_BLOCK - 1], asked)
+    losses["shown"], looked = _shown(model, rows, x_lbtd[_BLOCK - 2], asked)
+    of_names, spelt = _names(pointing, x_lbtd[_BLOCK - 1], asked)
     losses["sight"], told = page_sight.told(pointing.sight, visual_me, signs)
-    weights = {"answers": 1.0, "attention": _ATTENTION, "names": _NAMES, "sight": _SIGHT}
-    loss = sum(weights[name] * value for name, value in losses.items())
-    shares = {**found, **spelt, **{f"told_{kind}": told[kind] for kind in ("letters", "words")}}
+    losses |= of_names
+    loss = sum(_WEIGHTS[name] * value for name, value in losses.items())
+    shares = found | looked | spelt | {f"told_{kind}": told[kind] for kind in ("letters", "words")}
     return loss, losses | shares | _clicked(model, rows, hidden_btd, asked)
 
 
 def _attention(
     model: Any, rows: TokenRows, x_btd: jax.Array, asked: Asked
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What the attention to a screen misses of what it should see, of both tokens of a click.
-
-    -log of the attention's share, among the screen's tokens, that lies where it should.
-    """
-    block = jax.tree.map(lambda leaf: leaf[_BLOCK], model.text.blocks)
-    q_btnh, k_btkh, _ = block.qkv(x_btd, model.rotary(rows.positions_abt))
-    batch_b1 = jnp.arange(len(x_btd))[:, None]
-    tokens = asked.thing_bqv.shape[-1]
-    k_bvkh = k_btkh[batch_b1, asked.first_b[:, None] + jnp.arange(tokens)]
+    """What the attention to a screen misses of what it should see, of both tokens of a click."""
     points_bq = asked.thing_bqv.any(-1)
+    named_bq = points_bq & asked.named_bqs.any(-1)
     losses, found = [], {}
     # The first and the last query head: they have key heads of their own.
-    for name, head, target_bqv in (
-        ("text", 0, asked.text_bqv),
-        ("thing", -1, asked.thing_bqv),
-    ):
+    for name, head, target_bqv in (("text", 0, asked.text_bqv), ("thing", -1, asked.thing_bqv)):
         for axis, place_bq in (("x", asked.at_bq), ("y", asked.at_bq + 1)):
-            q_bqh = q_btnh[batch_b1, place_bq][:, :, head]
-            scores_bqv = jnp.einsum("bqh,bvh->bqv", q_bqh, k_bvkh[:, :, head])
-            logp_bqv = jax.nn.log_softmax(scores_bqv.astype(jnp.float32) / q_bqh.shape[-1] ** 0.5)
-            seen_bq = jax.nn.logsumexp(jnp.where(target_bqv, logp_bqv, _NOWHERE), -1)
-            losses.append(mean(-seen_bq, points_bq))
-            nearest_bq1 = jnp.argmax(logp_bqv, -1)[..., None]
-            hit_bq = jnp.take_along_axis(target_bqv, nearest_bq1, -1)[..., 0]
-            found[f"{name}_{axis}"] = mean(hit_bq, points_bq & asked.named_bqs.any(-1))
+            missed_bq, hit_bq = _looks(
+                model, rows, x_btd, _BLOCK, head, place_bq, target_bqv, asked.first_b
+            )
+            losses.append(mean(missed_bq, points_bq))
+            found[f"{name}_{axis}"] = mean(hit_bq, named_bq)
     return sum(losses) / len(losses), found
+
+
+def _shown(
+    model: Any, rows: TokenRows, x_btd: jax.Array, asked: Asked
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The same of figures that are described, in the block before."""
+    described_bq = asked.shown_bqv.any(-1)
+    losses, found = [], {}
+    for axis, place_bq in (("x", asked.at_bq), ("y", asked.at_bq + 1)):
+        missed_bq, hit_bq = _looks(
+            model, rows, x_btd, _BLOCK - 1, -1, place_bq, asked.shown_bqv, asked.first_b
+        )
+        losses.append(mean(missed_bq, described_bq))
+        found[f"shown_{axis}"] = mean(hit_bq, described_bq)
+    return sum(losses) / len(losses), found
+
+
+def _looks(
+    model: Any,
+    rows: TokenRows,
+    x_btd: jax.Array,
+    block: int,
+    head: int,
+    at_bq: jax.Array,
+    target_bqv: jax.Array,
+    first_b: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """How a head looks at a target on the screen, from one token of each question.
+
+    Args:
+      x_btd: what the block is given.
+      at_bq: the tokens from which it looks.
+      first_b: see Asked.
+
+    Returns:
+      -log of the share of its attention to the screen that lies on the target, and whether the
+      token that it looks at most does; float32 and bool [B, Q].
+    """
+    of_block = jax.tree.map(lambda leaf: leaf[block], model.text.blocks)
+    q_btnh, k_btkh, _ = of_block.qkv(x_btd, model.rotary(rows.positions_abt))
+    batch_b1 = jnp.arange(len(x_btd))[:, None]
+    k_bvh = k_btkh[batch_b1, first_b[:, None] + jnp.arange(target_bqv.shape[-1])][:, :, head]
+    q_bqh = q_btnh[batch_b1, at_bq][:, :, head]
+    scores_bqv = jnp.einsum("bqh,bvh->bqv", q_bqh, k_bvh).astype(jnp.float32)
+    logp_bqv = jax.nn.log_softmax(scores_bqv / q_bqh.shape[-1] ** 0.5)
+    missed_bq = -jax.nn.logsumexp(jnp.where(target_bqv, logp_bqv, _NOWHERE), -1)
+    nearest_bq1 = jnp.argmax(logp_bqv, -1)[..., None]
+    return missed_bq, jnp.take_along_axis(target_bqv, nearest_bq1, -1)[..., 0]
 
 
 def _names(
     pointing: Pointing, x_btd: jax.Array, asked: Asked
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy of the letters of what a question names, at its end."""
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Cross-entropy of the letters of what a question names or describes, at its end."""
     x_bqd = x_btd[jnp.arange(len(x_btd))[:, None], asked.at_bq].astype(jnp.float32)
     x_bqd = x_bqd * jax.lax.rsqrt(jnp.mean(jnp.square(x_bqd), -1, keepdims=True) + 1e-6)
     logits_bqsc = (x_bqd @ pointing.name_head[...]).reshape(*asked.named_bqs.shape, -1)
     logp_bqsc = jax.nn.log_softmax(logits_bqsc)
     loss_bqs = -jnp.take_along_axis(logp_bqsc, asked.named_bqs[..., None], -1)[..., 0]
-    is_text_bq = asked.named_bqs.any(-1)
     # The first letter alone: later ones could be guessed from those before.
     right_bq = jnp.argmax(logp_bqsc[:, :, 0], -1) == asked.named_bqs[:, :, 0]
-    return mean(loss_bqs.mean(-1), is_text_bq), {"first_letters": mean(right_bq, is_text_bq)}
+    described_bq = asked.shown_bqv.any(-1)
+    losses, shares = {}, {}
+    for kind, where_bq in (
+        ("names", asked.named_bqs.any(-1) & ~described_bq),
+        ("described", described_bq),
+    ):
+        losses[kind] = mean(loss_bqs.mean(-1), where_bq)
+        shares[f"first_letters_{kind}"] = mean(right_bq, where_bq)
+    return losses, shares
 
 
 def _clicked(
@@ -219,12 +274,14 @@ def _clicked(
     """Shares of clicks that lie within one part of the page's side of the answer, by axis."""
     batch_b1 = jnp.arange(len(hidden_btd))[:, None]
     is_text_bq, points_bq = asked.named_bqs.any(-1), asked.thing_bqv.any(-1)
+    described_bq = asked.shown_bqv.any(-1)
     shares = {}
     for axis, place_bq in (("x", asked.at_bq), ("y", asked.at_bq + 1)):
         logits_bqv = model.logits(hidden_btd[batch_b1, place_bq])
         away_bq = jnp.argmax(logits_bqv, -1) - rows.token_ids_bt[batch_b1, place_bq + 1]
         near_bq = jnp.abs(away_bq) <= 1
-        shares[f"clicked_{axis}"] = mean(near_bq, is_text_bq)
+        shares[f"clicked_{axis}"] = mean(near_bq, is_text_bq & ~described_bq)
+        shares[f"clicked_{axis}_described"] = mean(near_bq, described_bq)
         shares[f"clicked_{axis}_looks"] = mean(near_bq, points_bq & ~is_text_bq)
     return shares
 

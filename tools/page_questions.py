@@ -29,6 +29,7 @@ _FOR_THE_COLOR = ("Click on the word for the color.", "Press the color of the fi
 class Question:
     instruction: str
     box: Box
+    shown: Box | None = None  # what to look at first: the figure that a word describes
 
 
 def ask(page: Page, rng: np.random.Generator, most: int) -> list[Question]:
@@ -105,7 +106,9 @@ def _describing(items: Sequence[Item]) -> list[Question]:
     for names, phrases in ((kinds, _FOR_THE_KIND), (colors, _FOR_THE_COLOR)):
         fitting = [item for item in items if item.text in names]
         if len(fitting) == 1:
-            questions += [Question(phrase, fitting[0].box) for phrase in phrases]
+            questions += [
+                Question(phrase, fitting[0].box, shown=figures[0].box) for phrase in phrases
+            ]
     return questions
 
 
