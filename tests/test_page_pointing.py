@@ -54,7 +54,8 @@ def test_places_are_those_of_answers_and_of_what_is_named(made, monkeypatch):
         Item("check", (64, 146, 76, 158), "zip"),  # its middle: 70, 152
         Item("colour", (0, 176, 33, 200), color="red"),
     )
-    questions = [Question(f"Click {n}.", item.box) for n, item in enumerate(items)]
+    shown = (None, items[2].box, None)
+    questions = [Question(f"Click {n}.", items[n].box, shown[n]) for n in range(3)]
     page = Page(Image.new("RGB", (160, 208)), items, (ok, beside))
     monkeypatch.setattr(page_answers, "drawn", lambda *args: (page, questions))
     monkeypatch.setattr(page_answers, "TYPING", 0.0)
@@ -78,6 +79,8 @@ def test_places_are_those_of_answers_and_of_what_is_named(made, monkeypatch):
         texts = [list(np.flatnonzero(text_v)) for text_v in asked.text_bqv[row]]
         assert texts[:2] == [[61, 62], [94, 95, 96]]
         assert texts[2:] == [[110, 111, 112, 120, 121, 122], [], [], []]
+        figures = [list(np.flatnonzero(shown_v)) for shown_v in asked.shown_bqv[row]]
+        assert figures == [[], things[2], [], [], [], []]
         letters = [[SIGNS[n - 1] for n in named if n] for named in asked.named_bqs[row]]
         assert letters == [["O", "k"], ["z", "i", "p"], [], [], [], []]
     assert signs["letters"].shape == (2, 130, 8)
@@ -115,7 +118,8 @@ def test_every_step_has_pages_of_its_own(made):
     assert not np.array_equal(one[0]["token_ids_bt"], other[0]["token_ids_bt"])
 
 
-def test_attention_is_that_of_the_block(made):
+@pytest.mark.parametrize("losses_of", ["_attention", "_shown"])
+def test_attention_is_that_of_the_block(made, losses_of):
     """The loss from attention's own weights: its values are one-hot, so that it returns them."""
     setting, _ = made
     pointing = new_pointing(made)
@@ -123,11 +127,20 @@ def test_attention_is_that_of_the_block(made):
     # Larger weights: attention that is not nearly even.
     model.text.blocks.q_proj.kernel[...] *= 3
     arrays, asked, _ = page_pointing.draw(setting, 2, 2, 0)
+    # As if a figure were shown at every other question, left of what is asked for.
+    shown_bqv = np.roll(asked.text_bqv, -1, -1)
+    shown_bqv[:, ::2] = False
+    asked = asked._replace(shown_bqv=shown_bqv)
+    heads, block_at = {
+        "_attention": ((("text", 0, asked.text_bqv), ("thing", -1, asked.thing_bqv)), 2),
+        "_shown": ((("shown", -1, shown_bqv),), 1),
+    }[losses_of]
     rows = TokenRows(**{name: arrays[name] for name in TokenRows._fields})
     x_lbtd = two_towers.block_outputs(model, rows, model.encode_images(arrays["vision"]))
-    loss, found = page_pointing._attention(model, rows, x_lbtd[1], asked)
-    block = jax.tree.map(lambda leaf: leaf[2], model.text.blocks)
-    q, k, _ = block.qkv(x_lbtd[1], model.rotary(rows.positions_abt))
+    x_btd = x_lbtd[block_at - 1]
+    loss, found = getattr(page_pointing, losses_of)(model, rows, x_btd, asked)
+    block = jax.tree.map(lambda leaf: leaf[block_at], model.text.blocks)
+    q, k, _ = block.qkv(x_btd, model.rotary(rows.positions_abt))
     length, keys = q.shape[1], k.shape[2]
     one_hot = jnp.broadcast_to(jnp.eye(length)[None, :, None], (2, length, keys, length))
     padding = [(0, 0)] * 3 + [(0, length - k.shape[-1])]
@@ -141,9 +154,9 @@ def test_attention_is_that_of_the_block(made):
         prefix_segments_bt=rows.prefix_segments_bt,
         implementation="xla",
     )
-    losses, hits = [], []
-    for head, targets in ((0, asked.text_bqv), (-1, asked.thing_bqv)):
-        for shift in (0, 1):
+    losses, hits = [], {}
+    for name, head, targets in heads:
+        for axis, shift in (("x", 0), ("y", 1)):
             of_place, hit = [], []
             for row, question in np.ndindex(asked.at_bq.shape):
                 target = targets[row, question]
@@ -152,25 +165,27 @@ def test_attention_is_that_of_the_block(made):
                 to_all = np.asarray(weights[row, asked.at_bq[row, question] + shift, head])
                 first = asked.first_b[row]
                 on_screen = to_all[first : first + 130]
-                of_place.append(-np.log(on_screen[target].sum() / on_screen.sum()))
-                if asked.named_bqs[row, question].any():
+                of_all = 1 if name == "shown" else on_screen.sum()
+                of_place.append(-np.log(on_screen[target].sum() / of_all))
+                if name == "shown" or asked.named_bqs[row, question].any():
                     hit.append(target[on_screen.argmax()])
             losses.append(np.mean(of_place))
-            hits.append(np.mean(hit))
+            hits[f"{name}_{axis}"] = np.mean(hit)
     assert loss == pytest.approx(np.mean(losses), rel=1e-4)
-    names = ("text_x", "text_y", "thing_x", "thing_y")
-    assert {n: float(found[n]) for n in names} == pytest.approx(
-        dict(zip(names, hits, strict=True)), abs=1e-6
-    )
+    assert {name: float(share) for name, share in found.items()} == pytest.approx(hits, abs=1e-6)
 
 
 def test_an_untrained_head_names_nothing(made):
     setting, _ = made
     arrays, asked, signs = page_pointing.draw(setting, 0, 2, 0)
+    asked.shown_bqv[0, 0] = asked.thing_bqv[0, 0]
     loss, metrics = page_pointing.loss_of(new_pointing(made), arrays, asked, signs)
-    assert metrics["names"] == pytest.approx(np.log(1 + len(SIGNS)), rel=1e-5)
-    parts = [float(metrics[name]) for name in ("answers", "attention", "names", "sight")]
-    assert loss == pytest.approx(np.dot(parts, (1.0, 0.5, 0.3, 0.15)), rel=1e-5)
+    for name in ("names", "described"):
+        assert metrics[name] == pytest.approx(np.log(1 + len(SIGNS)), rel=1e-5)
+    names = ("answers", "attention", "shown", "names", "described", "sight")
+    parts = [float(metrics[name]) for name in names]
+    assert min(parts) > 0
+    assert loss == pytest.approx(np.dot(parts, (1.0, 0.5, 0.15, 0.3, 0.3, 0.15)), rel=1e-5)
 
 
 def test_pages_without_texts_have_gradients(made):
@@ -181,6 +196,7 @@ def test_pages_without_texts_have_gradients(made):
         named_bqs=np.zeros_like(asked.named_bqs),
         thing_bqv=np.zeros_like(asked.thing_bqv),
         text_bqv=np.zeros_like(asked.text_bqv),
+        shown_bqv=np.zeros_like(asked.shown_bqv),
     )
     graphdef, state = nnx.split(new_pointing(made))
 
@@ -217,15 +233,22 @@ def test_names_are_told_once_they_were_taught(made):
     wanted = np.eye(1 + len(SIGNS))[asked.named_bqs[is_text]].reshape(len(x), -1)
     head = np.linalg.lstsq(x, 30 * wanted, rcond=None)[0]
     pointing.name_head[...] = jnp.asarray(head, jnp.float32)
-    loss, share = page_pointing._names(pointing, x_btd, asked)
-    assert float(share["first_letters"]) == 1
-    assert float(loss) < 1e-3
+    is_described = asked.shown_bqv.any(-1)
+    assert is_described.any() and (is_text & ~is_described).any()
+    losses, shares = page_pointing._names(pointing, x_btd, asked)
+    assert shares == {"first_letters_names": 1.0, "first_letters_described": 1.0}
+    assert max(losses.values()) < 1e-3
+    asked.named_bqs[is_described] = 5
+    losses, shares = page_pointing._names(pointing, x_btd, asked)
+    assert shares == {"first_letters_names": 1.0, "first_letters_described": 0.0}
+    assert losses["names"] < 1e-3 < 1 < losses["described"]
 
 
 def test_clicks_count_within_one_part_of_the_answer(made):
     setting, _ = made
     model = new_pointing(made).sight.model
     arrays, asked, _ = page_pointing.draw(setting, 2, 2, 0)
+    asked.shown_bqv[0, 0] = asked.thing_bqv[0, 0]
     rows = TokenRows(**{name: arrays[name] for name in TokenRows._fields})
     embedding_vd = np.asarray(model.text.embedding[...])
     for away, share in ((0, 1.0), (1, 1.0), (2, 0.0)):

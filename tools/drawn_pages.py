@@ -47,7 +47,8 @@ _MIDDLE = 0.64  # of a font's size: from the top of a line to the middle of its 
 _TEXTS = (*words.ACTIONS, *words.NOUNS, *words.ADJECTIVES, *words.LATIN)
 FIGURES = ("shape", "letter", "digit")  # kinds of things that are told by how they look
 _SMALL_PX, _LARGE_PX = (7, 10), (15, 37)
-_DESCRIBED = 0.4  # of the pages of everything show one figure and words, of which one fits it
+DESCRIBED = len(LEVELS)  # a level of its own: one figure and words, of which one fits it
+_DESCRIBED = 0.25  # of the pages of everything are such
 
 
 def centre(box: Box) -> tuple[int, int]:
@@ -98,7 +99,7 @@ def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
     """A page of the level with at most so many things."""
     wanted = int(rng.integers(2, most + 1))
     painter = _Painter(rng, level, wanted)
-    if level == LEVELS[-1] and rng.random() < _DESCRIBED:
+    if level == DESCRIBED or (level == LEVELS[-1] and rng.random() < _DESCRIBED):
         painter.described(most - 1)
     elif level < 2:  # that it begins with two colours is what makes telling them learnable
         for color in rng.permutation(list(COLORS)[: 2 if level == 0 else 5])[:wanted]:

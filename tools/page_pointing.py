@@ -6,7 +6,7 @@ linear head, thrown away afterwards, says at the end of a question how the thing
 heads of `page_sight` say what stands on the page; and the third block's attention is told where to
 look: its first head anywhere in the text, its last head at the token where a click belongs. Where a
 question asks for the word that describes a figure, the second block's last head is told to look at
-the figure: what the name is, stands in no question then.
+the figure's middle: no question says then what the name is.
 """
 
 import functools
@@ -27,20 +27,23 @@ from tools.page_sight import KINDS, Sight, mean
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
 from uirl_jax.models import scoring
+from uirl_jax.models.attention import segment_mask
 from uirl_jax.types import TrainBatch
 
 _QUESTIONS = 6  # of a page
 # Of 3,000 pages none needed more than 452, and 37 of answers.
 _ROW_TOKENS, _SAMPLED_TOKENS = 456, 40
-_FULL = 0.5  # of the pages are full of texts, as half of `page_sight`'s
-_FULL_PAGE, _ANY_PAGE = (3, 20), (4, 8)  # level, and most things
+# Of the pages half have a figure that is described: with a tenth, 350 steps taught nothing of it.
+# Of the rest half are full of texts, as half of `page_sight`'s.
+_PAGES = ((drawn_pages.DESCRIBED, 8), (3, 20), (4, 8))  # level, and most things
+_SHARES = (0.5, 0.25, 0.25)
 _BLOCK = 2  # names are spelt and gathered in the two before, places written in the one after
 _WEIGHTS = {
     "answers": 1.0,
     "attention": 0.5,
     "shown": 0.15,
     "names": 0.3,
-    "described": 0.15,  # few questions, of which each counts more
+    "described": 0.3,  # few questions, of which each counts more
     "sight": 0.15,
 }  # of the losses
 _SCHEDULE = Schedule("pointing", lr=4e-3, warmup_steps=50)
@@ -62,7 +65,7 @@ class Asked(NamedTuple):
     named_bqs: Any  # int32, letters of the thing's text as signs of `words`; 0: it has none
     thing_bqv: Any  # bool, the token where the click belongs; none: no click is asked for
     text_bqv: Any  # bool, that and what its text or its looks cover
-    shown_bqv: Any  # bool, the figure that the thing's text describes; none: the question names it
+    shown_bqv: Any  # bool, where the figure is that the thing's text describes; none: it is named
 
 
 class Pointing(nnx.Module):
@@ -79,7 +82,7 @@ def draw(setting: Setting, seed: int, rows: int, step: int) -> Batch:
     rng = np.random.default_rng([seed, 3000, step])
     examples, places, signs = [], [], []
     for _ in range(rows):
-        level, most = _FULL_PAGE if rng.random() < _FULL else _ANY_PAGE
+        level, most = _PAGES[rng.choice(len(_PAGES), p=_SHARES)]
         page, questions = page_answers.drawn(rng, level, most, _QUESTIONS)
         screen = setting.inputs.cut_screen(page.image)
         asked = page_answers.Answers(setting, page, screen).to(questions, rng)
@@ -133,12 +136,19 @@ def _place(page: Page, question: Question, words_vs: np.ndarray, grid: tuple[int
     """
     item = next(item for item in page.items if item.box == question.box)
     named = [0] * _NAMED.slots if item.is_look else page_sight.word(item.text)
-    thing_v = _covered(page, (*drawn_pages.centre(item.box), *drawn_pages.centre(item.box)), grid)
+    thing_v = _middle(page, item.box, grid)
     is_text_v = (words_vs == named).all(-1)
     text_v = thing_v | is_text_v if any(named) else _covered(page, item.box, grid)
     shown = question.shown
-    shown_v = np.zeros_like(thing_v) if shown is None else _covered(page, shown, grid)
+    # Its middle alone: there `page_sight` has taught the tower to say what it is.
+    shown_v = np.zeros_like(thing_v) if shown is None else _middle(page, shown, grid)
     return named, thing_v, text_v, shown_v
+
+
+def _middle(page: Page, box: drawn_pages.Box, grid: tuple[int, int]) -> np.ndarray:
+    """bool[V]: the visual token in which the middle of a box lies."""
+    x, y = drawn_pages.centre(box)
+    return _covered(page, (x, y, x, y), grid)
 
 
 def _covered(page: Page, box: drawn_pages.Box, grid: tuple[int, int]) -> np.ndarray:
@@ -186,12 +196,13 @@ def _attention(
     """What the attention to a screen misses of what it should see, of both tokens of a click."""
     points_bq = asked.thing_bqv.any(-1)
     named_bq = points_bq & asked.named_bqs.any(-1)
+    seen_b1t = (rows.vision_index_bt >= 0)[:, None]
     losses, found = [], {}
     # The first and the last query head: they have key heads of their own.
     for name, head, target_bqv in (("text", 0, asked.text_bqv), ("thing", -1, asked.thing_bqv)):
         for axis, place_bq in (("x", asked.at_bq), ("y", asked.at_bq + 1)):
             missed_bq, hit_bq = _looks(
-                model, rows, x_btd, _BLOCK, head, place_bq, target_bqv, asked.first_b
+                model, rows, x_btd, _BLOCK, head, place_bq, seen_b1t, target_bqv, asked.first_b
             )
             losses.append(mean(missed_bq, points_bq))
             found[f"{name}_{axis}"] = mean(hit_bq, named_bq)
@@ -201,12 +212,18 @@ def _attention(
 def _shown(
     model: Any, rows: TokenRows, x_btd: jax.Array, asked: Asked
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The same of figures that are described, in the block before."""
+    """What all of the attention misses of figures that are described, in the block before.
+
+    Of the attention to the screen alone it soon was all, and nothing of the figure was passed on.
+    """
     described_bq = asked.shown_bqv.any(-1)
+    mask_btt = segment_mask(rows.segment_ids_bt, rows.prefix_segments_bt, causal=True)
+    batch_b1 = jnp.arange(len(x_btd))[:, None]
     losses, found = [], {}
     for axis, place_bq in (("x", asked.at_bq), ("y", asked.at_bq + 1)):
+        seen_bqt = mask_btt[batch_b1, place_bq]
         missed_bq, hit_bq = _looks(
-            model, rows, x_btd, _BLOCK - 1, -1, place_bq, asked.shown_bqv, asked.first_b
+            model, rows, x_btd, _BLOCK - 1, -1, place_bq, seen_bqt, asked.shown_bqv, asked.first_b
         )
         losses.append(mean(missed_bq, described_bq))
         found[f"shown_{axis}"] = mean(hit_bq, described_bq)
@@ -220,6 +237,7 @@ def _looks(
     block: int,
     head: int,
     at_bq: jax.Array,
+    seen_bqt: jax.Array,
     target_bqv: jax.Array,
     first_b: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -228,19 +246,21 @@ def _looks(
     Args:
       x_btd: what the block is given.
       at_bq: the tokens from which it looks.
+      seen_bqt: bool, the tokens among which its attention is shared out; [B, 1, T]: of all Q.
       first_b: see Asked.
 
     Returns:
-      -log of the share of its attention to the screen that lies on the target, and whether the
-      token that it looks at most does; float32 and bool [B, Q].
+      -log of the share of its attention that lies on the target, and whether the screen's token
+      that it looks at most does; float32 and bool [B, Q].
     """
     of_block = jax.tree.map(lambda leaf: leaf[block], model.text.blocks)
     q_btnh, k_btkh, _ = of_block.qkv(x_btd, model.rotary(rows.positions_abt))
     batch_b1 = jnp.arange(len(x_btd))[:, None]
-    k_bvh = k_btkh[batch_b1, first_b[:, None] + jnp.arange(target_bqv.shape[-1])][:, :, head]
     q_bqh = q_btnh[batch_b1, at_bq][:, :, head]
-    scores_bqv = jnp.einsum("bqh,bvh->bqv", q_bqh, k_bvh).astype(jnp.float32)
-    logp_bqv = jax.nn.log_softmax(scores_bqv / q_bqh.shape[-1] ** 0.5)
+    scores_bqt = jnp.einsum("bqh,bth->bqt", q_bqh, k_btkh[:, :, head]).astype(jnp.float32)
+    scores_bqt = jnp.where(seen_bqt, scores_bqt / q_bqh.shape[-1] ** 0.5, _NOWHERE)
+    screen_b1v = first_b[:, None, None] + jnp.arange(target_bqv.shape[-1])
+    logp_bqv = jnp.take_along_axis(jax.nn.log_softmax(scores_bqt), screen_b1v, -1)
     missed_bq = -jax.nn.logsumexp(jnp.where(target_bqv, logp_bqv, _NOWHERE), -1)
     nearest_bq1 = jnp.argmax(logp_bqv, -1)[..., None]
     return missed_bq, jnp.take_along_axis(target_bqv, nearest_bq1, -1)[..., 0]

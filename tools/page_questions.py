@@ -15,7 +15,7 @@ from tools.grounding import words
 
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
 _IN_ORDER = 0.2  # of the questions about a text name others to be clicked after it
-_FITTING = 0.5  # of the questions, where a word on the page fits the figure that is shown
+_FITTING = 0.75  # of the questions, where a word on the page fits the figure that is shown
 _CALLED_BY_TEXT = ("button", "link", "check", "radio")
 _FOR_THE_KIND = (
     "Click on the word that says what the figure is.",
