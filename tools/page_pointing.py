@@ -33,7 +33,7 @@ from uirl_jax.types import TrainBatch
 _QUESTIONS = 6  # of a page
 # Of 3,000 pages none needed more than 452, and 37 of answers.
 _ROW_TOKENS, _SAMPLED_TOKENS = 456, 40
-# Of the pages half have a figure that is described: with a tenth, 350 steps taught nothing of it.
+# Of the pages half have a figure that is described: with a fifth, 350 steps taught nothing of it.
 # Of the rest half are full of texts, as half of `page_sight`'s.
 _PAGES = ((drawn_pages.DESCRIBED, 8), (3, 20), (4, 8))  # level, and most things
 _SHARES = (0.5, 0.25, 0.25)
