@@ -28,7 +28,7 @@ def old_programs_are_deleted() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_are_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+def programs_are_kept(request: pytest.FixtureRequest) -> None:
     """Reads compiled programs from disk, where tests are not about a TPU that is not there.
 
     Those cannot be read back.
@@ -45,7 +45,6 @@ def programs_are_kept(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.config.update(name, value)
     # A test that calls a tool's `main` sets these anew.
     compilation_cache.reset_cache()
-    yield
 
 
 @pytest.fixture(autouse=True, scope="module")

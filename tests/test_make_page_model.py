@@ -157,9 +157,14 @@ def test_the_word_for_a_figure_is_asked_for():
     assert not [q for q in asked if re.search("figure|word|the color", q.instruction)]
 
 
-def test_some_pages_show_a_figure_and_the_word_for_it():
+@pytest.mark.parametrize(
+    ("level", "fewest", "most"),
+    # A quarter, and all; less those where the word found no room.
+    [(drawn_pages.LEVELS[-1], 30, 70), (drawn_pages.DESCRIBED, 150, 200)],
+)
+def test_some_pages_show_a_figure_and_the_word_for_it(level, fewest, most):
     found = 0
-    for page in pages(drawn_pages.LEVELS[-1], 200):
+    for page in pages(level, 200):
         figures = [item for item in page.items if item.kind in drawn_pages.FIGURES]
         others = {item.kind for item in page.items} - {*drawn_pages.FIGURES}
         if len(figures) == 1 and others in ({"button"}, {"link"}):
@@ -169,7 +174,7 @@ def test_some_pages_show_a_figure_and_the_word_for_it():
             assert sum(text.lower() in colors for text in texts) <= 1
             asked = page_questions.ask(page, np.random.default_rng(0), 60)
             found += any(re.search("figure|color", q.instruction) for q in asked)
-    assert 30 < found < 70  # a quarter, less those where the word found no room
+    assert fewest < found < most
 
 
 def test_labels_stand_beside_their_boxes_or_a_little_lower():

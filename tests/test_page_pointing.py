@@ -111,6 +111,16 @@ def test_no_question_of_a_page_is_cut_off(made):
         assert sampled == np.count_nonzero(arrays["weights_bt"])
 
 
+def test_a_third_of_what_is_asked_is_the_word_for_a_figure(made):
+    """Three in four questions about half of the pages, less those where the word has no room."""
+    setting, _ = made
+    _, asked, _ = page_pointing.draw(setting, 0, 64, 1)
+    described_bq = asked.shown_bqv.any(-1)
+    assert 0.2 < described_bq.mean() < 0.5
+    assert (asked.shown_bqv[described_bq].sum(-1) == 1).all()
+    assert asked.named_bqs[described_bq].any(-1).all()
+
+
 def test_every_step_has_pages_of_its_own(made):
     setting, _ = made
     one, again, other = (page_pointing.draw(setting, 0, 2, step) for step in (4, 4, 5))
