@@ -33,7 +33,7 @@ from uirl_jax.types import TrainBatch
 _QUESTIONS = 6  # of a page
 # Of 3,000 pages none needed more than 452, and 37 of answers.
 _ROW_TOKENS, _SAMPLED_TOKENS = 456, 40
-# Of the pages half have a figure that is described: with a fifth, 350 steps taught nothing of it.
+# Of the pages half have a figure that is described: with a fifth, 350 steps taught next to nothing.
 # Of the rest half are full of texts, as half of `page_sight`'s.
 _PAGES = ((drawn_pages.DESCRIBED, 8), (3, 20), (4, 8))  # level, and most things
 _SHARES = (0.5, 0.25, 0.25)
@@ -212,9 +212,9 @@ def _attention(
 def _shown(
     model: Any, rows: TokenRows, x_btd: jax.Array, asked: Asked
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What all of the attention misses of figures that are described, in the block before.
+    """The same of figures that are described, in the block before.
 
-    Of the attention to the screen alone it soon was all, and nothing of the figure was passed on.
+    Of all that is seen, not of the screen alone: enough of the figure has to be passed on.
     """
     described_bq = asked.shown_bqv.any(-1)
     mask_btt = segment_mask(rows.segment_ids_bt, rows.prefix_segments_bt, causal=True)
