@@ -304,6 +304,21 @@ def test_output_is_kept_line_by_line_with_its_time(
     assert "printed all the same" in capsys.readouterr().out
 
 
+def test_what_a_thread_prints_as_the_block_ends_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`print` has taken the stream, then the block ends, then it writes: an actor's last line."""
+    log = tmp_path / "learner.log"
+    with metrics.output_kept(log):
+        print("in time")
+        streams = sys.stdout, sys.stderr
+    for stream in streams:
+        print("late", file=stream, flush=True)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("in time\nlate\n", "late\n")
+    assert [line.partition(" ")[2] for line in log.read_text().splitlines()] == ["in time"]
+
+
 def test_amend_adds_to_the_last_step_or_writes_a_later_one(tmp_path: Path) -> None:
     with metrics.MetricsWriter(tmp_path) as writer:
         writer.amend(0, {"eval/success": 0.25})

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -249,7 +250,7 @@ def output_kept(path: Path) -> Iterator[None]:
     """Appends what this process prints in the block to a file too, each line with its time (UTC).
 
     A progress line that is redrawn on a terminal is kept as it was when it ended. Without a place
-    to write the output is only printed.
+    to write the output is only printed, and so is what another thread prints as the block ends.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,10 +259,13 @@ def output_kept(path: Path) -> Iterator[None]:
         print(key_values("no_log", path=path, reason=error.strerror), flush=True)
         yield
         return
+    out, err = _Kept(sys.stdout, file), _Kept(sys.stderr, file)
     with (
         file,
-        contextlib.redirect_stdout(_Kept(sys.stdout, file)),
-        contextlib.redirect_stderr(_Kept(sys.stderr, file)),
+        out.keeping(),
+        err.keeping(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
     ):
         yield
 
@@ -271,9 +275,26 @@ class _Kept(io.TextIOBase):
 
     def __init__(self, stream: TextIO, file: TextIO) -> None:
         self._stream, self._file, self._line = stream, file, ""
+        self._keeps = True
+        self._lock = threading.Lock()  # actors print from threads of their own
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Writes to the file until the block ends, and never while that is being closed."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._keeps = False
 
     def write(self, text: str) -> int:
         self._stream.write(text)
+        with self._lock:
+            if self._keeps:
+                self._keep(text)
+        return len(text)
+
+    def _keep(self, text: str) -> None:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             shown = line.rpartition("\r")[2].removeprefix("\x1b[K")
@@ -282,7 +303,6 @@ class _Kept(io.TextIOBase):
                     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
                     self._file.write(f"{now} {shown}\n")
         self._line = self._line.rpartition("\r")[2]
-        return len(text)
 
     def flush(self) -> None:
         self._stream.flush()
