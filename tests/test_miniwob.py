@@ -126,6 +126,16 @@ def test_digit_or_letter_is_no_shape(world, name, seed):
     assert runner.run(play(pool, spec(name, seed)))["reward"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("email-inbox-delete", 187), ("email-inbox-forward", 181), ("email-inbox-forward", 299)],
+)
+def test_sender_and_receiver_may_have_two_names(world, name, seed):
+    """Helen-Elizabeth, Sara-Ann, Miof Mela."""
+    pool, runner = world
+    assert runner.run(play(pool, spec(name, seed)))["reward"] == 1.0
+
+
 @pytest.mark.parametrize(("name", "turns"), [("use-slider", 4), ("use-slider-2", 6)])
 def test_slider_is_dragged_and_takes_few_turns(world, name, turns):
     pool, runner = world

@@ -1,8 +1,8 @@
 // Pages of a site: an inbox, a shop, a search, a calendar, a terminal.
 const email = () => {  // the list of messages, the message, or the answer to it
   const {by, task, to, message} = core.currentFields || {  // what the utterance says, as the page has it, or else read here
-    by: (query.match(/email by (\w+)/) || [])[1], task: (query.match(/trash|star|reply/) || [])[0],
-    to: (query.match(/to (\w+)\.$/) || [])[1], message: quoted[0],
+    by: (query.match(/email by (.+?) and /) || [])[1], task: (query.match(/trash|star|reply/) || [])[0],
+    to: (query.match(/email to (.+)\.$/) || [])[1], message: quoted[0],
   };
   const thread = all(".email-thread").find(e => text(e.querySelector(".email-sender")) === by);
   if (/trash|delete/.test(task)) return click(thread.querySelector(".trash"));
