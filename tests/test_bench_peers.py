@@ -1,5 +1,7 @@
 """The work that `tools.bench` times beside transformers and peft is the same, in every family."""
 
+import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,35 @@ def test_steps_of_ours_and_of_the_peers_compute_the_same(directory):
     taken = {name: [step() for _ in range(2)] for name, step in steps.items()}
     assert train.differences(taken) == []
     assert all(step["kl"] > 1e-4 and step["grad_norm"] > 0.1 for step in taken["ours"])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_steps_in_bfloat16_compute_the_same_up_to_rounding(tmp_path):
+    size = dataclasses.replace(SIZE, dtype="bfloat16")
+    work.write_work(tmp_path, "qwen2_vl", models.shallow("qwen2_vl"), size)
+    steps = {
+        "ours": train.jax_step(tmp_path, share_prompts=True),
+        "torch_peft": peers.torch_step(tmp_path, encode_once=False),
+        "torch_peft_encoded_once": peers.torch_step(tmp_path, encode_once=True),
+    }
+    taken = {name: [step() for _ in range(2)] for name, step in steps.items()}
+    assert train.differences(taken, "bfloat16") == []
+    assert train.differences(taken)  # they were computed in bfloat16
+    assert all(step["kl"] > 1e-3 for step in taken["ours"])
+
+
+def test_a_published_model_is_chosen_with_a_whole_screen_in_bfloat16():
+    parser = argparse.ArgumentParser()
+    models.add_flags(parser)
+    family, cfg, size = models.chosen(parser.parse_args(["--model=Qwen3-VL-2B-Instruct"]))
+    assert (family, cfg.num_hidden_layers, size.dtype) == ("qwen3_vl", 28, "bfloat16")
+    family, cfg, size = models.chosen(parser.parse_args(["--family=qwen3_vl"]))
+    assert (family, cfg, size) == ("qwen3_vl", models.CONFIGS["qwen3_vl"], work.SMALL)
+
+
+def test_the_share_of_equal_tokens_ends_where_answers_part():
+    assert sample.equal_share([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == 0.75
+    assert sample.equal_share([[1, 2]]) == 1.0
 
 
 def test_differences_names_step_contender_and_value():

@@ -5,11 +5,14 @@ three levels and its learned positions take 8.2 M parameters. Vision towers have
 heads in common; of eight blocks one attends to the whole screen, as in the published Qwen2.5-VL.
 """
 
+import argparse
 import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
 
+from tools.bench import work
+from uirl_jax import assets
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
@@ -94,3 +97,24 @@ def shallow(family: str) -> Any:
     }
     vision = dataclasses.replace(cfg.vision, depth=4, **kinds.get(family, {}))
     return dataclasses.replace(cfg, num_hidden_layers=3, vision=vision)
+
+
+PUBLISHED = assets.DIRECTORY / "published"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and where."""
+    published = [path.name for path in sorted(PUBLISHED.glob("Qwen*"))]
+    parser.add_argument("--family", choices=CONFIGS, default="qwen2_vl")
+    parser.add_argument("--model", choices=published, help="its dimensions, instead of --family's")
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+
+
+def chosen(args: argparse.Namespace) -> tuple[str, Any, work.Size]:
+    """The family, the model's config and the size of the work that the flags say."""
+    if args.model is None:
+        return args.family, CONFIGS[args.family], work.SMALL
+    from tools.planner.families import read_model
+
+    model = read_model(PUBLISHED / args.model)
+    return model.family.model_type, model.cfg, work.DESKTOP

@@ -17,30 +17,41 @@ from tools.bench import work
 from uirl_jax.families.qwen.images import pixel_values
 
 
-def _read_base(directory: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        directory / "model", dtype=torch.float32, attn_implementation="sdpa"
+def _read_base(directory: Path, device: str) -> Any:
+    base = transformers.AutoModelForImageTextToText.from_pretrained(
+        directory / "model",
+        dtype=getattr(torch, work.read_size(directory).dtype),
+        attn_implementation="sdpa",
     )
+    return base.to(device)
 
 
-def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], dict[str, float]]:
+def device_gib() -> float:
+    """Most memory of the GPU that torch's arrays took; 0 on the CPU."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def torch_step(
+    directory: Path, *, encode_once: bool, device: str = "cpu"
+) -> Callable[[], dict[str, float]]:
     """One optimizer step on the work that `work.write_work` wrote: what it computed, by name.
 
     Args:
       encode_once: the screenshot that all rows share goes through the vision tower once. Otherwise
         it stands in every row, as transformers' processor and TRL give it to the model.
+      device: of torch: cpu or cuda.
     """
     torch.set_num_threads(work.THREADS)
-    base = _read_base(directory)
+    base = _read_base(directory, device)
     model = peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True)
     model.train()
     arrays = np.load(directory / "arrays.npz")
-    ids_bt = torch.tensor(arrays["token_ids_bt"]).long()
+    ids_bt = torch.tensor(arrays["token_ids_bt"], device=device).long()
     rows, first = len(ids_bt), int(arrays["prompt_length"])
     kinds_bt = (ids_bt == base.config.image_token_id).int()
-    pixels = torch.tensor(arrays["patches_pf"])
-    grid = torch.tensor(arrays["grid_thw"])[None]
-    advantages_b1 = torch.tensor(arrays["advantages_g"])[:, None]
+    pixels = torch.tensor(arrays["patches_pf"], device=device, dtype=base.dtype)
+    grid = torch.tensor(arrays["grid_thw"], device=device)[None]
+    advantages_b1 = torch.tensor(arrays["advantages_g"], device=device)[:, None]
     attention_bt = torch.ones_like(ids_bt)
     positions_3bt, _ = base.model.get_rope_index(
         ids_bt, kinds_bt, grid.repeat(rows, 1), attention_mask=attention_bt
@@ -70,13 +81,17 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], dict[str, 
     def logprobs(shared: dict[str, Any]) -> torch.Tensor:
         """Of the sampled tokens, [B, S]; logits of these positions alone, as TRL does."""
         kept = ids_bt.shape[1] - first + 1
-        logits_bsv = model(
-            input_ids=ids_bt,
-            attention_mask=attention_bt,
-            use_cache=False,
-            logits_to_keep=kept,
-            **shared,
-        ).logits[:, :-1]
+        logits_bsv = (
+            model(
+                input_ids=ids_bt,
+                attention_mask=attention_bt,
+                use_cache=False,
+                logits_to_keep=kept,
+                **shared,
+            )
+            .logits[:, :-1]
+            .float()
+        )
         targets_bs = ids_bt[:, first:]
         picked_bs = logits_bsv.gather(-1, targets_bs[..., None])[..., 0]
         return picked_bs - logits_bsv.logsumexp(-1)
@@ -108,14 +123,15 @@ def torch_step(directory: Path, *, encode_once: bool) -> Callable[[], dict[str, 
     return step
 
 
-def torch_generate(directory: Path) -> Callable[..., dict[str, Any]]:
+def torch_generate(directory: Path, device: str = "cpu") -> Callable[..., dict[str, Any]]:
     """A round of a case of `sample` by transformers' generate, all prompts as one batch.
 
     The adapters are merged into the weights: the tokens are those of the model with adapters, at
     the cost of the one without.
     """
     torch.set_num_threads(work.THREADS)
-    base = _read_base(directory)
+    base = _read_base(directory, device)
+    size = work.read_size(directory)
     merged: Any = peft.PeftModel.from_pretrained(base, directory / "adapter")
     model = merged.merge_and_unload().eval()
     cfg, _ = work.config_and_inputs(directory)
@@ -136,28 +152,31 @@ def torch_generate(directory: Path) -> Callable[..., dict[str, Any]]:
 
     def play_round(case: str, round_number: int, greedy: bool = False) -> dict[str, Any]:
         prompts = work.prompts(directory, case, round_number)
-        ids_bt = torch.tensor(np.stack([prompt.token_ids_c for prompt in prompts])).long()
+        contexts_bc = np.stack([prompt.token_ids_c for prompt in prompts])
+        ids_bt = torch.tensor(contexts_bc, device=device).long()
         patches_pc = np.concatenate([p.screen.arrays["patches_pc"] for p in prompts])
         inputs = {
             "input_ids": ids_bt,
             "attention_mask": torch.ones_like(ids_bt),
             "mm_token_type_ids": (ids_bt == cfg.image_token_id).int(),
-            "pixel_values": torch.tensor(pixel_values(patches_pc, cfg.images)),
-            "image_grid_thw": torch.tensor([prompt.screen.layout for prompt in prompts]),
+            "pixel_values": torch.tensor(
+                pixel_values(patches_pc, cfg.images), device=device, dtype=model.dtype
+            ),
+            "image_grid_thw": torch.tensor([p.screen.layout for p in prompts], device=device),
         }
         if greedy:
-            return {"token_ids": generate(inputs, work.SMALL.sampled_tokens, greedy).tolist()}
+            return {"token_ids": generate(inputs, size.sampled_tokens, greedy).tolist()}
         started_s = time.perf_counter()
-        generate(inputs, 1, greedy)
+        generate(inputs, 1, greedy).cpu()  # waits for a GPU
         first_s = time.perf_counter() - started_s
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        generate(inputs, work.SMALL.sampled_tokens, greedy)
+        generate(inputs, size.sampled_tokens, greedy).cpu()
         seconds = time.perf_counter() - started_s
         return {
             "seconds": seconds,
             "cpu_s": time.process_time() - started_cpu_s,
-            "tokens": len(prompts) * work.SMALL.sampled_tokens,
-            "decode_step_s": (seconds - first_s) / (work.SMALL.sampled_tokens - 1),
+            "tokens": len(prompts) * size.sampled_tokens,
+            "decode_step_s": (seconds - first_s) / (size.sampled_tokens - 1),
         }
 
     return play_round

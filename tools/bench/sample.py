@@ -1,6 +1,7 @@
 """How fast turns are sampled, beside transformers' generate, in one run on one machine.
 
     python -m tools.bench sample --peers --family=qwen3_vl --json=sample.json
+    python -m tools.bench sample --peers --platform=cuda --model=Qwen2-VL-2B-Instruct
 
 The family's model "small" (`models`: 70 M parameters, random weights, float32); a prompt is one
 screenshot of 160 visual tokens (448x280, for Qwen3-VL 512x320) and 64 tokens of text, 32 tokens are
@@ -17,12 +18,17 @@ new prompts and new screenshots, so that nothing is known from the round before.
 and what a decode step reads (weights, adapters, keys and values) against the bandwidth of a plain
 sum over a large array, measured in between. The ratio of CPU time leaves out what other processes
 took from both.
+
+`--model` takes a model of published dimensions, with random weights in bfloat16, and prompts with a
+screen of 1280x800 (`work.DESKTOP`); `--platform=cuda` measures on an NVIDIA GPU. There, and in
+bfloat16, greedy tokens may part where two are about as likely: their share is printed.
 """
 
 import argparse
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import statistics
 import sys
@@ -38,7 +44,6 @@ from tools.bench import models, work
 from tools.bench.processes import Worker, answer_questions
 from uirl_jax import platform_flags
 
-SAMPLED = work.SMALL.sampled_tokens
 EPISODES, TURNS = 16, 10
 TURN_WORDS, TURN_SAMPLED = 14, 16
 SCREEN_TOKENS = (8, 6)  # of an episode: visual tokens in a row and a column, 48 a turn
@@ -46,13 +51,13 @@ DELAY_S = (0.05, 2.0)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", choices=models.CONFIGS, default="qwen2_vl")
+    models.add_flags(parser)
     parser.add_argument("--peers", action="store_true", help="also transformers' generate")
     parser.add_argument("--rounds", type=int, default=5, help="of each, after the first")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return compare(args.family, args.peers, args.rounds)
+    return compare(*models.chosen(args), args.peers, args.rounds, args.platform)
 
 
 # ---------------------------------------------------------------------------------------- ours
@@ -67,12 +72,12 @@ def our_engine(directory: Path, **sizes: Any) -> Any:
         end_token_ids=(-1,),  # never: every request samples as many tokens as it may
         forbidden_ids=work.forbidden_ids(model.cfg),
     )
-    return Engine(model, vocabulary, EngineConfig(max_new_tokens=SAMPLED, **sizes))
+    size = work.read_size(directory)
+    cfg = EngineConfig(max_new_tokens=size.sampled_tokens, cache_dtype=size.dtype, **sizes)
+    return Engine(model, vocabulary, cfg)
 
 
-def sample_request(
-    prompt: work.Prompt, seed: int, sampled: int = SAMPLED, temperature: float = 1.0
-) -> Any:
+def sample_request(prompt: work.Prompt, seed: int, sampled: int, temperature: float = 1.0) -> Any:
     from uirl_jax.engine.engine import SampleRequest
 
     return SampleRequest(
@@ -86,15 +91,16 @@ def sample_request(
 
 def our_work(directory: Path) -> Callable[..., dict[str, Any]]:
     """One round of a case: seconds, tokens, and what a decode step took; or greedy tokens."""
+    size = work.read_size(directory)
     engine = our_engine(
         directory,
         batch_sizes=(1, 8, 16),
-        context_lengths=(224,),
+        context_lengths=(size.context_tokens,),
         prefill_rows=(1, 4),
-        prefill_lengths=(224,),
+        prefill_lengths=(size.context_tokens,),
         image_rows=(1, 4),
-        image_row_patches=640,
-        decode_steps=SAMPLED,
+        image_row_patches=4 * math.prod(size.image_tokens),
+        decode_steps=size.sampled_tokens,
     )
 
     async def sample_all(requests: list[Any]) -> tuple[float, float, list[Any]]:
@@ -107,7 +113,7 @@ def our_work(directory: Path) -> Callable[..., dict[str, Any]]:
 
     def play_round(case: str, round_number: int, greedy: bool = False) -> dict[str, Any]:
         requests = [
-            sample_request(prompt, n, temperature=0.0 if greedy else 1.0)
+            sample_request(prompt, n, size.sampled_tokens, temperature=0.0 if greedy else 1.0)
             for n, prompt in enumerate(work.prompts(directory, case, round_number))
         ]
         before = engine.metrics()
@@ -218,23 +224,23 @@ def read_rate() -> float:
     return x.nbytes / best / 1e9
 
 
-def decode_bytes(family: str, rows: int) -> float:
+def decode_bytes(cfg: Any, size: work.Size, rows: int) -> float:
     """What a decode step has to read: the text tower, the head, adapters, the context's cache."""
-    cfg = models.CONFIGS[family]
     dim, wide = cfg.hidden_size, cfg.intermediate_size
     q_dim = cfg.num_attention_heads * cfg.head_dim
     kv_dim = cfg.num_key_value_heads * cfg.head_dim
     block = 2 * dim * (q_dim + kv_dim) + 3 * dim * wide
     adapters = work.RANK * 2 * (dim + q_dim + dim + kv_dim)
-    context = 224 + SAMPLED / 2
-    layer = block + adapters + rows * context * 2 * kv_dim
-    return 4.0 * (cfg.num_hidden_layers * layer + cfg.vocab_size * dim)
+    context = size.context_tokens + size.sampled_tokens / 2
+    held_bytes = 2 if size.dtype == "bfloat16" else 4
+    layer = held_bytes * (block + rows * context * 2 * kv_dim) + 4 * adapters
+    return float(cfg.num_hidden_layers * layer + held_bytes * cfg.vocab_size * dim)
 
 
 # ----------------------------------------------------------------------------------- the contest
 
 
-def answer(name: str, directory: Path) -> None:
+def answer(name: str, directory: Path, platform: str) -> None:
     """A contender's process: what the case of a question came to."""
     if name == "ours":
         platform_flags.set_defaults()
@@ -242,7 +248,7 @@ def answer(name: str, directory: Path) -> None:
     else:
         from tools.bench import peers
 
-        play_round = peers.torch_generate(directory)
+        play_round = peers.torch_generate(directory, platform)
 
     def measured(question: dict[str, Any]) -> dict[str, Any]:
         case = question["case"]
@@ -269,7 +275,19 @@ def check_tokens(token_ids: dict[str, list[list[int]]]) -> None:
         raise SystemExit(f"error: greedy tokens differ: {'; '.join(wrong)}")
 
 
-def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
+def equal_share(first: list[list[int]], *others: list[list[int]]) -> float:
+    """Of the tokens up to where a prompt's answers first part; 1.0 of one contender."""
+    equal = total = 0
+    for rows in zip(first, *others, strict=True):
+        same = [len(set(tokens)) == 1 for tokens in zip(*rows, strict=True)]
+        equal += same.index(False) if False in same else len(same)
+        total += len(same)
+    return equal / total
+
+
+def compare(
+    family: str, cfg: Any, size: work.Size, peers: bool, rounds: int, platform: str = "cpu"
+) -> dict[str, Any]:
     """Every case, round by round, ours and the peer's in turn; medians.
 
     Raises: SystemExit: the contenders do not do the same work.
@@ -278,16 +296,18 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
     answers: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in names}
     rates = []
     environment = os.environ | {
+        "JAX_PLATFORMS": platform,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # contenders share the GPU's memory
         "OMP_NUM_THREADS": str(work.THREADS),
         # Threads that spin where they wait took the peer twice the CPU time beside other work.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
-        work.write_work(Path(directory), family, models.CONFIGS[family], work.SMALL)
+        work.write_work(Path(directory), family, cfg, size)
         workers = {
             name: stack.enter_context(
-                Worker("tools.bench.sample", name, directory, environment=environment)
+                Worker("tools.bench.sample", name, directory, platform, environment=environment)
             )
             for name in names
         }
@@ -295,7 +315,9 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
         def ask(name: str, case: str, number: int) -> dict[str, float]:
             return workers[name].ask({"case": case, "round": number})
 
-        check_tokens({name: ask(name, "greedy", rounds + 1)["token_ids"] for name in names})
+        greedy = {name: ask(name, "greedy", rounds + 1)["token_ids"] for name in names}
+        if (platform, size.dtype) == ("cpu", "float32"):
+            check_tokens(greedy)
         for number in range(rounds + 1):  # the first warms up
             rates.append(ask("ours", "read_rate", number)["gb_per_s"])
             for case in work.CASES:
@@ -310,11 +332,14 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
                         file=sys.stderr,
                         flush=True,
                     )
-        episodes = {kind: ask("ours", kind, 0) for kind in ("cached", "uncached")}
+        # Their many sizes take minutes to compile for a model of published dimensions.
+        kinds = ("cached", "uncached") if size == work.SMALL else ()
+        episodes = {kind: ask("ours", kind, 0) for kind in kinds}
     result: dict[str, Any] = {
         "family": family,
         "rounds": rounds,
         "read_gb_per_s": max(rates),
+        "equal_greedy_tokens": equal_share(*greedy.values()),
         "episodes": episodes,
     }
     for name, cases in answers.items():
@@ -327,7 +352,7 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
             for case, rows in cases.items()
         }
     for case, row in result["ours"].items():
-        needed = decode_bytes(family, work.CASES[case]) / (1e9 * max(rates))
+        needed = decode_bytes(cfg, size, work.CASES[case]) / (1e9 * max(rates))
         row["of_read_rate"] = needed / row["decode_step_s"]
         if peers:
             peer = result["transformers"][case]
@@ -339,7 +364,8 @@ def compare(family: str, peers: bool, rounds: int) -> dict[str, Any]:
 def format_table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['family']}: median of {result['rounds']} rounds; "
-        f"reading {result['read_gb_per_s']:.1f} GB/s",
+        f"reading {result['read_gb_per_s']:.1f} GB/s; greedy tokens until they part "
+        f"{result['equal_greedy_tokens']:.0%}",
         f"{'':12s}{'tokens/s':>10s}{'peer':>8s}{'ratio':>8s}{'of CPU':>8s}{'step ms':>9s}"
         f"{'of reading':>12s}",
     ]
@@ -350,6 +376,8 @@ def format_table(result: dict[str, Any]) -> str:
             f"{row.get('cpu_ratio', 0):>8.2f}"
             f"{1000 * row['decode_step_s']:>9.1f}{row['of_read_rate']:>12.0%}"
         )
+    if not result["episodes"]:
+        return "\n".join(lines)
     cached, uncached = (result["episodes"][kind] for kind in ("cached", "uncached"))
     ratio = cached["tokens_per_s"] / uncached["tokens_per_s"]
     lines.append(
@@ -361,4 +389,4 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    answer(sys.argv[1], Path(sys.argv[2]))
+    answer(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,6 +1,7 @@
 """How fast a training step is, beside its peers, in one run on one machine.
 
     python -m tools.bench train --peers --family=qwen3_vl --json=bench.json
+    python -m tools.bench train --peers --platform=cuda --model=Qwen2-VL-2B-Instruct
 
 The work is a group of eight trajectories of one turn: one screenshot of 160 visual tokens (448x280,
 for Qwen3-VL 512x320) and a prompt of 64 tokens that all of them share, 32 sampled tokens each; a
@@ -11,6 +12,10 @@ arrays; they take turns, one step each, with the machine's matrix rate measured 
 because it drifts; CPU time is what a step took of all threads, without what other processes took
 from it. Nothing is timed before two steps of all of them computed the same (`CHECKED`);
 the second step depends on the first one's update.
+
+`--model` takes a model of published dimensions, with random weights in bfloat16, and one screen of
+1280x800 (`work.DESKTOP`); `--platform=cuda` measures on an NVIDIA GPU, where torch must be a build
+for CUDA. Numbers of bfloat16 agree less closely (`RELATIVE`).
 
 Peers (`peers`, extra `bench`): transformers and peft in torch. Nothing is downloaded.
 """
@@ -47,17 +52,20 @@ CHECKED = {
     "kl": "actor/kl_loss",
     "grad_norm": "learner/grad_norm",
 }
-RELATIVE, ABSOLUTE = 1e-4, 1e-6  # largest difference; rounding alone is 2e-5 of kl, 1e-7 of loss
+# Largest difference by the dtype. In float32 rounding alone is 2e-5 of kl, 1e-7 of loss; bfloat16
+# has eight bits, and kl is the difference of two passes.
+RELATIVE = {"float32": 1e-4, "bfloat16": 0.1}
+ABSOLUTE = {"float32": 1e-6, "bfloat16": 1e-4}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", choices=models.CONFIGS, default="qwen2_vl")
+    models.add_flags(parser)
     parser.add_argument("--peers", action="store_true", help="also torch with transformers, peft")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each, after the first")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return compare(args.family, args.peers, args.rounds, work.SMALL)
+    return compare(*models.chosen(args), args.peers, args.rounds, args.platform)
 
 
 # ------------------------------------------------------------------------------------------- ours
@@ -193,7 +201,7 @@ def counted_gflop(directory: Path, *, share_prompts: bool) -> float:
 
 
 def matrix_rate() -> float:
-    """GFLOP/s of a plain float32 product in numpy, work.THREADS threads."""
+    """GFLOP/s of a plain float32 product in numpy, work.THREADS threads, on the host."""
     rng = np.random.default_rng(0)
     a, b = (rng.random((RATE_SIZE, RATE_SIZE), np.float32) for _ in range(2))
     seconds = []
@@ -204,15 +212,23 @@ def matrix_rate() -> float:
     return 2 * RATE_SIZE**3 / min(seconds) / 1e9
 
 
-def answer(name: str, directory: Path) -> None:
+def answer(name: str, directory: Path, platform: str) -> None:
     """A contender's process: a step for every question; its seconds, results and peak memory."""
     if name in OURS:
+        import jax
+
         platform_flags.set_defaults()
         step = jax_step(directory, share_prompts=name == "ours")
+
+        def device_gib() -> float:
+            stats = jax.local_devices()[0].memory_stats() or {}
+            return stats.get("peak_bytes_in_use", 0) / 2**30
     else:
         from tools.bench import peers
 
-        step = peers.torch_step(directory, encode_once=name == "torch_peft_encoded_once")
+        encode_once = name == "torch_peft_encoded_once"
+        step = peers.torch_step(directory, encode_once=encode_once, device=platform)
+        device_gib = peers.device_gib
 
     def measured(question: str) -> dict[str, float]:
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
@@ -222,6 +238,7 @@ def answer(name: str, directory: Path) -> None:
             "seconds": time.perf_counter() - started_s,
             "cpu_seconds": time.process_time() - started_cpu_s,
             "rss_gib": metrics.peak_rss_gib(),
+            "device_gib": device_gib(),
         }
 
     answer_questions(measured)
@@ -230,17 +247,20 @@ def answer(name: str, directory: Path) -> None:
 class Contender:
     """One contender's process and the steps that it took. The first one is taken at once."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, platform: str) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
         environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
+            "JAX_PLATFORMS": platform,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # contenders share the GPU's memory
             "XDG_CACHE_HOME": str(directory / "cache"),  # of compiled programs: empty at first
             "OMP_NUM_THREADS": str(work.THREADS),
             "OMP_WAIT_POLICY": "PASSIVE",  # a contender that waits takes nothing from the others
         }
         started_s = time.perf_counter()
-        self._worker = Worker("tools.bench.train", name, str(directory), environment=environment)
+        self._worker = Worker(
+            "tools.bench.train", name, str(directory), platform, environment=environment
+        )
         self.step()
         self.start_seconds = time.perf_counter() - started_s  # imports, weights, compiling, a step
         print(
@@ -257,7 +277,7 @@ class Contender:
         self._worker.close()
 
 
-def differences(steps: dict[str, list[dict[str, float]]]) -> list[str]:
+def differences(steps: dict[str, list[dict[str, float]]], dtype: str = "float32") -> list[str]:
     """Where contenders computed something else than the first one, in words."""
     (first, ours), *others = steps.items()
     return [
@@ -265,30 +285,34 @@ def differences(steps: dict[str, list[dict[str, float]]]) -> list[str]:
         for name, taken in others
         for number, (mine, theirs) in enumerate(zip(ours, taken, strict=True))
         for key in CHECKED
-        if not np.isclose(theirs[key], mine[key], rtol=RELATIVE, atol=ABSOLUTE)
+        if not np.isclose(theirs[key], mine[key], rtol=RELATIVE[dtype], atol=ABSOLUTE[dtype])
     ]
 
 
-def compare(family: str, peers: bool, rounds: int, size: work.Size) -> dict[str, Any]:
+def compare(
+    family: str, cfg: Any, size: work.Size, peers: bool, rounds: int, platform: str = "cpu"
+) -> dict[str, Any]:
     """Interleaved steps of all contenders; the first two of each compile, warm up and are checked.
 
     Raises: SystemExit: the contenders do not do the same work.
     """
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work.write_work(directory, family, models.CONFIGS[family], size)
-        # Here, where oneDNN is not asked for: its calls would hide the products.
-        gflop = {n: counted_gflop(directory, share_prompts=n == "ours") for n in OURS}
-        cold = Contender("ours", directory)
+        work.write_work(directory, family, cfg, size)
+        gflop = {}
+        if platform == "cpu":  # CUDA's programs call libraries that hide the products
+            # Here, where oneDNN is not asked for: its calls would hide them too.
+            gflop = {n: counted_gflop(directory, share_prompts=n == "ours") for n in OURS}
+        cold = Contender("ours", directory, platform)
         cold.close()
         contenders = []
         # Again, with the programs that the first process compiled.
         for name in (*OURS, *(PEERS if peers else ())):
-            contenders.append(Contender(name, directory))
+            contenders.append(Contender(name, directory, platform))
             stack.callback(contenders[-1].close)
             contenders[-1].step()
         taken_steps = {contender.name: contender.steps for contender in contenders}
-        if wrong := differences(taken_steps):
+        if wrong := differences(taken_steps, size.dtype):
             raise SystemExit(f"error: not the same work: {'; '.join(wrong)}")
         rates = []
         for number in range(1, rounds + 1):
@@ -297,7 +321,7 @@ def compare(family: str, peers: bool, rounds: int, size: work.Size) -> dict[str,
                 taken = contender.step()
                 print(
                     f"round={number}/{rounds} matrix_gflops={rates[-1]:.0f} "
-                    f"contender={contender.name} seconds={taken['seconds']:.2f} "
+                    f"contender={contender.name} seconds={taken['seconds']:.3f} "
                     f"cpu_seconds={taken['cpu_seconds']:.2f} "
                     f"nll={taken['nll']:.6f} grad_norm={taken['grad_norm']:.6f}",
                     flush=True,
@@ -306,13 +330,13 @@ def compare(family: str, peers: bool, rounds: int, size: work.Size) -> dict[str,
     ours, ours_cpu = rows["ours"]["seconds"], rows["ours"]["cpu_seconds"]
     rows["ours"]["start_seconds_without_cache"] = cold.start_seconds
     rate = statistics.median(rates)
-    for name in OURS:
+    for name in gflop:
         # The step as a share of what the machine's plain matrix product would take.
         share = gflop[name] / rows[name]["seconds"] / rate
         rows[name] |= {"gflop": gflop[name], "of_matrix_rate": share}
     return {
         "family": family,
-        "wrong": differences(taken_steps),
+        "wrong": differences(taken_steps, size.dtype),
         **rows,
         "ratio": {n: row["seconds"] / ours for n, row in rows.items() if n != "ours"},
         "cpu_ratio": {n: row["cpu_seconds"] / ours_cpu for n, row in rows.items() if n != "ours"},
@@ -331,6 +355,7 @@ def _row(contender: Contender) -> dict[str, float]:
         "first": {name: steps[0][name] for name in CHECKED},
         "last": {name: steps[-1][name] for name in CHECKED},
         "peak_rss_gib": steps[-1]["rss_gib"],
+        "peak_device_gib": steps[-1]["device_gib"],
         "start_seconds": contender.start_seconds,
     }
 
@@ -339,18 +364,19 @@ def format_table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['family']}",
         f"{'':26s}{'median':>9s}{'range':>16s}{'x ours':>8s}{'CPU':>9s}{'x ours':>8s}"
-        f"{'peak GiB':>10s}{'nll':>10s}{'gradient':>10s}",
+        f"{'peak GiB':>10s}{'on device':>10s}{'nll':>10s}{'gradient':>10s}",
     ]
     for name in (name for name in (*OURS, *PEERS) if name in result):
         row = result[name]
-        spread = f"{row['fastest']:.2f} - {row['slowest']:.2f}"
+        spread = f"{row['fastest']:.3f} - {row['slowest']:.3f}"
         ratio, cpu_ratio = (result[key].get(name, 1.0) for key in ("ratio", "cpu_ratio"))
         lines.append(
-            f"{name:26s}{row['seconds']:7.2f} s{spread:>16s}{ratio:8.2f}"
+            f"{name:26s}{row['seconds']:7.3f} s{spread:>16s}{ratio:8.2f}"
             f"{row['cpu_seconds']:7.2f} s{cpu_ratio:8.2f}{row['peak_rss_gib']:10.2f}"
+            f"{row['peak_device_gib']:10.2f}"
             f"{row['last']['nll']:10.5f}{row['last']['grad_norm']:10.5f}"
         )
-    for name in OURS:
+    for name in (name for name in OURS if "gflop" in result[name]):
         row = result[name]
         lines.append(
             f"{name}: {row['gflop']:.0f} GFLOP of matrix products a step, at "
@@ -362,4 +388,4 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    answer(sys.argv[1], Path(sys.argv[2]))
+    answer(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

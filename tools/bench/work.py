@@ -36,9 +36,17 @@ class Size:
     image_tokens: tuple[int, int] = (16, 10)  # visual tokens in a row and a column
     prompt_tokens: int = 64
     sampled_tokens: int = 32
+    dtype: str = "float32"  # of the weights and of what is computed with them
+
+    @property
+    def context_tokens(self) -> int:
+        """Of a prompt with its screenshot."""
+        return math.prod(self.image_tokens) + self.prompt_tokens
 
 
 SMALL = Size()
+# A screen of 1280x800 as Qwen2-VL sees it, 1288x812, in the precision that accelerators are for.
+DESKTOP = Size(image_tokens=(46, 29), sampled_tokens=64, dtype="bfloat16")
 CASES = {"group": 8, "different": 16, "single": 1}  # prompts of a round of sampling
 
 
@@ -52,6 +60,7 @@ def write_work(directory: Path, family_name: str, cfg: Any, size: Size) -> None:
       cfg: of the family, such as models.CONFIGS[family_name].
     """
     import jax
+    import jax.numpy as jnp
     from flax import nnx
 
     from uirl_jax.families import loading
@@ -60,10 +69,12 @@ def write_work(directory: Path, family_name: str, cfg: Any, size: Size) -> None:
     from uirl_jax.models.lora import LoRAParam
 
     family, model_dir = FAMILIES[family_name], directory / "model"
-    loading.save_model(family, family.make_model(cfg, rngs=nnx.Rngs(0)), model_dir)
+    kwargs = {"rngs": nnx.Rngs(0), "param_dtype": jnp.dtype(size.dtype)}
+    loading.save_model(family, family.make_model(cfg, **kwargs), model_dir)
+    (directory / "size.json").write_text(json.dumps(dataclasses.asdict(size)), encoding="utf-8")
     processor = json.dumps(cfg.images.to_dict())
     (model_dir / "preprocessor_config.json").write_text(processor, encoding="utf-8")
-    model = family.make_model(cfg, lora=_lora(), rngs=nnx.Rngs(0))
+    model = family.make_model(cfg, lora=_lora(), **kwargs)
     rng = np.random.default_rng(0)
     # B is zero in fresh adapters: then the KL term and half of the gradients would be zero.
     noisy = jax.tree.map(
@@ -96,7 +107,19 @@ def load_model(directory: Path) -> "PolicyModel":
     """The model and the adapters that `write_work` wrote."""
     from uirl_jax.families import loading
 
-    return loading.load(directory / "model", lora=_lora(), seed=0, adapter=directory / "adapter")
+    return loading.load(
+        directory / "model",
+        lora=_lora(),
+        seed=0,
+        param_dtype=read_size(directory).dtype,
+        adapter=directory / "adapter",
+    )
+
+
+def read_size(directory: Path) -> Size:
+    """The size that `write_work` was given."""
+    size = json.loads((directory / "size.json").read_text(encoding="utf-8"))
+    return Size(**size | {"image_tokens": tuple(size["image_tokens"])})
 
 
 def _lora() -> "LoraConfig":
