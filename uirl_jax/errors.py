@@ -57,6 +57,10 @@ class VerifierError(UirlError):
     """A verifier that cannot be reached or whose answer is invalid (`env_error`)."""
 
 
+class PageError(VerifierError):
+    """JavaScript that threw in a page; the page is as good as before."""
+
+
 class RequestRefusedError(VerifierError):
     """A request that the verifier did not carry out: it refused, or was not reached."""
 

@@ -297,7 +297,6 @@ def compare(
     rates = []
     environment = os.environ | {
         "JAX_PLATFORMS": platform,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # contenders share the GPU's memory
         "OMP_NUM_THREADS": str(work.THREADS),
         # Threads that spin where they wait took the peer twice the CPU time beside other work.
         "OMP_WAIT_POLICY": "PASSIVE",

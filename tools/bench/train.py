@@ -252,7 +252,6 @@ class Contender:
         self.steps: list[dict[str, float]] = []
         environment = os.environ | {
             "JAX_PLATFORMS": platform,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # contenders share the GPU's memory
             "XDG_CACHE_HOME": str(directory / "cache"),  # of compiled programs: empty at first
             "OMP_NUM_THREADS": str(work.THREADS),
             "OMP_WAIT_POLICY": "PASSIVE",  # a contender that waits takes nothing from the others

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +57,13 @@ CASES = {"group": 8, "different": 16, "single": 1}  # prompts of a round of samp
 def write_work(directory: Path, family_name: str, cfg: Any, size: Size) -> None:
     """The model, its adapters (PEFT's format) and the arrays of a step, for every contender.
 
+    On a GPU, this process and those that it starts then take memory as they need it, not most of
+    it at once: contenders share the GPU.
+
     Args:
       cfg: of the family, such as models.CONFIGS[family_name].
     """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax
     import jax.numpy as jnp
     from flax import nnx

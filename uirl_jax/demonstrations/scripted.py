@@ -8,6 +8,7 @@ thread (`demonstrate`); other tasks need an event loop, and processes if they ru
 import asyncio
 import dataclasses
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from uirl_jax.demonstrations.recording import Recording
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import ActionError, PageError, VerifierError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
@@ -119,6 +120,8 @@ class Demonstrator:
     ) -> Trajectory:
         """As `demonstrate`, of any task; a browser's `scripted_action` says what mistakes it makes.
 
+        A script that fails on a page ends the episode, unsolved; stderr says which and why.
+
         Raises:
           VerifierError: no such task, nobody who can demonstrate it, or no browser.
         """
@@ -169,13 +172,24 @@ class Demonstrator:
             while len(recording.turns) < task.max_turns and not progress["done"]:
                 encoded = await session.screenshot("png")
                 recording.see(Image.open(io.BytesIO(encoded)).convert("RGB"), encoded)
-                action = await session.scripted_action(rng, quality)
-                if action is None:
-                    raise VerifierError(f"{task.name}: there is no script that demonstrates it")
-                await session.act(action)
-                await asyncio.sleep((action.seconds or 0.0) if action.kind == "wait" else 0.0)
-                progress = await session.progress()
-                recording.act(action, progress)
+                try:
+                    action = await session.scripted_action(rng, quality)
+                    if action is None:
+                        raise VerifierError(f"{task.name}: there is no script that demonstrates it")
+                    await session.act(action)
+                    await asyncio.sleep((action.seconds or 0.0) if action.kind == "wait" else 0.0)
+                    progress = await session.progress()
+                    recording.act(action, progress)
+                except (ActionError, PageError) as error:
+                    # Of a page that its script does not understand; thousands of others do not wait
+                    # for that one.
+                    print(
+                        f"demonstration of {task.name} with seed {task.seed} ended early, its "
+                        f"script failed: {error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    break
             return dataclasses.replace(_ended(recording, progress), renderer=session.renderer)
         finally:
             await session.close()

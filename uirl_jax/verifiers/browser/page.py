@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import PageError
 from uirl_jax.verifiers.browser.cdp import CdpError, Chromium
 
 logger = logging.getLogger(__name__)
@@ -129,13 +129,13 @@ class Page:
         """The value of a JavaScript expression (awaited), as JSON has it.
 
         Raises:
-          VerifierError: it threw; the page is as good as before.
+          PageError: it threw; the page is as good as before.
         """
         fields = {"expression": expression, "awaitPromise": True, "returnByValue": True}
         answer = await self.send("Runtime.evaluate", {**fields, "userGesture": True})
         if "exceptionDetails" in answer:
             thrown = answer["exceptionDetails"].get("exception", {})
-            raise VerifierError(f"the page threw {thrown.get('description', thrown)}"[:500])
+            raise PageError(f"the page threw {thrown.get('description', thrown)}"[:500])
         return answer["result"].get("value")
 
     def _told(self, session: str, method: str, fields: dict[str, Any]) -> None:
