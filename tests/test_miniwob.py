@@ -136,6 +136,12 @@ def test_sender_and_receiver_may_have_two_names(world, name, seed):
     assert runner.run(play(pool, spec(name, seed)))["reward"] == 1.0
 
 
+def test_suggestion_below_the_screen_is_typed_to_its_end(world):
+    pool, runner = world
+    task = spec("use-autocomplete-nodelay", 492503141)
+    assert runner.run(play(pool, task, max_turns=7))["reward"] == 1.0
+
+
 @pytest.mark.parametrize(("name", "turns"), [("use-slider", 4), ("use-slider-2", 6)])
 def test_slider_is_dragged_and_takes_few_turns(world, name, turns):
     pool, runner = world

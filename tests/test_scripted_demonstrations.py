@@ -128,6 +128,40 @@ def test_what_did_not_solve_its_task_is_not_learnt_from(make, tmp_path, capsys):
     assert len({one.task for one in mistaken.take(0, 6)}) == 6
 
 
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("undefined.click()", "the page threw TypeError"),
+        ("({kind: 'click', x: 10, y: 900})", "click: y=900 is off the screen"),
+    ],
+)
+def test_script_that_fails_on_a_page_ends_that_demonstration_alone(
+    make, tmp_path, capsys, monkeypatch, script, said
+):
+    from uirl_jax.verifiers.browser import miniwob
+
+    # Of the second of three episodes.
+    expression = f"((name, careless) => name === 'click-test' ? {script} : null)"
+    scripts = miniwob._read_script()
+    monkeypatch.setattr(
+        miniwob,
+        "_read_script",
+        lambda: f"((...said) => {expression}(...said) ?? {scripts}(...said))",
+    )
+    kinds = [
+        TaskSpec(f"miniwob/{name}", 0) for name in ("click-test-2", "click-test", "click-link")
+    ]
+    with Demonstrator() as demonstrator:
+        demonstrations = make(demonstrator, 3, kinds=kinds)
+        demonstrations.keep(tmp_path)
+        taken = demonstrations.take(0, 2)
+    assert {one.task.name for one in taken} == {"miniwob/click-test-2", "miniwob/click-link"}
+    out, err = capsys.readouterr()
+    assert "2 of 3 solved" in out
+    assert "demonstration of miniwob/click-test with seed" in err and said in err
+
+
 def test_a_broken_shard_of_demonstrations_is_said(make, tmp_path):
     (tmp_path / "000000.tfrecord").write_bytes(b"no shard")
     with pytest.raises(ShardError, match=r"000000\.tfrecord"):

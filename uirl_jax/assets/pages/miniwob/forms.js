@@ -40,7 +40,9 @@ const movies = () => {  // labels differ from layout to layout
 const complete = () => {  // from what it suggests
   const input = one("#tags");
   if (one(".ui-autocomplete li")) {
-    return click(all(".ui-autocomplete li").find(e => text(e).startsWith(quoted[0]) && text(e).endsWith(quoted[1] || "")));
+    const wanted = all(".ui-autocomplete li").find(e => text(e).startsWith(quoted[0]) && text(e).endsWith(quoted[1] || ""));
+    if (wanted.getBoundingClientRect().bottom <= 210) return click(wanted);
+    return {kind: "type", text: text(wanted).slice(input.value.length)};  // below the screen: a shorter list
   }
   if (input.value.startsWith(quoted[0]) && input.value.length > quoted[0].length) return submit();
   return fill(input, quoted[0]) || {kind: "wait", seconds: 0.4};
