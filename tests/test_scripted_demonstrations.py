@@ -157,6 +157,8 @@ def test_script_that_fails_on_a_page_ends_that_demonstration_alone(
         demonstrations.keep(tmp_path)
         taken = demonstrations.take(0, 2)
     assert {one.task.name for one in taken} == {"miniwob/click-test-2", "miniwob/click-link"}
+    # Nor does it keep the folder from being read as recorded demonstrations, which have turns.
+    assert all(kept.turns for kept in read_shard(tmp_path / "000000.tfrecord")[1])
     out, err = capsys.readouterr()
     assert "2 of 3 solved" in out
     assert "demonstration of miniwob/click-test with seed" in err and said in err

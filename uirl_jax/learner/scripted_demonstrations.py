@@ -86,7 +86,9 @@ class ScriptedDemonstrations:
                         "command again to continue"
                     )
                 played = self._play(range(first, min(first + SHARD_EPISODES, self._episodes)))
-                write_shard(path, played, base_hash="", layout=layout)  # no model sampled them
+                # A script that failed at once leaves an episode without a turn.
+                acted = [episode for episode in played if episode.turns]
+                write_shard(path, acted, base_hash="", layout=layout)  # no model sampled them
             self._kept += read_shard(path)[1]
             progress.update(len(self._kept))
         progress.close()
