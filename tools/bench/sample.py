@@ -288,7 +288,7 @@ def equal_share(first: list[list[int]], *others: list[list[int]]) -> float:
 def compare(
     family: str, cfg: Any, size: work.Size, peers: bool, rounds: int, platform: str = "cpu"
 ) -> dict[str, Any]:
-    """Every case, round by round, ours and the peer's in turn; medians.
+    """Every case, round by round, on the CPU ours and the peer's in turn; medians.
 
     Raises: SystemExit: the contenders do not do the same work.
     """
@@ -301,39 +301,46 @@ def compare(
         # Threads that spin where they wait took the peer twice the CPU time beside other work.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
+    greedy: dict[str, list[list[int]]] = {}
+    episodes = {}
+    # A GPU is nobody else's, so they need not take turns; its memory has no room for both.
+    together = [names] if platform == "cpu" else [(name,) for name in names]
+    with tempfile.TemporaryDirectory() as directory:
         work.write_work(Path(directory), family, cfg, size)
-        workers = {
-            name: stack.enter_context(
-                Worker("tools.bench.sample", name, directory, platform, environment=environment)
-            )
-            for name in names
-        }
-
-        def ask(name: str, case: str, number: int) -> dict[str, float]:
-            return workers[name].ask({"case": case, "round": number})
-
-        greedy = {name: ask(name, "greedy", rounds + 1)["token_ids"] for name in names}
-        if (platform, size.dtype) == ("cpu", "float32"):
-            check_tokens(greedy)
-        for number in range(rounds + 1):  # the first warms up
-            rates.append(ask("ours", "read_rate", number)["gb_per_s"])
-            for case in work.CASES:
-                for name in names:
-                    answer = ask(name, case, number)
-                    if number:
-                        answers[name].setdefault(case, []).append(answer)
-                    print(
-                        f"round={number}/{rounds} case={case} contender={name} "
-                        f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f} "
-                        f"cpu_s={answer['cpu_s']:.2f}",
-                        file=sys.stderr,
-                        flush=True,
+        for some in together:
+            with contextlib.ExitStack() as stack:
+                workers = {
+                    name: stack.enter_context(
+                        Worker(
+                            "tools.bench.sample", name, directory, platform, environment=environment
+                        )
                     )
-        # Their many sizes take minutes to compile for a model of published dimensions.
-        kinds = ("cached", "uncached") if size == work.SMALL else ()
-        episodes = {kind: ask("ours", kind, 0) for kind in kinds}
+                    for name in some
+                }
+                asked = {"case": "greedy", "round": rounds + 1}
+                greedy |= {name: worker.ask(asked)["token_ids"] for name, worker in workers.items()}
+                if (platform, size.dtype) == ("cpu", "float32"):
+                    check_tokens(greedy)
+                for number in range(rounds + 1):  # the first warms up
+                    if "ours" in workers:
+                        rate = workers["ours"].ask({"case": "read_rate"})
+                        rates.append(rate["gb_per_s"])
+                    for case in work.CASES:
+                        for name, worker in workers.items():
+                            answer = worker.ask({"case": case, "round": number})
+                            if number:
+                                answers[name].setdefault(case, []).append(answer)
+                            print(
+                                f"round={number}/{rounds} case={case} contender={name} "
+                                f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f} "
+                                f"cpu_s={answer['cpu_s']:.2f}",
+                                file=sys.stderr,
+                                flush=True,
+                            )
+                # Their many sizes take minutes to compile for a model of published dimensions.
+                if "ours" in workers and size == work.SMALL:
+                    for kind in ("cached", "uncached"):
+                        episodes[kind] = workers["ours"].ask({"case": kind})
     result: dict[str, Any] = {
         "family": family,
         "rounds": rounds,

@@ -292,7 +292,7 @@ def differences(steps: dict[str, list[dict[str, float]]], dtype: str = "float32"
 def compare(
     family: str, cfg: Any, size: work.Size, peers: bool, rounds: int, platform: str = "cpu"
 ) -> dict[str, Any]:
-    """Interleaved steps of all contenders; the first two of each compile, warm up and are checked.
+    """Steps of all contenders, interleaved on the CPU; two first ones compile and are checked.
 
     Raises: SystemExit: the contenders do not do the same work.
     """
@@ -305,30 +305,37 @@ def compare(
             gflop = {n: counted_gflop(directory, share_prompts=n == "ours") for n in OURS}
         cold = Contender("ours", directory, platform)
         cold.close()
-        contenders = []
-        # Again, with the programs that the first process compiled.
-        # The sum of all that computes the prompt in every row would not fit a GPU's memory.
-        ours = OURS if platform == "cpu" else OURS[:1]
-        for name in (*ours, *(PEERS if peers else ())):
-            contenders.append(Contender(name, directory, platform))
-            stack.callback(contenders[-1].close)
-            contenders[-1].step()
-        taken_steps = {contender.name: contender.steps for contender in contenders}
-        wrong = differences(taken_steps, size.dtype)
-        if wrong and size.dtype == "float32":
-            raise SystemExit(f"error: not the same work: {'; '.join(wrong)}")
+        names = (*OURS, *(PEERS if peers else ()))
+        together = [names]
+        if platform == "cuda":
+            # A GPU is nobody else's, so they need not take turns, and its memory has no room for
+            # all of them; what computes the prompt in every row was not tried there.
+            together = [(name,) for name in names if name != "ours_prompts_apart"]
+        contenders: list[Contender] = []
         rates = []
-        for number in range(1, rounds + 1):
-            for contender in contenders:
-                rates.append(matrix_rate())
-                taken = contender.step()
-                print(
-                    f"round={number}/{rounds} matrix_gflops={rates[-1]:.0f} "
-                    f"contender={contender.name} seconds={taken['seconds']:.3f} "
-                    f"cpu_seconds={taken['cpu_seconds']:.2f} "
-                    f"nll={taken['nll']:.6f} grad_norm={taken['grad_norm']:.6f}",
-                    flush=True,
-                )
+        for some in together:
+            # Again, with the programs that the first process compiled.
+            started = [Contender(name, directory, platform) for name in some]
+            for contender in started:
+                stack.callback(contender.close)
+                contender.step()
+            contenders += started
+            wrong = differences({one.name: one.steps[:2] for one in contenders}, size.dtype)
+            if wrong and size.dtype == "float32":
+                raise SystemExit(f"error: not the same work: {'; '.join(wrong)}")
+            for number in range(1, rounds + 1):
+                for contender in started:
+                    rates.append(matrix_rate())
+                    taken = contender.step()
+                    print(
+                        f"round={number}/{rounds} matrix_gflops={rates[-1]:.0f} "
+                        f"contender={contender.name} seconds={taken['seconds']:.3f} "
+                        f"cpu_seconds={taken['cpu_seconds']:.2f} "
+                        f"nll={taken['nll']:.6f} grad_norm={taken['grad_norm']:.6f}",
+                        flush=True,
+                    )
+            for contender in started:
+                contender.close()
     rows: dict[str, Any] = {contender.name: _row(contender) for contender in contenders}
     ours, ours_cpu = rows["ours"]["seconds"], rows["ours"]["cpu_seconds"]
     rows["ours"]["start_seconds_without_cache"] = cold.start_seconds
@@ -337,6 +344,7 @@ def compare(
         # The step as a share of what the machine's plain matrix product would take.
         share = gflop[name] / rows[name]["seconds"] / rate
         rows[name] |= {"gflop": gflop[name], "of_matrix_rate": share}
+    taken_steps = {contender.name: contender.steps for contender in contenders}
     return {
         "family": family,
         "wrong": differences(taken_steps, size.dtype),
