@@ -128,10 +128,15 @@ def test_digit_or_letter_is_no_shape(world, name, seed):
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("email-inbox-delete", 187), ("email-inbox-forward", 181), ("email-inbox-forward", 299)],
+    [
+        ("email-inbox-delete", 187),
+        ("email-inbox-forward", 181),
+        ("email-inbox-forward", 299),
+        ("drag-items-grid", 854340583),
+    ],
 )
-def test_sender_and_receiver_may_have_two_names(world, name, seed):
-    """Helen-Elizabeth, Sara-Ann, Miof Mela."""
+def test_persons_may_have_two_names(world, name, seed):
+    """Helen-Elizabeth, Sara-Ann, Miof Mela, Dee Dee."""
     pool, runner = world
     assert runner.run(play(pool, spec(name, seed)))["reward"] == 1.0
 

@@ -15,8 +15,9 @@ const sorted = () => {  // one move of selection sort by mouse
   const from = items[values.indexOf(goal[wrong])].getBoundingClientRect(), to = items[wrong].getBoundingClientRect();
   return drag({x: from.left + 60, y: from.top + from.height / 2}, {x: to.left + 60, y: to.top + 2});
 };
+const dragged = /Drag (.+?) ((?:to|up|down|left|right) .*)\./;  // whom, and where to
 const moveItem = () => {
-  const items = all("#sortable li"), match = query.match(/Drag (\S+) (.*)\./);
+  const items = all("#sortable li"), match = query.match(dragged);
   const at = items.findIndex(e => text(e) === match[1]);
   const goal = match[2] === "to the top" ? 0 : match[2] === "to the bottom" ? items.length - 1
     : /down/.test(match[2]) ? at + 1 : /up/.test(match[2]) ? at - 1 : ordinal(match[2].match(/\d/)[0]);
@@ -55,7 +56,7 @@ Object.assign(experts, {
   "drag-single-shape": moveShape,
   "drag-items": moveItem,
   "drag-items-grid": () => {
-    const items = all("#sortable li"), [, label, way] = query.match(/Drag (\S+) (.*)\./);
+    const items = all("#sortable li"), [, label, way] = query.match(dragged);
     const at = items.findIndex(e => text(e) === label);
     const steps = {up: -3, down: 3, left: -1, right: 1};
     const row = /top/.test(way) ? 0 : /bottom/.test(way) ? 2 : 1;
