@@ -27,7 +27,7 @@ const chooseDate = () => datepicker(...query.match(/(\d+)\/(\d+)\/(\d+)/).slice(
 const answer = value => fillAndSubmit(["#math-answer", String(value)]);
 const cellOf = label => text(all("#area td").find(e => text(e) === label).nextElementSibling);
 const movies = () => {  // labels differ from layout to layout
-  const [, genre, director, year] = query.match(/for (\w+) movies directed by (.+) from year (\d+)/);
+  const [, genre, director, year] = query.match(/for (\w+) movies directed by (\w+) from year (\d+)/);
   for (const input of all("#area input[type=text]").filter(shown)) {
     let e = input;
     while (!(e.previousElementSibling && text(e.previousElementSibling)) && !text(e.parentElement)) e = e.parentElement;
