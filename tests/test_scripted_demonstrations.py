@@ -78,7 +78,7 @@ def test_kept_demonstrations_come_once_an_epoch_in_an_order_of_its_own(make, tmp
     assert sorted(second) == sorted(first) and second != first
 
 
-def test_what_was_kept_is_not_played_again(make, tmp_path, monkeypatch):
+def test_what_was_kept_is_not_played_again(make, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scripted_demonstrations, "SHARD_EPISODES", 4)
     with Demonstrator() as demonstrator:
         played = make(demonstrator, 10)
@@ -89,7 +89,10 @@ def test_what_was_kept_is_not_played_again(make, tmp_path, monkeypatch):
         # As after a kill: what was not written yet is played, and the same comes out.
         (tmp_path / names[1]).unlink()
         again = make(demonstrator, 10)
+        capsys.readouterr()
         again.keep(tmp_path)
+        # Reading the others is no progress from which the time left is told.
+        assert [line.split("step=")[1] for line in capsys.readouterr().err.splitlines()] == ["8/10"]
     from_files = make(None, 10)
     from_files.keep(tmp_path)
     for demonstrations in (again, from_files):

@@ -79,18 +79,21 @@ class ScriptedDemonstrations:
         stored = SHARD_EPISODES * sum(path.exists() for path in paths.values())
         progress = Progress("demonstrations", self._episodes, first_step=stored)
         for first, path in paths.items():
-            if not path.exists():
+            stored_before = path.exists()
+            last = min(first + SHARD_EPISODES, self._episodes)
+            if not stored_before:
                 if stop is not None and stop.is_set():
                     raise RestartError(
                         f"stopped after {first} of {self._episodes} demonstrations; run the same "
                         "command again to continue"
                     )
-                played = self._play(range(first, min(first + SHARD_EPISODES, self._episodes)))
+                played = self._play(range(first, last))
                 # A script that failed at once leaves an episode without a turn.
                 acted = [episode for episode in played if episode.turns]
                 write_shard(path, acted, base_hash="", layout=layout)  # no model sampled them
             self._kept += read_shard(path)[1]
-            progress.update(len(self._kept))
+            if not stored_before:  # reading is no measure of how long the others will take
+                progress.update(last)
         progress.close()
         if self._quality < 1.0:
             return
