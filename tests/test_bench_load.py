@@ -8,6 +8,7 @@ from flax import nnx
 from tests import small_model
 from tools.bench import load
 from tools.planner.families import PlannedModel, read_model
+from uirl_jax import assets
 from uirl_jax.families import loading, qwen2_vl
 from uirl_jax.families.table import family_of
 
@@ -20,7 +21,7 @@ SMALL = PlannedModel(
 
 
 def test_every_published_model_can_be_written_at_its_size():
-    for path in load.PUBLISHED.iterdir():
+    for path in assets.PUBLISHED.iterdir():
         assert read_model(path).cfg.vocab_size > 32_000
 
 

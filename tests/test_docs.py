@@ -25,6 +25,9 @@ _OF_THE_READER = {"launch/env"}  # a copy of launch/env.example, which git ignor
 _NO_NAMES = {"", "click", "docs", "here", "how", "link", "page", "this"}
 
 
+_CONFLICT = re.compile(r"^(<{7}|>{7})( |$)|^={7}$", re.MULTILINE)
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -58,6 +61,11 @@ def links(path: Path) -> Iterator[tuple[str, str]]:
     """(text, target) of every link and image."""
     for text, target in _LINK.findall(prose(path)):
         yield " ".join(text.split()), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_merge_was_left_half_done(page):
+    assert _CONFLICT.findall(page.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -159,6 +159,13 @@ def test_script_that_fails_on_a_page_ends_that_demonstration_alone(
         demonstrations = make(demonstrator, 3, kinds=kinds)
         demonstrations.keep(tmp_path)
         taken = demonstrations.take(0, 2)
+        # Nor is it in what is played anew for every step, and a step of such alone is refused.
+        fresh = make(demonstrator, 0, kinds=kinds)
+        assert [len(one.turns) for one in fresh.take(0, 3)] == [1, 1]
+        with pytest.raises(ConfigError, match="every script of miniwob/click-test failed"):
+            make(demonstrator, 0, kinds=kinds[1:2]).take(0, 2)
+        with pytest.raises(ConfigError, match="no script solved miniwob/click-test"):
+            make(demonstrator, 2, kinds=kinds[1:2], quality=0.5).keep(tmp_path / "none")
     assert {one.task.name for one in taken} == {"miniwob/click-test-2", "miniwob/click-link"}
     # Nor does it keep the folder from being read as recorded demonstrations, which have turns.
     assert all(kept.turns for kept in read_shard(tmp_path / "000000.tfrecord")[1])

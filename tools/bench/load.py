@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # reading plainly is measured in a process that imports no JA
 BLOCK_BYTES = 16 * 2**20
 SHARD_BYTES = 1_200_000_000
 GIB = 2**30
-PUBLISHED = assets.DIRECTORY / "published"
 MEASURED = ("disk", "load_pretrained", "load")  # load: as a run does, with the hash of the base
 
 
@@ -55,7 +54,7 @@ class Settings:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    names = sorted(path.name for path in PUBLISHED.iterdir())
+    names = sorted(path.name for path in assets.PUBLISHED.iterdir())
     parser.add_argument("--model", choices=names, default=Settings.model)
     parser.add_argument("--directory", type=Path, help="keep the checkpoint here; it is reused")
     parser.add_argument("--param-dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -146,7 +145,7 @@ def load(settings: Settings, directory: Path | None = None) -> dict[str, Any]:
         if not (directory / "config.json").exists():
             from tools.planner.families import read_model
 
-            write_checkpoint(directory, read_model(PUBLISHED / settings.model))
+            write_checkpoint(directory, read_model(assets.PUBLISHED / settings.model))
         size_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         flags = (f"--param-dtype={settings.param_dtype}", f"--quantize={settings.quantize}")
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in MEASURED}

@@ -1,8 +1,9 @@
-"""The models of the size "small": about 70 M parameters of every family, for `work`.
+"""Which model is measured, and on what work: the flags that `train` and `sample` have in common.
 
-Text towers have the same width, depth and heads. Qwen3-VL has a narrower MLP: the mergers of its
-three levels and its learned positions take 8.2 M parameters. Vision towers have width, depth and
-heads in common; of eight blocks one attends to the whole screen, as in the published Qwen2.5-VL.
+Without `--model` it is the size "small", about 70 M parameters of a family. Text towers have the
+same width, depth and heads. Qwen3-VL has a narrower MLP: the mergers of its three levels and its
+learned positions take 8.2 M parameters. Vision towers have width, depth and heads in common; of
+eight blocks one attends to the whole screen, as in the published Qwen2.5-VL.
 """
 
 import argparse
@@ -99,12 +100,9 @@ def shallow(family: str) -> Any:
     return dataclasses.replace(cfg, num_hidden_layers=3, vision=vision)
 
 
-PUBLISHED = assets.DIRECTORY / "published"
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What is measured, and where."""
-    published = [path.name for path in sorted(PUBLISHED.glob("Qwen*"))]
+    published = [path.name for path in sorted(assets.PUBLISHED.glob("Qwen*"))]
     parser.add_argument("--family", choices=CONFIGS, default="qwen2_vl")
     parser.add_argument("--model", choices=published, help="its dimensions, instead of --family's")
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
@@ -116,5 +114,5 @@ def chosen(args: argparse.Namespace) -> tuple[str, Any, work.Size]:
         return args.family, CONFIGS[args.family], work.SMALL
     from tools.planner.families import read_model
 
-    model = read_model(PUBLISHED / args.model)
+    model = read_model(assets.PUBLISHED / args.model)
     return model.family.model_type, model.cfg, work.DESKTOP

@@ -15,8 +15,8 @@ the second step depends on the first one's update.
 
 `--model` takes a model of published dimensions, with random weights in bfloat16, and one screen of
 1280x800 (`work.DESKTOP`); `--platform=cuda` measures on an NVIDIA GPU, where torch must be a build
-for CUDA. In bfloat16 numbers agree less closely (`RELATIVE`), and where they do not, the table says
-so below.
+for CUDA, and was only run with `--model`. In bfloat16 numbers agree less closely (`RELATIVE`), and
+where they do not, the table says so below.
 
 Peers (`peers`, extra `bench`): transformers and peft in torch. Nothing is downloaded.
 """

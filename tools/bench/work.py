@@ -74,12 +74,13 @@ def write_work(directory: Path, family_name: str, cfg: Any, size: Size) -> None:
     from uirl_jax.models.lora import LoRAParam
 
     family, model_dir = FAMILIES[family_name], directory / "model"
-    kwargs = {"rngs": nnx.Rngs(0), "param_dtype": jnp.dtype(size.dtype)}
-    loading.save_model(family, family.make_model(cfg, **kwargs), model_dir)
+    dtype = jnp.dtype(size.dtype)
+    base = family.make_model(cfg, rngs=nnx.Rngs(0), param_dtype=dtype)
+    loading.save_model(family, base, model_dir)
     (directory / "size.json").write_text(json.dumps(dataclasses.asdict(size)), encoding="utf-8")
     processor = json.dumps(cfg.images.to_dict())
     (model_dir / "preprocessor_config.json").write_text(processor, encoding="utf-8")
-    model = family.make_model(cfg, lora=_lora(), **kwargs)
+    model = family.make_model(cfg, lora=_lora(), rngs=nnx.Rngs(0), param_dtype=dtype)
     rng = np.random.default_rng(0)
     # B is zero in fresh adapters: then the KL term and half of the gradients would be zero.
     noisy = jax.tree.map(

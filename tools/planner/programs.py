@@ -38,7 +38,6 @@ from uirl_jax.models.quantization import quantized
 from uirl_jax.shards.batching import BatchConfig
 from uirl_jax.types import TrainBatch
 
-PUBLISHED = Path(__file__).parents[2] / "uirl_jax" / "assets" / "published"
 TRAINING = ("score", "gradients")
 SAMPLING = ("encode", "prefill", "decode")
 # What libtpu says where a program is too large, as its parts notice it.
@@ -82,13 +81,13 @@ def find_model(path: str) -> PlannedModel:
 
     Raises: ModelError.
     """
-    published = PUBLISHED / Path(path).name
+    published = assets.PUBLISHED / Path(path).name
     if hub.is_hub_name(path) and not published.is_dir():
         path = str(hub.model_directory(path, weights=False))
     for directory in (assets.find(path), published):
         if (directory / "config.json").is_file():
             return read_model(directory)
-    names = ", ".join(sorted(p.name for p in PUBLISHED.iterdir()))
+    names = ", ".join(sorted(p.name for p in assets.PUBLISHED.iterdir()))
     raise ModelError(
         f"{path}: has no config.json, and its name is none of the published models that can be "
         f"planned without it: {names}; give --config.model.path"

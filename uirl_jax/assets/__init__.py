@@ -9,6 +9,7 @@ from pathlib import Path
 from uirl_jax.errors import ModelError
 
 DIRECTORY = Path(__file__).parent
+PUBLISHED = DIRECTORY / "published"  # configs of models that others publish, without weights
 PREFIX = "asset:"
 CONFIGS = DIRECTORY.parents[1] / "configs"
 

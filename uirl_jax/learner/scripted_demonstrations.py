@@ -88,14 +88,14 @@ class ScriptedDemonstrations:
                         "command again to continue"
                     )
                 played = self._play(range(first, last))
-                # A script that failed at once leaves an episode without a turn.
-                acted = [episode for episode in played if episode.turns]
-                write_shard(path, acted, base_hash="", layout=layout)  # no model sampled them
-            self._kept += read_shard(path)[1]
+                if played:  # a shard is never empty
+                    write_shard(path, played, base_hash="", layout=layout)  # no model sampled them
+            if path.exists():
+                self._kept += read_shard(path)[1]
             if not stored_before:  # reading is no measure of how long the others will take
                 progress.update(last)
         progress.close()
-        if self._quality < 1.0:
+        if self._quality < 1.0 and self._kept:
             return
         self._kept = [demonstration for demonstration in self._kept if is_example(demonstration)]
         solved = sum(demonstration.success for demonstration in self._kept)
@@ -108,13 +108,23 @@ class ScriptedDemonstrations:
             raise ConfigError(f"cold_start: no script solved {names} within max_turns")
 
     def take(self, first: int, count: int) -> list[Trajectory]:
-        """Demonstrations first, first + 1, ...; a number always gives the same demonstration."""
+        """Demonstrations first, first + 1, ...; a number always gives the same demonstration.
+
+        Without a fixed set, fewer where scripts failed at once.
+
+        Raises: ConfigError: all of them did.
+        """
         numbers = range(first, first + count)
         if not self._episodes:
-            return self._play(numbers)
+            played = self._play(numbers)
+            if not played:
+                names = ", ".join(sorted({kind.name for kind in self._kinds}))
+                raise ConfigError(f"cold_start: every script of {names} failed; stderr says where")
+            return played
         return [recorded_demonstrations.pick(self._kept, number, self._seed) for number in numbers]
 
     def _play(self, numbers: Sequence[int]) -> list[Trajectory]:
+        """Without episodes that have no turn, of scripts that failed at once."""
         tasks = [
             dataclasses.replace(
                 self._kinds[number % len(self._kinds)], seed=seeds.train_seed(self._seed, number)
@@ -122,6 +132,7 @@ class ScriptedDemonstrations:
             for number in numbers
         ]
         rngs = [np.random.default_rng([self._seed, number]) for number in numbers]
-        return self._demonstrator.demonstrate_all(
+        played = self._demonstrator.demonstrate_all(
             tasks, self._chat, self._model.inputs, rngs, quality=self._quality
         )
+        return [episode for episode in played if episode.turns]
