@@ -154,6 +154,13 @@ def test_learn_does_not_hang_on_the_layout_or_the_order_in_a_group(name: str):
         assert got[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
 
 
+def test_learn_tells_the_share_of_padding():
+    last = [record.turns[-1] for group in groups() for record in group]
+    tokens = sum(len(turn.context_ids) + len(turn.token_ids) for turn in last)
+    metrics = Learner(CONFIGS["grpo"]).step(layout="one sequence a row")
+    assert metrics["learner/padding"] == pytest.approx(1 - tokens / (20 * 64))  # rows, row length
+
+
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])
 def test_learn_without_equal_groups_computes_less_and_pulls_as_the_others(kl_coefficient: float):
     cfg = CONFIGS["grpo"]

@@ -9,6 +9,7 @@ from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError
 from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.browser import miniwob
 
 CLICK = {"name": "desktop/click_button", "instances": 2}
 GOOD = {"name": "mine", "tasks": [CLICK]}
@@ -53,6 +54,12 @@ def test_suites_that_ship_are_whole_and_named_like_their_files():
     assert suites.shipped()
     for name in suites.shipped():
         assert read_suite(name).name == name
+
+
+def test_suite_of_unseen_tasks_has_ten_of_which_none_is_among_pix2acts():
+    unseen = {task.name for task in read_suite("miniwob-unseen").tasks}
+    assert len(unseen) == 10 and unseen <= set(miniwob.scripted_tasks())
+    assert not unseen & {task.name for task in read_suite("pix2act").tasks}
 
 
 BROKEN = [

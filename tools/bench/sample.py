@@ -28,13 +28,14 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,23 @@ def equal_share(first: list[list[int]], *others: list[list[int]]) -> float:
     return equal / total
 
 
+@dataclasses.dataclass
+class Answers:
+    """What the contenders answered.
+
+    Attributes:
+      rounds: by contender and case, without the first round, which warms up.
+      greedy: by contender, the tokens of each prompt.
+      read_gb_per_s: of every round, while nothing else ran.
+      episodes: ours, with the cache of earlier turns and without; empty of a large model.
+    """
+
+    rounds: dict[str, dict[str, list[dict[str, float]]]]
+    greedy: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
+    read_gb_per_s: list[float] = dataclasses.field(default_factory=list)
+    episodes: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+
 def compare(
     family: str, cfg: Any, size: work.Size, peers: bool, rounds: int, platform: str = "cpu"
 ) -> dict[str, Any]:
@@ -293,16 +311,7 @@ def compare(
     Raises: SystemExit: the contenders do not do the same work.
     """
     names = ("ours", "transformers") if peers else ("ours",)
-    answers: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in names}
-    rates = []
-    environment = os.environ | {
-        "JAX_PLATFORMS": platform,
-        "OMP_NUM_THREADS": str(work.THREADS),
-        # Threads that spin where they wait took the peer twice the CPU time beside other work.
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    greedy: dict[str, list[list[int]]] = {}
-    episodes = {}
+    answers = Answers({name: {case: [] for case in work.CASES} for name in names})
     # A GPU is nobody else's, so they need not take turns; its memory has no room for both.
     together = [names] if platform == "cpu" else [(name,) for name in names]
     with tempfile.TemporaryDirectory() as directory:
@@ -310,45 +319,62 @@ def compare(
         for some in together:
             with contextlib.ExitStack() as stack:
                 workers = {
-                    name: stack.enter_context(
-                        Worker(
-                            "tools.bench.sample", name, directory, platform, environment=environment
-                        )
-                    )
-                    for name in some
+                    name: stack.enter_context(start(name, directory, platform)) for name in some
                 }
-                asked = {"case": "greedy", "round": rounds + 1}
-                greedy |= {name: worker.ask(asked)["token_ids"] for name, worker in workers.items()}
-                if (platform, size.dtype) == ("cpu", "float32"):
-                    check_tokens(greedy)
-                for number in range(rounds + 1):  # the first warms up
-                    if "ours" in workers:
-                        rate = workers["ours"].ask({"case": "read_rate"})
-                        rates.append(rate["gb_per_s"])
-                    for case in work.CASES:
-                        for name, worker in workers.items():
-                            answer = worker.ask({"case": case, "round": number})
-                            if number:
-                                answers[name].setdefault(case, []).append(answer)
-                            print(
-                                f"round={number}/{rounds} case={case} contender={name} "
-                                f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f} "
-                                f"cpu_s={answer['cpu_s']:.2f}",
-                                file=sys.stderr,
-                                flush=True,
-                            )
-                # Their many sizes take minutes to compile for a model of published dimensions.
-                if "ours" in workers and size == work.SMALL:
-                    for kind in ("cached", "uncached"):
-                        episodes[kind] = workers["ours"].ask({"case": kind})
+                measure(workers, answers, size, rounds, platform)
+    return result_of(answers, family, cfg, size, rounds)
+
+
+def start(name: str, directory: str, platform: str) -> Worker:
+    environment = os.environ | {
+        "JAX_PLATFORMS": platform,
+        "OMP_NUM_THREADS": str(work.THREADS),
+        # Threads that spin where they wait took the peer twice the CPU time beside other work.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    return Worker("tools.bench.sample", name, directory, platform, environment=environment)
+
+
+def measure(
+    workers: Mapping[str, Worker], answers: Answers, size: work.Size, rounds: int, platform: str
+) -> None:
+    """Adds what these contenders answer, in turn. Raises: SystemExit: see compare."""
+    asked = {"case": "greedy", "round": rounds + 1}
+    answers.greedy |= {name: worker.ask(asked)["token_ids"] for name, worker in workers.items()}
+    if (platform, size.dtype) == ("cpu", "float32"):
+        check_tokens(answers.greedy)
+    ours = workers.get("ours")
+    for number in range(rounds + 1):
+        if ours is not None:
+            answers.read_gb_per_s.append(ours.ask({"case": "read_rate"})["gb_per_s"])
+        for case, (name, worker) in itertools.product(work.CASES, workers.items()):
+            answer = worker.ask({"case": case, "round": number})
+            if number:
+                answers.rounds[name][case].append(answer)
+            print(
+                f"round={number}/{rounds} case={case} contender={name} "
+                f"tokens_per_s={answer['tokens'] / answer['seconds']:.1f} "
+                f"cpu_s={answer['cpu_s']:.2f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    # Their many sizes take minutes to compile for a model of published dimensions.
+    if ours is not None and size == work.SMALL:
+        answers.episodes = {kind: ours.ask({"case": kind}) for kind in ("cached", "uncached")}
+
+
+def result_of(
+    answers: Answers, family: str, cfg: Any, size: work.Size, rounds: int
+) -> dict[str, Any]:
+    read_gb_per_s = max(answers.read_gb_per_s)
     result: dict[str, Any] = {
         "family": family,
         "rounds": rounds,
-        "read_gb_per_s": max(rates),
-        "equal_greedy_tokens": equal_share(*greedy.values()),
-        "episodes": episodes,
+        "read_gb_per_s": read_gb_per_s,
+        "equal_greedy_tokens": equal_share(*answers.greedy.values()),
+        "episodes": answers.episodes,
     }
-    for name, cases in answers.items():
+    for name, cases in answers.rounds.items():
         result[name] = {
             case: {
                 "tokens_per_s": statistics.median(row["tokens"] / row["seconds"] for row in rows),
@@ -358,9 +384,9 @@ def compare(
             for case, rows in cases.items()
         }
     for case, row in result["ours"].items():
-        needed = decode_bytes(cfg, size, work.CASES[case]) / (1e9 * max(rates))
+        needed = decode_bytes(cfg, size, work.CASES[case]) / (1e9 * read_gb_per_s)
         row["of_read_rate"] = needed / row["decode_step_s"]
-        if peers:
+        if "transformers" in result:
             peer = result["transformers"][case]
             row["ratio"] = row["tokens_per_s"] / peer["tokens_per_s"]
             row["cpu_ratio"] = peer["cpu_s_a_token"] / row["cpu_s_a_token"]

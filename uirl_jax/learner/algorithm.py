@@ -305,7 +305,10 @@ def update(
     metrics["time/advantages_s"] = filled_s - started_s - scored_s
     metrics["time/score_s"] = scored_s
     metrics["time/update_s"] = time.monotonic() - filled_s
-    return state, metrics, sum(learner_step.tokens_in(part.batches) for part in minibatches)
+    tokens = sum(learner_step.tokens_in(part.batches) for part in minibatches)
+    slots = sum(batch.segment_ids_bt.size for part in minibatches for batch in part.batches)
+    metrics["learner/padding"] = 1.0 - tokens / slots if slots else 0.0
+    return state, metrics, tokens
 
 
 # The fields that the first process computes for all.
