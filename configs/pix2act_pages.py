@@ -30,6 +30,10 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     if stage == "base":
         cfg.cold_start.episodes = DEMONSTRATIONS * len(turns)
         cfg.cold_start.steps = 2000
+        # 45 screenshots a step, 2.5 of a demonstration: rows that take them are not half empty.
+        cfg.learner.batch.rows = 4
+        cfg.learner.batch.row_lengths = (608, 992)
+        cfg.learner.batch.image_rows = (8, 12, 16)
     else:
         cfg.model.path = "runs/pix2act-base/cold_start/model"
         # A turn is a screenshot and few sampled tokens: with at most four screenshots a batch of

@@ -93,6 +93,17 @@ def test_open_run_with_another_config_names_the_difference(tmp_path):
         open_run(tmp_path, other)
 
 
+def test_open_run_goes_on_on_another_mesh_and_with_other_browsers(tmp_path):
+    cfg = reading.from_config(schema.RunConfig, tiny_config.get_config())
+    run_id = open_run(tmp_path, cfg)
+    more = dataclasses.replace(cfg.cold_start, browsers=cfg.cold_start.browsers + 1)
+    placed = dataclasses.replace(cfg, mesh=schema.MeshConfig(fsdp=2), cold_start=more)
+    assert open_run(tmp_path, placed) == run_id
+    other = dataclasses.replace(placed, cold_start=dataclasses.replace(more, quality=0.5))
+    with pytest.raises(ConfigError, match=r"another config: config\.cold_start\.quality is 1"):
+        open_run(tmp_path, other)
+
+
 def test_workdir_of_a_version_without_a_key_goes_on(tmp_path):
     cfg = reading.from_config(schema.RunConfig, tiny_config.get_config())
     run_id = open_run(tmp_path, cfg)

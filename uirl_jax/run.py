@@ -58,16 +58,16 @@ from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server import supervisor
 
 CONFIG_FILE = "config.json"
-# Sections that say where a run computes and is shown, and not what: a restart may change them.
-PLACEMENT = ("mesh", "cluster", "tracking")
+# What says where a run computes and is shown, and not what: a restart may change it.
+PLACEMENT = ("mesh", "cluster", "tracking", "cold_start.browsers")
 
 
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     """Returns the run's id; the first role writes config.json.
 
     A config with more `learner.steps` than before extends the run, with the learning rate schedule
-    of the new length; the previous final evaluation is renamed to its version. The sections of
-    PLACEMENT may differ: a run may continue on another mesh.
+    of the new length; the previous final evaluation is renamed to its version. What PLACEMENT names
+    may differ: a run may continue on another mesh.
 
     Args:
       learns: whether this role holds the learner's lease; only then a run is extended.
@@ -85,7 +85,7 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
         raise ConfigError(
             f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
         ) from None
-    known = _with_defaults(known) | {section: resolved[section] for section in PLACEMENT}
+    known = _with_defaults(known)
     differences = sorted(_differences(known, resolved, "config"))
     extends = _extends(known, resolved, differences)
     if extends and learns:
@@ -123,6 +123,8 @@ def _extends(known: Any, wanted: Any, differences: Sequence[str]) -> bool:
 
 
 def _differences(known: Any, wanted: Any, path: str) -> Iterator[str]:
+    if path.removeprefix("config.") in PLACEMENT:
+        return
     if isinstance(known, dict) and isinstance(wanted, dict):
         for key in known.keys() | wanted.keys():
             yield from _differences(known.get(key), wanted.get(key), f"{path}.{key}")

@@ -52,8 +52,8 @@ class ColdStartConfig:
     quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     # Number of scripted demonstrations, played once and repeated in epochs; 0: new ones each step.
     episodes: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
-    # Play them in parallel.
-    browsers: int = dataclasses.field(default=2, metadata={"min": 1, "max": 256})
+    # Sessions that play them side by side: two left a third of two cores idle, of six nothing.
+    browsers: int = dataclasses.field(default=6, metadata={"min": 1, "max": 256})
     # all: every weight of the base; the run then starts RL from a base of its own.
     train: Literal["lora", "all"] = "lora"
     # Folders written by tools.record_demo, or a run's kept/ and shards/: recorded demonstrations in
