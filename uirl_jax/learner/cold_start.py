@@ -52,7 +52,7 @@ class ColdStartConfig:
     quality: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 1.0})
     # Number of scripted demonstrations, played once and repeated in epochs; 0: new ones each step.
     episodes: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
-    # Sessions that play them side by side: two left a third of two cores idle, of six nothing.
+    # Sessions that play them side by side: two leave a third of two cores idle, six hardly any.
     browsers: int = dataclasses.field(default=6, metadata={"min": 1, "max": 256})
     # all: every weight of the base; the run then starts RL from a base of its own.
     train: Literal["lora", "all"] = "lora"
