@@ -47,6 +47,11 @@ _SET_UP: tuple[tuple[str, Mapping[str, Any]], ...] = (  # of a page, and of a fr
     ("LayerTree.enable", {}),
     ("Runtime.runIfWaitingForDebugger", {}),
 )
+# A screencast begins with the frame that the compositor has. On a busy machine that can be one of
+# before the last change: the next frames are not begun until those under way have been drawn.
+_DRAWN = """new Promise(done => {
+  requestAnimationFrame(() => requestAnimationFrame(() => done()));
+})"""
 
 
 class Page:
@@ -115,6 +120,7 @@ class Page:
     async def _shoot(self, image_format: str) -> bytes:
         self._num_shots += 1
         self._shot = asyncio.get_running_loop().create_future()
+        await self.evaluate(_DRAWN)
         await self.send("Page.startScreencast", {"format": image_format, "quality": 90})
         image = await self._shot
         self._tell(self._session, "Page.stopScreencast", {})
