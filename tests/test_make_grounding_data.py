@@ -23,7 +23,7 @@ from uirl_jax.types import Action
 from uirl_jax.verifiers import own_tasks
 
 pytest.importorskip("playwright")
-from tools.grounding.browser import elements_of, reading
+from tools.grounding.browser import elements_of, reading, words_of
 
 pytestmark = needs_chromium
 SCREENS = 20
@@ -111,7 +111,12 @@ class TestFolder:
         for screens in (7, SCREENS):  # in two goes, and one browser in place of two
             done = make(tmp_path, f"--sources={SOURCES}", "--browsers=1", screens=screens)
             assert done.returncode == 0, done.stderr
-        for name in ("manifest.jsonl", "screens-000000.tfrecord", "contact_sheet.png"):
+        for name in (
+            "manifest.jsonl",
+            "layout-000000.jsonl",
+            "screens-000000.tfrecord",
+            "contact_sheet.png",
+        ):
             assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
 
     def test_cold_start_reads_it(self, folder):
@@ -168,13 +173,18 @@ PAGE = """<!DOCTYPE html><html><body style="margin:0;background:white;overflow:h
 
 def look(browser, body: str, more: str = ""):
     """(elements, texts, pixels) of a page of 320x200."""
+    seen, shown = read_page(browser, body, more)
+    return elements_of(seen), seen["texts"], shown
+
+
+def read_page(browser, body: str, more: str = ""):
     pool, runner = browser
 
     async def read():
         tab = await open_page(pool, PAGE.format(body=body, more=more))
         try:
             seen = await tab.evaluate(reading((320, 200)))
-            return elements_of(seen), seen["texts"], pixels(await tab.screenshot("png"))
+            return seen, pixels(await tab.screenshot("png"))
         finally:
             await pool.release(tab)
 
@@ -273,3 +283,51 @@ class TestBoxes:
             "triangle": (90, 10, 110, 30),
             "rectangle": (130, 10, 170, 30),
         }
+
+
+class TestWords:
+    def test_letters_are_where_the_ink_is(self, browser):
+        """Of letters that stand apart."""
+        style = "left:20px;top:30px;font:40px Arial;letter-spacing:4px;white-space:pre"
+        seen, shown = read_page(browser, f"<p style='{style};margin:0'>xov  zsx</p>")
+        words = words_of(seen)
+        assert [word.text for word in words] == ["xov", "zsx"]
+        inked_x = np.flatnonzero((shown.sum(axis=2) < 600).any(axis=0))
+        parts = np.split(inked_x, 1 + np.flatnonzero(np.diff(inked_x) > 1))
+        inked_y = np.flatnonzero((shown.sum(axis=2) < 600).any(axis=1))
+        letters = [letter for word in words for letter in word.letters]
+        for part, (x, y) in zip(parts, letters, strict=True):
+            assert abs(x - (part[0] + part[-1]) / 2) < 4
+            assert abs(y - (inked_y[0] + inked_y[-1]) / 2) < 3  # all of them are small ones
+
+    @pytest.mark.parametrize(
+        ("body", "words", "unread"),
+        [
+            ("<p style='top:50px'>one two</p>", ["one", "two"], 0),
+            ("<p style='top:50px;text-transform:uppercase'>one</p>", ["ONE"], 0),
+            ("<p style='top:50px;text-transform:capitalize'>one two</p>", ["One", "Two"], 0),
+            ("<p style='top:50px;visibility:hidden'>one</p>", [], 0),
+            ("<p style='top:50px;left:400px'>one</p>", [], 0),
+            ("<p style='top:50px;left:305px'>one</p>", [], 1),  # the screen ends within it
+            ("<p style='top:50px;color:rgba(0,0,0,0.2)'>one</p>", [], 1),
+            ("<p style='top:50px'>\U0001f600</p>", [], 0),  # two units of UTF-16, no letter
+            ("<input value=one><button style='top:60px'>two</button>", ["two"], 1),
+            ("<input type=checkbox>", [], 0),
+            (
+                "<p style='top:50px'>one</p>"
+                "<div style='left:0;top:0;width:90px;height:90px;background:gray'></div>",
+                [],
+                0,
+            ),
+        ],
+    )
+    def test_words_are_those_that_can_be_read(self, browser, body, words, unread):
+        seen, _ = read_page(browser, body)
+        assert [word.text for word in words_of(seen)] == words
+        assert len(seen["unread"]) == unread
+
+    def test_places_are_pixels_of_the_screen(self, browser):
+        seen, _ = read_page(browser, "<p style='top:50px;left:20px'>ab</p>")
+        ((_, at),), ((_, twice),) = words_of(seen), words_of(seen, 2)
+        for (x, y), (far_x, far_y) in zip(at, twice, strict=True):
+            assert 0 <= far_x - 2 * x <= 1 and 0 <= far_y - 2 * y <= 1

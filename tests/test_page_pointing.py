@@ -59,7 +59,7 @@ def test_places_are_those_of_answers_and_of_what_is_named(made, monkeypatch):
     page = Page(Image.new("RGB", (160, 208)), items, (ok, beside))
     monkeypatch.setattr(page_answers, "drawn", lambda *args: (page, questions))
     monkeypatch.setattr(page_answers, "TYPING", 0.0)
-    arrays, asked, signs = page_pointing.draw(setting, 0, 2, 1)
+    arrays, asked, signs = page_pointing.draw(setting, None, 0, 2, 1)
     ids_bt = arrays["token_ids_bt"]
     for row in range(2):
         for number, item in enumerate(items):
@@ -89,7 +89,7 @@ def test_places_are_those_of_answers_and_of_what_is_named(made, monkeypatch):
 def test_what_is_typed_is_nowhere_on_the_page(made, monkeypatch):
     setting, _ = made
     monkeypatch.setattr(page_answers, "TYPING", 1.0)
-    arrays, asked, _ = page_pointing.draw(setting, 0, 8, 1)
+    arrays, asked, _ = page_pointing.draw(setting, None, 0, 8, 1)
     for row in range(8):
         places = asked.at_bq[row][asked.at_bq[row] > 0]
         answers = [as_text(setting, arrays["token_ids_bt"][row, at + 1 : at + 40]) for at in places]
@@ -105,7 +105,7 @@ def test_no_question_of_a_page_is_cut_off(made):
     """Rows have room for all, and for all of their answers."""
     setting, _ = made
     for step in range(6):
-        arrays, asked, _ = page_pointing.draw(setting, 5, 16, step)
+        arrays, asked, _ = page_pointing.draw(setting, None, 5, 16, step)
         assert (asked.at_bq > 0).all()
         sampled = (arrays["sampled_index_bs"] >= 0).sum()
         assert sampled == np.count_nonzero(arrays["weights_bt"])
@@ -114,7 +114,7 @@ def test_no_question_of_a_page_is_cut_off(made):
 def test_a_third_of_what_is_asked_is_the_word_for_a_figure(made):
     """Three in four questions about half of the pages, less those where the word has no room."""
     setting, _ = made
-    _, asked, _ = page_pointing.draw(setting, 0, 64, 1)
+    _, asked, _ = page_pointing.draw(setting, None, 0, 64, 1)
     described_bq = asked.shown_bqv.any(-1)
     assert 0.2 < described_bq.mean() < 0.5
     assert (asked.shown_bqv[described_bq].sum(-1) == 1).all()
@@ -123,7 +123,7 @@ def test_a_third_of_what_is_asked_is_the_word_for_a_figure(made):
 
 def test_every_step_has_pages_of_its_own(made):
     setting, _ = made
-    one, again, other = (page_pointing.draw(setting, 0, 2, step) for step in (4, 4, 5))
+    one, again, other = (page_pointing.draw(setting, None, 0, 2, step) for step in (4, 4, 5))
     jax.tree.map(np.testing.assert_array_equal, one, again)
     assert not np.array_equal(one[0]["token_ids_bt"], other[0]["token_ids_bt"])
 
@@ -136,7 +136,7 @@ def test_attention_is_that_of_the_block(made, losses_of):
     model = pointing.sight.model
     # Larger weights: attention that is not nearly even.
     model.text.blocks.q_proj.kernel[...] *= 3
-    arrays, asked, _ = page_pointing.draw(setting, 2, 2, 0)
+    arrays, asked, _ = page_pointing.draw(setting, None, 2, 2, 0)
     # As if a figure were shown at every other question, left of what is asked for.
     shown_bqv = np.roll(asked.text_bqv, -1, -1)
     shown_bqv[:, ::2] = False
@@ -187,7 +187,7 @@ def test_attention_is_that_of_the_block(made, losses_of):
 
 def test_an_untrained_head_names_nothing(made):
     setting, _ = made
-    arrays, asked, signs = page_pointing.draw(setting, 0, 2, 0)
+    arrays, asked, signs = page_pointing.draw(setting, None, 0, 2, 0)
     asked.shown_bqv[0, 0] = asked.thing_bqv[0, 0]
     loss, metrics = page_pointing.loss_of(new_pointing(made), arrays, asked, signs)
     for name in ("names", "described"):
@@ -201,7 +201,7 @@ def test_an_untrained_head_names_nothing(made):
 def test_pages_without_texts_have_gradients(made):
     """All of a step may be asked for looks, or for what is typed."""
     setting, _ = made
-    arrays, asked, signs = page_pointing.draw(setting, 0, 2, 0)
+    arrays, asked, signs = page_pointing.draw(setting, None, 0, 2, 0)
     empty = asked._replace(
         named_bqs=np.zeros_like(asked.named_bqs),
         thing_bqv=np.zeros_like(asked.thing_bqv),
@@ -220,7 +220,7 @@ def test_pages_without_texts_have_gradients(made):
 def test_all_of_the_model_learns_and_the_loss_falls(made, tmp_path, capfd):
     setting, split = made
     pointing = new_pointing(made)
-    page_pointing.train(pointing.sight, setting, Run(8, 2, 3, tmp_path))
+    page_pointing.train(pointing.sight, setting, None, Run(8, 2, 3, tmp_path))
     after = dict(nnx.to_flat_state(nnx.state(pointing.sight.model, nnx.Param)))
     before = dict(nnx.to_flat_state(split[1]))
     kept = {path for path in before if np.array_equal(before[path][...], after[path][...])}
@@ -235,7 +235,7 @@ def test_names_are_told_once_they_were_taught(made):
     """A head that is the least-squares answer tells the first letters: places and signs agree."""
     setting, _ = made
     pointing = new_pointing(made)
-    arrays, asked, _ = page_pointing.draw(setting, 1, 4, 0)
+    arrays, asked, _ = page_pointing.draw(setting, None, 1, 4, 0)
     x_btd = jax.random.normal(jax.random.key(0), (*arrays["token_ids_bt"].shape, 192))
     is_text = asked.named_bqs.any(-1)
     x = np.asarray(x_btd)[np.arange(4)[:, None], asked.at_bq][is_text].astype(np.float64)
@@ -257,7 +257,7 @@ def test_names_are_told_once_they_were_taught(made):
 def test_clicks_count_within_one_part_of_the_answer(made):
     setting, _ = made
     model = new_pointing(made).sight.model
-    arrays, asked, _ = page_pointing.draw(setting, 2, 2, 0)
+    arrays, asked, _ = page_pointing.draw(setting, None, 2, 2, 0)
     asked.shown_bqv[0, 0] = asked.thing_bqv[0, 0]
     rows = TokenRows(**{name: arrays[name] for name in TokenRows._fields})
     embedding_vd = np.asarray(model.text.embedding[...])

@@ -129,6 +129,28 @@ def test_of_two_words_in_a_token_the_nearest_to_its_middle_is_told():
         assert found(page, "words") == {0: {0: "n"}}
 
 
+def test_what_is_not_known_of_a_page_is_neither_there_nor_absent():
+    """Of a screen texts are known, but for those of its fields, and things that have a text."""
+    page = Page(
+        Image.new("RGB", (160, 208)),
+        (Item("button", (20, 100, 60, 124), "ab"), Item("tab", (0, 0, 16, 16), "t")),
+        (letters_of("a", (34, 113)),),
+        unread=((0, 144, 40, 160),),  # tokens 90 to 92 and, below, 100 to 102
+        is_whole=False,
+    )
+    signs = page_sight.signs_of(page, GRID)
+    unread = {*range(90, 93), *range(100, 103)}
+    for kind in ("letters", "words"):
+        assert {int(token) for token, _ in np.argwhere(signs[kind] == -1)} == unread
+    known = {
+        kind: set(np.flatnonzero(signs[kind] >= 0))
+        for kind in ("things", "things_x", "things_y", "colors")
+    }
+    # A tab is no kind of thing that is told.
+    assert known == {"things": {72}, "things_x": {0, 72}, "things_y": {0, 72}, "colors": set()}
+    assert [list(where) for where in np.argwhere(signs["letters"] > 0)] == [[72, 4]]
+
+
 def test_letters_beside_the_page_are_none():
     page = Page(Image.new("RGB", (160, 208)), (), (letters_of("ab", (160, 5), (159, 5)),))
     assert found(page, "letters") == {9: {3: "b"}}
@@ -161,7 +183,7 @@ def trained(made, steps: int, checkpoint_dir: Path) -> dict:
     setting, split = made
     model = nnx.clone(nnx.merge(*split))
     sight = page_sight.Sight(model, setting.inputs)
-    page_sight.train(sight, setting.inputs, Run(steps, 2, 3, checkpoint_dir))
+    page_sight.train(sight, setting.inputs, None, Run(steps, 2, 3, checkpoint_dir))
     return {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
@@ -174,7 +196,7 @@ def untrained_loss() -> float:
 def test_an_untrained_head_says_that_all_is_equally_likely(made):
     setting, split = made
     sight = page_sight.Sight(nnx.merge(*split), setting.inputs)
-    loss, right = page_sight.loss_of(sight, *page_sight.draw(setting.inputs, 0, 2, 0))
+    loss, right = page_sight.loss_of(sight, *page_sight.draw(setting.inputs, None, 0, 2, 0))
     assert loss == pytest.approx(untrained_loss())
     assert not any(map(float, right.values()))
 
@@ -182,7 +204,7 @@ def test_an_untrained_head_says_that_all_is_equally_likely(made):
 def test_pages_without_colours_have_a_loss(made):
     """A step may have none."""
     setting, split = made
-    vision, signs = page_sight.draw(setting.inputs, 0, 2, 0)
+    vision, signs = page_sight.draw(setting.inputs, None, 0, 2, 0)
     signs = {**signs, "colors": np.zeros_like(signs["colors"])}
     sight = page_sight.Sight(nnx.merge(*split), setting.inputs)
     loss, right = page_sight.loss_of(sight, vision, signs)
@@ -192,7 +214,7 @@ def test_pages_without_colours_have_a_loss(made):
 
 def test_the_loss_is_half_of_what_is_there_and_half_of_what_is_not(made, monkeypatch):
     setting, split = made
-    vision, signs = page_sight.draw(setting.inputs, 1, 4, 0)
+    vision, signs = page_sight.draw(setting.inputs, None, 1, 4, 0)
     sight = page_sight.Sight(nnx.merge(*split), setting.inputs)
     assert all(np.any(of_kind) for of_kind in signs.values())
     for head in sight.heads.values():
@@ -211,6 +233,23 @@ def test_the_loss_is_half_of_what_is_there_and_half_of_what_is_not(made, monkeyp
         told[kind] = np.mean(hits)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert {k: float(v) for k, v in right.items()} == pytest.approx(told, abs=1e-6)
+
+
+def test_what_is_not_known_teaches_nothing(made):
+    setting, split = made
+    vision, signs = page_sight.draw(setting.inputs, None, 1, 2, 0)
+    graphdef, state = nnx.split(page_sight.Sight(nnx.merge(*split), setting.inputs))
+
+    def grads(letters: np.ndarray) -> nnx.State:
+        def loss(state: nnx.State) -> jax.Array:
+            sight = nnx.merge(graphdef, state)
+            return page_sight.loss_of(sight, vision, {**signs, "letters": letters})[0]
+
+        return jax.grad(loss)(state)["heads"]["letters"][...]
+
+    unknown = np.full_like(signs["letters"], -1)
+    assert np.any(grads(signs["letters"]))
+    assert not np.any(grads(unknown))
 
 
 def test_only_the_vision_tower_learns_and_the_loss_falls(made, tmp_path, capfd):
@@ -241,10 +280,10 @@ def test_it_goes_on_where_it_was_interrupted(made, tmp_path, monkeypatch):
     whole = trained(made, 4, tmp_path / "whole")
     draw = page_sight.draw
 
-    def failing(inputs, seed, rows, step):
+    def failing(inputs, screens, seed, rows, step):
         if step == 3:
             raise KeyboardInterrupt
-        return draw(inputs, seed, rows, step)
+        return draw(inputs, screens, seed, rows, step)
 
     monkeypatch.setattr(page_sight, "draw", failing)
     with pytest.raises(KeyboardInterrupt):
@@ -258,7 +297,7 @@ def test_it_goes_on_where_it_was_interrupted(made, tmp_path, monkeypatch):
 def test_pages_of_a_step_are_always_the_same(made):
     inputs = made[0].inputs
     (one, signs), (again, same), (other, _) = (
-        page_sight.draw(inputs, 0, 2, step) for step in (4, 4, 5)
+        page_sight.draw(inputs, None, 0, 2, step) for step in (4, 4, 5)
     )
     np.testing.assert_array_equal(one["patches_ipc"], again["patches_ipc"])
     jax.tree.map(np.testing.assert_array_equal, signs, same)

@@ -56,6 +56,23 @@ def centre(box: Box) -> tuple[int, int]:
     return (left + right) // 2, (top + bottom) // 2
 
 
+def covered(box: Box, size_px: tuple[int, int], grid: tuple[int, int]) -> np.ndarray:
+    """bool[rows, columns]: the visual tokens of a page that a box touches.
+
+    Args:
+      size_px: width and height of the page.
+      grid: rows and columns.
+    """
+    (width, height), (rows, columns) = size_px, grid
+    left, top, right, bottom = box
+    touched = np.zeros(grid, bool)
+    touched[
+        top * rows // height : bottom * rows // height + 1,
+        left * columns // width : right * columns // width + 1,
+    ] = True
+    return touched
+
+
 @dataclasses.dataclass(frozen=True)
 class Item:
     """One thing on a page. `box` is what to click, without a label beside it."""
@@ -92,7 +109,9 @@ class Letter(NamedTuple):
 class Page:
     image: Image.Image
     items: tuple[Item, ...]
-    words: tuple[tuple[Letter, ...], ...] = ()  # all that are written on it, in items or not
+    words: tuple[tuple[Letter, ...], ...] = ()  # that are written on it, in items or not
+    unread: tuple[Box, ...] = ()  # where there may be other words
+    is_whole: bool = True  # `items` are all that is there
 
 
 def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:

@@ -34,11 +34,12 @@ from tools import (
 from tools.make_base_model import Setting, Stage
 from tools.module_training import Run
 from tools.point_tokenizer import PointTokens
+from tools.screen_pages import Screens
 from tools.spelling_tokenizer import SpellingTokenizer
 from tools.supervised_rows import Questions
 from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
-from uirl_jax.errors import ModelError
+from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families import qwen3_vl
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.qwen.images import ImageConfig
@@ -163,6 +164,7 @@ class Before(NamedTuple):
 
     sight: int = 0
     pointing: int = 0
+    screens: Screens | None = None  # a share of their pages
 
 
 def train(
@@ -191,9 +193,9 @@ def train(
             return Run(steps, batch_rows, seed, workdir / f"{name}_{stage.name}")
 
         if before.sight:
-            page_sight.train(sight, setting.inputs, run("sight", before.sight))
+            page_sight.train(sight, setting.inputs, before.screens, run("sight", before.sight))
         if before.pointing:
-            page_pointing.train(sight, setting, run("pointing", before.pointing))
+            page_pointing.train(sight, setting, before.screens, run("pointing", before.pointing))
         trainable = nnx.state(model, nnx.Param)
     first = 0 if start_from is None else LEVELS[-1]
     trained = make_base_model.train_stage(
@@ -219,6 +221,11 @@ def main() -> None:
     add("--workdir", type=Path, default=Path("runs/page_model"), help="checkpoints")
     add("--sight_steps", type=int, default=0, help="steps of the vision tower alone, at first")
     add("--pointing_steps", type=int, default=0, help="then steps of finding what is named")
+    add(
+        "--screens",
+        type=Path,
+        help="of tools.make_grounding_data: half of the pages of these two stages",
+    )
     add("--steps", type=int, default=3000, help="at last: steps of reading and answering")
     add("--batch_rows", type=int, default=16, help="pages a step")
     add("--lr", type=float, default=2e-3, help="of --steps: Muon's, falling along a cosine")
@@ -231,9 +238,13 @@ def main() -> None:
     name = f"from_{args.start_from.resolve().name}" if args.start_from else "pages"
     stage = Stage(name, args.steps, 100, args.lr, 1.0, "cosine")
     try:
+        screens = Screens(args.screens) if args.screens else None
+    except ConfigError as error:
+        parser.error(f"--screens: {error}")
+    try:
         train(
             stage,
-            Before(args.sight_steps, args.pointing_steps),
+            Before(args.sight_steps, args.pointing_steps, screens),
             args.batch_rows,
             args.seed,
             args.out,

@@ -18,12 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tools import drawn_pages, module_training, page_answers, page_sight, supervised_rows
+from tools import (
+    drawn_pages,
+    module_training,
+    page_answers,
+    page_sight,
+    screen_pages,
+    supervised_rows,
+)
 from tools.drawn_pages import Page
 from tools.make_base_model import Setting
 from tools.module_training import Run, Schedule
 from tools.page_questions import Question
 from tools.page_sight import KINDS, Sight, mean
+from tools.screen_pages import Screens
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
 from uirl_jax.models import scoring
@@ -77,13 +85,16 @@ class Pointing(nnx.Module):
         self.name_head = nnx.Param(jnp.zeros((width, _NAMED.slots * (1 + len(_NAMED.signs)))))
 
 
-def draw(setting: Setting, seed: int, rows: int, step: int) -> Batch:
+def draw(setting: Setting, screens: Screens | None, seed: int, rows: int, step: int) -> Batch:
     """The pages of one step, a row each: what the model is given, what is asked, and the signs."""
     rng = np.random.default_rng([seed, 3000, step])
     examples, places, signs = [], [], []
     for _ in range(rows):
-        level, most = _PAGES[rng.choice(len(_PAGES), p=_SHARES)]
-        page, questions = page_answers.drawn(rng, level, most, _QUESTIONS)
+        if screens is not None and rng.random() < screen_pages.SHARE:
+            page, questions = screens.asked(rng, _QUESTIONS)
+        else:
+            level, most = _PAGES[rng.choice(len(_PAGES), p=_SHARES)]
+            page, questions = page_answers.drawn(rng, level, most, _QUESTIONS)
         screen = setting.inputs.cut_screen(page.image)
         asked = page_answers.Answers(setting, page, screen).to(questions, rng)
         examples.append(
@@ -153,15 +164,7 @@ def _middle(page: Page, box: drawn_pages.Box, grid: tuple[int, int]) -> np.ndarr
 
 def _covered(page: Page, box: drawn_pages.Box, grid: tuple[int, int]) -> np.ndarray:
     """bool[V]: visual tokens that a box touches."""
-    rows, columns = grid
-    width, height = page.image.size
-    left, top, right, bottom = box
-    touched = np.zeros(grid, bool)
-    touched[
-        top * rows // height : bottom * rows // height + 1,
-        left * columns // width : right * columns // width + 1,
-    ] = True
-    return touched.reshape(-1)
+    return drawn_pages.covered(box, page.image.size, grid).reshape(-1)
 
 
 def loss_of(
@@ -306,8 +309,16 @@ def _clicked(
     return shares
 
 
-def train(sight: Sight, setting: Setting, run: Run) -> None:
-    """Trains the whole model in place; see module_training.train."""
+def train(sight: Sight, setting: Setting, screens: Screens | None, run: Run) -> None:
+    """Trains the whole model in place; see module_training.train.
+
+    Args: screens: a share of the pages is of these.
+    """
     module_training.train(
-        Pointing(sight), nnx.Param, loss_of, functools.partial(draw, setting), _SCHEDULE, run
+        Pointing(sight),
+        nnx.Param,
+        loss_of,
+        functools.partial(draw, setting, screens),
+        _SCHEDULE,
+        run,
     )

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tools import drawn_pages, module_training
+from tools import drawn_pages, module_training, screen_pages
 from tools.drawn_pages import Item, Page
 from tools.module_training import Run, Schedule
+from tools.screen_pages import Screens
 from uirl_jax.families.border import PlacedScreen, Screen
 from uirl_jax.families.qwen.inputs import QwenInputs, grid_of
 
@@ -52,6 +53,7 @@ KINDS = {
     "columns": Kind(tuple(range(_LONGEST))),
     "rows": Kind(tuple(range(_LONGEST))),
 }
+_TEXTS = frozenset({"letters", "left", "right", "words"})  # kinds that texts tell
 _FULL = 0.5  # of the pages are full of texts
 _FULL_PAGE, _ANY_PAGE = (3, 30), (4, 8)  # level, and most things
 # Of the rates 2e-3, 5e-3, 1e-2 and 2e-2 the one that told most letters after 100 steps.
@@ -65,7 +67,7 @@ class Sight(nnx.Module):
 
     def __init__(self, model: Any, inputs: QwenInputs) -> None:
         self.model = model
-        width = jax.eval_shape(model.encode_images, draw(inputs, 0, 1, 0)[0]).shape[-1]
+        width = jax.eval_shape(model.encode_images, draw(inputs, None, 0, 1, 0)[0]).shape[-1]
         self.heads = nnx.Dict(
             {
                 kind: nnx.Param(jnp.zeros((width, slots * (1 + len(signs)))))
@@ -98,21 +100,32 @@ def token_grid(inputs: QwenInputs, screen: Screen) -> tuple[int, int]:
 
 
 def signs_of(page: Page, grid: tuple[int, int]) -> dict[str, np.ndarray]:
-    """What a page shows, int32[rows * columns, slots] for each kind; 0 where there is nothing.
+    """What a page shows, int32[rows * columns, slots] for each kind.
+
+    0 where there is nothing, -1 where it is not known.
 
     Args: grid: rows and columns of visual tokens.
     """
     rows, columns = grid
-    signs = {kind: np.zeros((rows, columns, slots), np.int32) for kind, (_, slots) in KINDS.items()}
+    signs = {
+        kind: np.full(
+            (rows, columns, slots), 0 if page.is_whole or kind in _TEXTS else -1, np.int32
+        )
+        for kind, (_, slots) in KINDS.items()
+    }
     signs["rows"][..., 0], signs["columns"][..., 0] = 1 + np.indices((rows, columns))
     width, height = page.image.size
+    for box in page.unread:
+        place = drawn_pages.covered(box, page.image.size, grid)
+        signs["letters"][place] = signs["words"][place] = -1
     _write_words(page, signs)
     signs["right"][:, :-1] = signs["letters"][:, 1:]
     signs["left"][:, 1:] = signs["letters"][:, :-1]
     for item in page.items:
         x, y = drawn_pages.centre(item.box)
         token = y * rows // height, x * columns // width
-        signs["things"][token] = _number("things", _thing(item))
+        if thing := _number("things", _thing(item)):
+            signs["things"][token] = thing
         signs["things_x"][token] = x * _POINTS // width + 1
         signs["things_y"][token] = y * _POINTS // height + 1
         if item.color:
@@ -156,17 +169,19 @@ def _number(kind: str, sign: str) -> int:
     return signs.index(sign) + 1 if sign in signs else 0
 
 
-def draw(inputs: QwenInputs, seed: int, rows: int, step: int) -> Batch:
+def draw(inputs: QwenInputs, screens: Screens | None, seed: int, rows: int, step: int) -> Batch:
     """The screens of one step, a row each, and their signs."""
     rng = np.random.default_rng([seed, 2000, step])
     pages = [
-        drawn_pages.draw_page(rng, *(_FULL_PAGE if rng.random() < _FULL else _ANY_PAGE))
+        screens.page(rng)
+        if screens is not None and rng.random() < screen_pages.SHARE
+        else drawn_pages.draw_page(rng, *(_FULL_PAGE if rng.random() < _FULL else _ANY_PAGE))
         for _ in range(rows)
     ]
-    screens = [inputs.cut_screen(page.image) for page in pages]
-    placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(screens)]
-    packed = inputs.pack_screens(placed, rows, screens[0].patches)
-    of_pages = [signs_of(page, token_grid(inputs, screens[0])) for page in pages]
+    cut = [inputs.cut_screen(page.image) for page in pages]
+    placed = [PlacedScreen(screen, row, 0, 1) for row, screen in enumerate(cut)]
+    packed = inputs.pack_screens(placed, rows, cut[0].patches)
+    of_pages = [signs_of(page, token_grid(inputs, cut[0])) for page in pages]
     return packed.arrays, {kind: np.stack([s[kind] for s in of_pages]) for kind in KINDS}
 
 
@@ -182,23 +197,27 @@ def told(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`loss_of` these visual tokens.
 
-    What is there counts as much as what is empty, which is nearly all of a page.
+    What is there counts as much as what is empty, which is nearly all of a page; what is not
+    known counts nothing.
     """
     losses, right = [], {}
     for kind, logp_itsc in sight(visual_me, *signs["letters"].shape[:2]).items():
         signs_its = signs[kind]
         loss_its = -jnp.take_along_axis(logp_itsc, signs_its[..., None], -1)[..., 0]
         there = signs_its > 0
-        losses += [mean(loss_its, there), mean(loss_its, ~there)]
+        losses += [mean(loss_its, there), mean(loss_its, signs_its == 0)]
         right[kind] = mean(jnp.argmax(logp_itsc, -1) == signs_its, there)
     return sum(losses) / 2, right
 
 
-def train(sight: Sight, inputs: QwenInputs, run: Run) -> None:
-    """Trains the vision tower and its heads in place; see module_training.train."""
+def train(sight: Sight, inputs: QwenInputs, screens: Screens | None, run: Run) -> None:
+    """Trains the vision tower and its heads in place; see module_training.train.
+
+    Args: screens: a share of the pages is of these.
+    """
     is_trained = nnx.Any(nnx.PathContains("visual"), nnx.PathContains("heads"))
     module_training.train(
-        sight, is_trained, loss_of, functools.partial(draw, inputs), _SCHEDULE, run
+        sight, is_trained, loss_of, functools.partial(draw, inputs, screens), _SCHEDULE, run
     )
 
 

@@ -9,12 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.grounding.pages import Page, compose
-from tools.grounding.screens import Element, Screen
+from tools.grounding.screens import Box, Element, Screen, Word
 from tools.grounding.sources import DATA_ENTRY, Plan, miniwob_scale
 from tools.grounding.themes import THEMES
 from uirl_jax.types import TaskSpec
@@ -53,7 +53,7 @@ def _reader() -> str:
 
 
 def reading(size_px: tuple[int, int]) -> str:
-    """The expression that reads a page: {elements, texts} of so many of its CSS pixels."""
+    """The expression that reads so many of a page's CSS pixels: see `read_page.js`."""
     return f"(\n{_reader()}\n)({size_px[0]}, {size_px[1]})"
 
 
@@ -177,7 +177,22 @@ def _data_entry_page(plan: Plan, size_px: tuple[int, int]) -> bytes:
 
 
 def _screen(plan: Plan, png: bytes, seen: dict[str, Any], scale: int) -> Screen:
-    return Screen(plan, png, elements_of(seen, scale), tuple(map(str, seen["texts"])))
+    return Screen(
+        plan,
+        png,
+        elements_of(seen, scale),
+        tuple(map(str, seen["texts"])),
+        words_of(seen, scale),
+        tuple(_pixels(box, scale) for box in seen["unread"]),
+    )
+
+
+def words_of(seen: dict[str, Any], scale: int = 1) -> tuple[Word, ...]:
+    """As `elements_of`."""
+    return tuple(
+        Word(text, tuple((int(x * scale), int(y * scale)) for x, y in letters))
+        for text, letters in seen["words"]
+    )
 
 
 def elements_of(seen: dict[str, Any], scale: int = 1) -> tuple[Element, ...]:
@@ -185,12 +200,17 @@ def elements_of(seen: dict[str, Any], scale: int = 1) -> tuple[Element, ...]:
     return tuple(_element(fields, scale) for fields in seen["elements"])
 
 
+def _pixels(box: Sequence[float], scale: int) -> Box:
+    left, top, right, bottom = (round(side * scale) for side in box)
+    return left, top, right, bottom
+
+
 def _element(fields: dict[str, Any], scale: int) -> Element:
-    left, top, right, bottom = (round(side * scale) for side in fields["box"])
+    left, top, right, bottom = box = _pixels(fields["box"], scale)
     large = min(right - left, bottom - top) >= _MIN_SIDE_PX
     return Element(
         kind=fields["kind"],
-        box=(left, top, right, bottom),
+        box=box,
         text=fields["text"],
         label=fields["label"],
         shape=fields["shape"],

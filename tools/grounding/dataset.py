@@ -3,6 +3,7 @@
     settings.json        what the stream is a function of
     screens-000000.tfrecord   questions of 100 screens as demonstrations of one turn
     screens-000000.jsonl      the same as lines of the manifest
+    layout-000000.jsonl       what stands where on each of them, a line for a screen
     manifest.jsonl, contact_sheet.png, pointing/task.py   at the end
 
 A question is a record of its own, with the screen's picture in it: a record has one instruction.
@@ -21,7 +22,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from tools.grounding.questions import Question
-from tools.grounding.screens import Screen
+from tools.grounding.screens import Element, Screen, Word
+from tools.grounding.sources import Plan
 from uirl_jax import assets
 from uirl_jax.demonstrations.recording import Recording
 from uirl_jax.errors import ConfigError
@@ -57,6 +59,10 @@ class Settings:
 
 def shard_path(folder: Path, shard: int) -> Path:
     return folder / f"screens-{shard:06d}.tfrecord"
+
+
+def layout_path(folder: Path, shard: int) -> Path:
+    return folder / f"layout-{shard:06d}.jsonl"
 
 
 class Folder:
@@ -104,25 +110,25 @@ class Folder:
 
     def write(self, shard: int, asked: Sequence[tuple[Screen, Sequence[Question]]]) -> None:
         """Writes the screens of a shard. The shard is renamed into place last: then it is whole."""
-        rows, records = [], []
+        rows, records, layouts = [], [], []
         for drawn, questions in asked:
             screen = dataclasses.replace(drawn, png=_smaller(drawn.png))
             digest = screen_digest(drawn.png)
+            layouts.append(_layout_row(drawn))
             for number, question in enumerate(questions):
                 records.append(self._record(screen, number, question))
                 rows.append(self._row(screen, digest, number, question))
-        lines = [json.dumps(row) + "\n" for row in rows]
         shard_path(self._path, shard).unlink(
             missing_ok=True
         )  # one with fewer screens, of a shorter run
-        write_atomically(self._rows_path(shard), "".join(lines).encode())
+        write_atomically(self._rows_path(shard), _as_lines(rows))
+        write_atomically(layout_path(self._path, shard), _as_lines(layouts))
         write_shard(shard_path(self._path, shard), records, base_hash="", layout=self._layout)
 
     def finish(self, shards: int, task_source: str) -> list[dict[str, Any]]:
         """Writes what is about all of the first so many shards; the manifest's lines."""
         rows = [row for shard in range(shards) for row in self.rows(shard)]
-        lines = [json.dumps(row) + "\n" for row in rows]
-        write_atomically(self._path / MANIFEST, "".join(lines).encode())
+        write_atomically(self._path / MANIFEST, _as_lines(rows))
         write_atomically(self._path / "pointing" / "task.py", task_source.encode())
         file = io.BytesIO()
         _contact_sheet(list(self._pictures(rows))).save(file, "PNG")
@@ -190,6 +196,46 @@ class Folder:
                     shown.add(number)
                     data = next(iter(record.images.values()))
                     yield Image.open(io.BytesIO(data)).convert("RGB"), of_screen[number]
+
+
+def read_layouts(folder: Path) -> list[Screen]:
+    """The screens of a folder that `write` made, in their order.
+
+    Raises: ConfigError: it has none, or a file that cannot be read.
+    """
+    shards = sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("layout-*.jsonl"))
+    if not shards:
+        raise ConfigError(
+            f"{folder}: has no layout-*.jsonl; make the data with tools.make_grounding_data --out="
+        )
+    found = []
+    for shard in shards:
+        pictures: dict[int, bytes] = {}
+        for record in read_shard(shard_path(folder, shard))[1]:
+            pictures.setdefault(record.task.seed, next(iter(record.images.values())))
+        for row in _read_lines(layout_path(folder, shard)):
+            plan = Plan(row["screen"], 0, row["component"], row["seed"])
+            elements = tuple(
+                Element(**{**fields, "box": tuple(fields["box"])}) for fields in row["elements"]
+            )
+            words = tuple(Word(text, tuple(map(tuple, at))) for text, at in row["words"])
+            unread = tuple(map(tuple, row["unread"]))
+            texts = tuple(row["texts"])
+            found.append(Screen(plan, pictures[plan.number], elements, texts, words, unread))
+    return found
+
+
+def _layout_row(screen: Screen) -> dict[str, Any]:
+    return {
+        **{"screen": screen.plan.number, "component": screen.plan.component},
+        "seed": screen.plan.seed,
+        "elements": [dataclasses.asdict(element) for element in screen.elements],
+        **{"texts": screen.texts, "words": screen.words, "unread": screen.unread},
+    }
+
+
+def _as_lines(rows: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def screen_digest(png: bytes) -> str:

@@ -1,5 +1,7 @@
-// What a page shows in its upper left width x height pixels: {elements, texts}, in CSS pixels. A
-// function, evaluated by tools/grounding/browser.py once the page has settled. It changes nothing.
+// What a page shows in its upper left width x height pixels: {elements, texts, words, unread}, in CSS
+// pixels. A function, evaluated by tools/grounding/browser.py once the page has settled. It changes
+// nothing. A word is [its letters, the middle of each small letter]; unread are boxes with text of
+// which no letter's place is known, because a field draws it, or that can be seen in part.
 (width, height) => {
   const ROLES = {button: "button", link: "link", tab: "tab", checkbox: "checkbox", radio: "radio button",
     switch: "switch", menuitem: "menu item", option: "option", slider: "slider", textbox: "text field",
@@ -12,6 +14,7 @@
   const OUTER = new Set(["button", "link", "tab", "checkbox", "radio button", "switch", "menu item", "option", "dropdown", "item"]);
   const TEXTUAL = new Set(["heading", "list item"]);  // their box is that of their text
   const FIELDS = new Set(["text field", "text area", "number field", "dropdown", "checkbox", "radio button", "switch", "slider"]);
+  const SMALL_LETTERS = 0.57;  // of a line's height: where their middle is, in Liberation and DejaVu alike
   const clean = text => (text || "").replace(/\s+/g, " ").trim();
   const area = box => Math.max(0, box[2] - box[0]) * Math.max(0, box[3] - box[1]);
   const cross = (a, b) => [Math.max(a[0], b[0]), Math.max(a[1], b[1]), Math.min(a[2], b[2]), Math.min(a[3], b[3])];
@@ -176,5 +179,33 @@
     const clip = clipOf(node.parentElement);
     if (textBoxes(node).some(box => area(cross(box, clip)) > 0)) texts.push(clean(node.nodeValue));
   }
-  return {elements, texts};
+  const shownAs = (text, node) => {
+    const transform = getComputedStyle(node.parentElement).textTransform;
+    if (transform === "uppercase") return text.toUpperCase();
+    if (transform === "lowercase") return text.toLowerCase();
+    return transform === "capitalize" ? text[0].toUpperCase() + text.slice(1) : text;
+  };
+  const words = [], unread = [...kinds.keys()].filter(element =>
+    isShown(element) && ["input", "textarea", "select"].includes(element.localName)
+    && !["checkbox", "radio", "range"].includes(element.type)).map(element => boxOf(element.getBoundingClientRect()));
+  const range = document.createRange();
+  for (const node of textNodes(document.body)) {
+    if (!isShown(node.parentElement)) continue;
+    const clip = clipOf(node.parentElement), faint = isFaint(node);
+    for (const {0: text, index} of node.nodeValue.matchAll(/\S+/g)) {
+      const boxes = [...text].length === text.length ? [...text].map((_, at) => {
+        range.setStart(node, index + at);
+        range.setEnd(node, index + at + 1);
+        return boxOf(range.getBoundingClientRect());
+      }) : [];
+      const whole = boxes.length ? union(boxes) : [0, 0, 0, 0];
+      if (area(cross(whole, clip)) <= 0) continue;
+      const found = document.elementFromPoint((whole[0] + whole[2]) / 2, (whole[1] + whole[3]) / 2);
+      if (!found || !(node.parentElement.contains(found) || found.contains(node.parentElement))) continue;
+      const shown = shownAs(text, node);
+      if (faint || !isWhole(whole, clip) || shown.length !== text.length || boxes.some(box => !area(box))) unread.push(whole);
+      else words.push([shown, boxes.map(box => [(box[0] + box[2]) / 2, box[1] + SMALL_LETTERS * (box[3] - box[1])])]);
+    }
+  }
+  return {elements, texts, words, unread};
 }

@@ -1,6 +1,7 @@
 """What is known of a screen once it was drawn and read. No browser is imported here."""
 
 import dataclasses
+from typing import NamedTuple
 
 from tools.grounding.sources import Plan
 
@@ -20,6 +21,13 @@ class Element:
     cut: bool  # not all of its text can be read
 
 
+class Word(NamedTuple):
+    """A run of letters that stands on a screen, without a blank."""
+
+    text: str
+    letters: tuple[tuple[int, int], ...]  # (x, y) in pixels: the middle, were it a small one
+
+
 @dataclasses.dataclass(frozen=True)
 class Screen:
     """A drawn plan."""
@@ -28,3 +36,5 @@ class Screen:
     png: bytes
     elements: tuple[Element, ...]
     texts: tuple[str, ...]  # all that can be read
+    words: tuple[Word, ...] = ()  # those of which the place of each letter is known
+    unread: tuple[Box, ...] = ()  # where there may be others

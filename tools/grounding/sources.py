@@ -13,6 +13,7 @@ import numpy as np
 from uirl_jax.seeds import TRAIN_SEEDS
 
 SPLITS = ("train", "test")
+MINIWOB = "miniwob"
 DATA_ENTRY = "simple_data_entry"
 MINIWOB_PX = (160, 210)
 HELD_OUT_LIBRARY = "bulma"
@@ -26,8 +27,8 @@ HELD_OUT_FAMILIES = (
 _CLOCK = ("chase-circle", "moving-items", "simon-says", "stock-market", "terminal")
 # Shares of the screens, among the sources that there are.
 _SHARES = {
-    "train": {"plain": 0.32, "bootstrap": 0.18, "pico": 0.16, "miniwob": 0.3, DATA_ENTRY: 0.04},
-    "test": {HELD_OUT_LIBRARY: 0.6, "miniwob": 0.4},
+    "train": {"plain": 0.32, "bootstrap": 0.18, "pico": 0.16, MINIWOB: 0.3, DATA_ENTRY: 0.04},
+    "test": {HELD_OUT_LIBRARY: 0.6, MINIWOB: 0.4},
 }
 
 
