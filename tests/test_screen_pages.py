@@ -147,6 +147,30 @@ def test_a_folder_without_layouts_is_refused(tmp_path):
         Screens(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("layout-000000.jsonl", b'{"screen": 0}', "not as tools.make_grounding_data writes it"),
+        ("layout-000000.jsonl", b'{"screen": 5}', "not as tools.make_grounding_data writes it"),
+        ("layout-000000.jsonl", b"[]", "not as tools.make_grounding_data writes it"),
+        ("layout-000000.jsonl", b"{", "delete it and run the command again"),
+        ("screens-000000.tfrecord", b"nothing", "screens-000000.tfrecord"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, said):
+    (write(tmp_path) / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as error:
+        Screens(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_layout_whose_shard_was_never_written_is_left_out(tmp_path):
+    """A run that was killed between the two."""
+    write(tmp_path)
+    (tmp_path / "layout-000001.jsonl").write_text('{"screen": 100}\n')
+    assert Screens(tmp_path).page(np.random.default_rng(0)).words
+
+
 def test_the_command_refuses_it_in_one_line(tmp_path, monkeypatch, capsys):
     given = ["make_page_model", f"--out={tmp_path}/out", f"--screens={tmp_path}"]
     monkeypatch.setattr("sys.argv", given)

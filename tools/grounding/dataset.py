@@ -26,7 +26,7 @@ from tools.grounding.screens import Element, Screen, Word
 from tools.grounding.sources import Plan
 from uirl_jax import assets
 from uirl_jax.demonstrations.recording import Recording
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, ShardError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
@@ -201,28 +201,44 @@ class Folder:
 def read_layouts(folder: Path) -> list[Screen]:
     """The screens of a folder that `write` made, in their order.
 
-    Raises: ConfigError: it has none, or a file that cannot be read.
+    Raises: ConfigError: it has none, or files that cannot be read.
     """
-    shards = sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("layout-*.jsonl"))
+    shards = [
+        shard
+        for path in sorted(folder.glob(f"layout-{6 * '[0-9]'}.jsonl"))
+        if shard_path(folder, shard := int(path.stem.rpartition("-")[2])).is_file()
+    ]
     if not shards:
         raise ConfigError(
             f"{folder}: has no layout-*.jsonl; make the data with tools.make_grounding_data --out="
         )
     found = []
     for shard in shards:
-        pictures: dict[int, bytes] = {}
-        for record in read_shard(shard_path(folder, shard))[1]:
-            pictures.setdefault(record.task.seed, next(iter(record.images.values())))
-        for row in _read_lines(layout_path(folder, shard)):
-            plan = Plan(row["screen"], 0, row["component"], row["seed"])
-            elements = tuple(
-                Element(**{**fields, "box": tuple(fields["box"])}) for fields in row["elements"]
-            )
-            words = tuple(Word(text, tuple(map(tuple, at))) for text, at in row["words"])
-            unread = tuple(map(tuple, row["unread"]))
-            texts = tuple(row["texts"])
-            found.append(Screen(plan, pictures[plan.number], elements, texts, words, unread))
+        file = layout_path(folder, shard)
+        try:
+            pictures: dict[int, bytes] = {}
+            for record in read_shard(shard_path(folder, shard))[1]:
+                pictures.setdefault(record.task.seed, next(iter(record.images.values())))
+            found += [_screen(row, pictures[row["screen"]]) for row in _read_lines(file)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{file}: not as tools.make_grounding_data writes it ({error!r}); make it again"
+            ) from None
+        except ShardError as error:
+            raise ConfigError(str(error)) from None
     return found
+
+
+def _screen(row: dict[str, Any], png: bytes) -> Screen:
+    """The reverse of `_layout_row`."""
+    return Screen(
+        Plan(row["screen"], 0, row["component"], row["seed"]),
+        png,
+        tuple(Element(**fields | {"box": tuple(fields["box"])}) for fields in row["elements"]),
+        tuple(row["texts"]),
+        tuple(Word(text, tuple((x, y) for x, y in letters)) for text, letters in row["words"]),
+        tuple((left, top, right, bottom) for left, top, right, bottom in row["unread"]),
+    )
 
 
 def _layout_row(screen: Screen) -> dict[str, Any]:
