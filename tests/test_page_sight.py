@@ -148,7 +148,7 @@ def test_what_is_not_known_of_a_page_is_neither_there_nor_absent():
     }
     # A tab is no kind of thing that is told.
     assert known == {"things": {72}, "things_x": {0, 72}, "things_y": {0, 72}, "colors": set()}
-    assert [list(where) for where in np.argwhere(signs["letters"] > 0)] == [[72, 4]]
+    assert [list(where) for where in np.argwhere(signs["letters"] > 0)] == [[72, 0]]
 
 
 def test_letters_beside_the_page_are_none():
