@@ -224,7 +224,7 @@ def main() -> None:
     add(
         "--screens",
         type=Path,
-        help="of tools.make_grounding_data: half of the pages of these two stages",
+        help="folder of tools.make_grounding_data: half of the pages of the two stages above",
     )
     add("--steps", type=int, default=3000, help="at last: steps of reading and answering")
     add("--batch_rows", type=int, default=16, help="pages a step")
