@@ -171,9 +171,16 @@ def test_a_layout_whose_shard_was_never_written_is_left_out(tmp_path):
     assert Screens(tmp_path).page(np.random.default_rng(0)).words
 
 
-def test_the_command_refuses_it_in_one_line(tmp_path, monkeypatch, capsys):
-    given = ["make_page_model", f"--out={tmp_path}/out", f"--screens={tmp_path}"]
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ("--sight_steps=1", "error: --screens: {folder}: has no layout"),
+        ("--steps=1", "error: --screens: is used by --sight_steps and --pointing_steps"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_use(tmp_path, monkeypatch, capsys, steps, said):
+    given = ["make_page_model", f"--out={tmp_path}/out", f"--screens={tmp_path}", steps]
     monkeypatch.setattr("sys.argv", given)
     with pytest.raises(SystemExit):
         make_page_model.main()
-    assert f"error: --screens: {tmp_path}: has no layout" in capsys.readouterr().err
+    assert said.format(folder=tmp_path) in capsys.readouterr().err

@@ -237,6 +237,8 @@ def main() -> None:
     # Checkpoints of its own: those of the first training would be taken for its own.
     name = f"from_{args.start_from.resolve().name}" if args.start_from else "pages"
     stage = Stage(name, args.steps, 100, args.lr, 1.0, "cosine")
+    if args.screens and not (args.sight_steps or args.pointing_steps):
+        parser.error("--screens: is used by --sight_steps and --pointing_steps; both are 0")
     try:
         screens = Screens(args.screens) if args.screens else None
     except ConfigError as error:
