@@ -198,6 +198,30 @@ def test_every_mouse_action_reaches_the_page(world):
     runner.run(run())
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "window.requestAnimationFrame = () => 0",  # calls back never
+        "setTimeout(() => { const end = Date.now() + 11000; while (Date.now() < end) {} }, 300)",
+    ],
+)
+def test_page_that_draws_no_frame_is_shown_as_it_is(world, script):
+    pool, runner = world
+    page = f"<body style='background:#00f'><script>{script}</script></body>"
+
+    async def look():
+        tab = await open_page(pool, page)
+        try:
+            await asyncio.sleep(0.5)
+            return await asyncio.wait_for(tab.screenshot("png"), 5)
+        finally:
+            tab.broken = tab.broken or "its page stays busy"
+            await pool.release(tab)
+
+    with Image.open(io.BytesIO(runner.run(look()))) as image:
+        assert image.convert("RGB").getpixel((100, 100)) == (0, 0, 255)
+
+
 def test_screenshot_that_was_cancelled_leaves_the_next_one_as_it_is(world):
     pool, runner = world
 

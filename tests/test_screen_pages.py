@@ -142,6 +142,15 @@ def test_screens_that_teach_nothing_are_refused(tmp_path, given, said):
         Screens(write(tmp_path, **given))
 
 
+def test_screens_of_which_nothing_can_be_asked_do_not_go_on_for_ever(tmp_path):
+    """Two buttons of one name."""
+    twins = tuple(element("button", (20, top, 60, top + 20), "Save") for top in (80, 120))
+    heading = element("heading", (20, 60, 80, 75), "House")  # a record needs one question
+    screens = Screens(write(tmp_path, (*twins, heading)))
+    with pytest.raises(ConfigError, match="no question has one answer on any of 1000 screens"):
+        screens.asked(np.random.default_rng(0), 6)
+
+
 def test_a_folder_without_layouts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no layout-\*\.jsonl; make the data with"):
         Screens(tmp_path)

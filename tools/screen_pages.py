@@ -29,6 +29,7 @@ _KINDS = {
     "text area": "field",
 }
 _NOT_NAMED = frozenset({"shape", "slider", "dropdown", "switch", "heading", "list item"})
+_TRIES = 1000
 _LONGEST = 20  # letters of what is asked for: a question spells it
 
 
@@ -54,14 +55,18 @@ class Screens:
         return _page(self._any(rng))
 
     def asked(self, rng: np.random.Generator, most: int) -> tuple[Page, list[Question]]:
-        """One of them with at most so many questions, of which each means one thing on it."""
-        while True:
+        """One of them with at most so many questions, of which each means one thing on it.
+
+        Raises: ConfigError: no such question in a thousand tries.
+        """
+        for _ in range(_TRIES):
             screen = self._any(rng)
             page = _page(screen)
             questions = [*_told(screen, page, rng, most), *_named(screen, page, rng, most)]
             if questions:
                 chosen = rng.permutation(len(questions))[:most]
                 return page, [questions[int(number)] for number in chosen]
+        raise ConfigError(f"no question has one answer on any of {_TRIES} screens")
 
     def _any(self, rng: np.random.Generator) -> Screen:
         return self._screens[int(rng.integers(len(self._screens)))]

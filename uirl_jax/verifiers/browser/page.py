@@ -52,6 +52,7 @@ _SET_UP: tuple[tuple[str, Mapping[str, Any]], ...] = (  # of a page, and of a fr
 _DRAWN = """new Promise(done => {
   requestAnimationFrame(() => requestAnimationFrame(() => done()));
 })"""
+_DRAWN_S = 1.0  # bound: a page may be busy with itself, or have its own requestAnimationFrame
 
 
 class Page:
@@ -120,7 +121,8 @@ class Page:
     async def _shoot(self, image_format: str) -> bytes:
         self._num_shots += 1
         self._shot = asyncio.get_running_loop().create_future()
-        await self.evaluate(_DRAWN)
+        with contextlib.suppress(TimeoutError):  # a page that draws nothing is shown so
+            await asyncio.wait_for(self.evaluate(_DRAWN), _DRAWN_S)
         await self.send("Page.startScreencast", {"format": image_format, "quality": 90})
         image = await self._shot
         self._tell(self._session, "Page.stopScreencast", {})
