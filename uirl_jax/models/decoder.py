@@ -18,7 +18,7 @@ from flax import nnx
 
 from uirl_jax.models import kv_cache, layers
 from uirl_jax.models.attention import attention, cached_attention
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import Remat, layer_keys, stack, through
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain, platform, visual_parts
@@ -341,7 +341,7 @@ class Decoder(nnx.Module):
             return x_btd, x_btd if collect else None
 
         stacked = (self.blocks, layer_keys(dropout_key, self.depth), jnp.arange(self.depth))
-        return jax.lax.scan(checkpointed(body, self.remat), x_btd, stacked)
+        return through(body, x_btd, stacked, self.remat)
 
     def extend(
         self,

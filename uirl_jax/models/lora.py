@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from uirl_jax.errors import ConfigError
-from uirl_jax.models.sharding import constrain
+from uirl_jax.models.sharding import constrain, platform
 from uirl_jax.models.weight_table import WeightTable
 
 
@@ -138,7 +138,7 @@ class Linear(nnx.Module):
           dropout_key: for this layer and this call; None drops nothing.
         """
         wide_in, wide_out = self.axes
-        y = x @ constrain(self.kernel[...].astype(x.dtype), wide_in, wide_out)
+        y = _product(x, constrain(self.kernel[...].astype(x.dtype), wide_in, wide_out))
         if self.kernel_scale is not None:
             y = y * self.kernel_scale[...].astype(x.dtype)
         if self.bias is not None:
@@ -147,10 +147,19 @@ class Linear(nnx.Module):
             if dropout_key is not None and self.dropout > 0:
                 kept = jax.random.bernoulli(dropout_key, 1 - self.dropout, x.shape)
                 x = jnp.where(kept, x / (1 - self.dropout), 0)
-            low_rank = x @ constrain(self.lora_a[...].astype(x.dtype), wide_in, None)
+            low_rank = _product(x, constrain(self.lora_a[...].astype(x.dtype), wide_in, None))
             lora_b_ro = constrain(self.lora_b[...].astype(x.dtype), None, wide_out)
-            y = y + (low_rank @ lora_b_ro) * self.scale
+            y = y + _product(low_rank, lora_b_ro) * self.scale
         return constrain(y, "batch", *[None] * (y.ndim - 2), wide_out)
+
+
+def _product(x: jax.Array, kernel_io: jax.Array) -> jax.Array:
+    """x kernel, [..., in] -> [..., out]."""
+    if platform() != "cpu" or x.ndim == 2:
+        return x @ kernel_io
+    # Two matrices, for the kernel's gradient: XLA's CPU compiler copies a transpose of all
+    # activations for a product that sums over rows and tokens, a tenth of a training step.
+    return (x.reshape(-1, x.shape[-1]) @ kernel_io).reshape(*x.shape[:-1], -1)
 
 
 def split_key(key: jax.Array | None, count: int) -> list[jax.Array] | list[None]:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from uirl_jax.models import layers
 from uirl_jax.models.attention import attention
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import Remat, layer_keys, stack, through
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 from uirl_jax.models.weight_table import WeightTable
@@ -159,4 +159,4 @@ def run_blocks(
         x_ipd = block(x_ipd, segment_ids_ip, adapters=adapters, dropout_key=key)
         return x_ipd, x_ipd if collect else None
 
-    return jax.lax.scan(checkpointed(body, remat), x_ipd, (blocks, layer_keys(dropout_key, depth)))
+    return through(body, x_ipd, (blocks, layer_keys(dropout_key, depth)), remat)

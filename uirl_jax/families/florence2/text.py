@@ -25,7 +25,7 @@ from uirl_jax.families.florence2.config import Florence2Config
 from uirl_jax.families.florence2.names import WEIGHTS
 from uirl_jax.models import kv_cache, layers
 from uirl_jax.models.attention import attention, masked_attention
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import Remat, layer_keys, stack, through
 from uirl_jax.models.kv_cache import KVCache
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain, platform, visual_parts
@@ -319,7 +319,7 @@ class Text(nnx.Module):
             return x_btd, x_btd if collect else None
 
         stacked = cast(Any, (self.encoder, layer_keys(dropout_key, self.encoder_depth)))
-        return jax.lax.scan(checkpointed(body, self.remat), x_btd, stacked)
+        return through(body, x_btd, stacked, self.remat)
 
     def decode_rows(
         self,
@@ -358,7 +358,7 @@ class Text(nnx.Module):
             return x_btd, x_btd if collect else None
 
         stacked = cast(Any, (self.decoder, layer_keys(dropout_key, self.decoder_depth)))
-        return jax.lax.scan(checkpointed(body, self.remat), x_btd, stacked)
+        return through(body, x_btd, stacked, self.remat)
 
     def extend(
         self,

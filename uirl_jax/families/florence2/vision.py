@@ -20,7 +20,7 @@ from uirl_jax.families.florence2.config import STAGES, Florence2Config, VisionCo
 from uirl_jax.families.florence2.names import WEIGHTS
 from uirl_jax.models import layers
 from uirl_jax.models.attention import attention
-from uirl_jax.models.blocks import Remat, checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import Remat, layer_keys, stack, through
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
 
@@ -232,7 +232,7 @@ class Stage(nnx.Module):
             return x_ipd, x_ipd if collect else None
 
         stacked = (self.blocks, layer_keys(dropout_key, self.depth))
-        x_ipd, collected = jax.lax.scan(checkpointed(body, remat), x_ipd, stacked)
+        x_ipd, collected = through(body, x_ipd, stacked, remat)
         return x_ipd.reshape(shape), collected
 
 

@@ -18,7 +18,7 @@ from uirl_jax.families.idefics2.config import Idefics2Config, PerceiverConfig
 from uirl_jax.families.idefics2.names import WEIGHTS
 from uirl_jax.families.two_towers import TwoTowers, image_pixels
 from uirl_jax.models import layers
-from uirl_jax.models.blocks import checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import checkpointed, layer_keys, stack, through
 from uirl_jax.models.decoder import DecoderConfig
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
@@ -274,7 +274,7 @@ def _latents(
         return block(x_ied, context_ipd, mask_is, adapters=adapters, dropout_key=key), None
 
     stacked = (tower.latent_blocks, layer_keys(dropout_key, model.cfg.perceiver.resampler_depth))
-    x_ied, _ = jax.lax.scan(checkpointed(body, model.remat), x_ied, stacked)
+    x_ied, _ = through(body, x_ied, stacked, model.remat)
     return tower.latents_final_norm(x_ied)
 
 

@@ -22,7 +22,7 @@ from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig, VisionConfig
 from uirl_jax.families.qwen2_5_vl.names import WEIGHTS
 from uirl_jax.models import layers
 from uirl_jax.models.attention import attention, window_attention
-from uirl_jax.models.blocks import checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import layer_keys, stack, through
 from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
@@ -212,7 +212,7 @@ def _vision_blocks(
 
     kinds_l = np.isin(np.arange(cfg.depth), cfg.fullatt_block_indexes).astype(np.int32)
     stacked = (model.visual.blocks, jnp.asarray(kinds_l), layer_keys(dropout_key, cfg.depth))
-    return jax.lax.scan(checkpointed(body, model.remat), x_ipd, stacked)
+    return through(body, x_ipd, stacked, model.remat)
 
 
 def vision_block_outputs(model: Qwen25VL, vision: Mapping[str, jax.Array]) -> jax.Array:

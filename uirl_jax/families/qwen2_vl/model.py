@@ -20,7 +20,7 @@ from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models import layers
-from uirl_jax.models.blocks import checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import layer_keys, stack, through
 from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
@@ -151,7 +151,7 @@ def _vision_blocks(
         return x_ipd, x_ipd if collect else None
 
     stacked = (model.visual.blocks, layer_keys(dropout_key, vision.depth))
-    return jax.lax.scan(checkpointed(body, model.remat), x_ipd, stacked)
+    return through(body, x_ipd, stacked, model.remat)
 
 
 def vision_block_outputs(

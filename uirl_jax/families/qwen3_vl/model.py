@@ -23,7 +23,7 @@ from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from uirl_jax.families.qwen3_vl.names import WEIGHTS
 from uirl_jax.models import layers
-from uirl_jax.models.blocks import checkpointed, layer_keys, stack
+from uirl_jax.models.blocks import layer_keys, stack, through
 from uirl_jax.models.decoder import DecoderConfig, Rotary
 from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
 from uirl_jax.models.sharding import constrain
@@ -217,7 +217,7 @@ class Qwen3VL(QwenVL):
 
             count = len(self.cfg.vision.deepstack_visual_indexes)
             stacked = (tower.deepstack, layer_keys(deepstack_key, count), kept_kipd)
-            levels += [*jax.lax.scan(checkpointed(body, self.remat), None, stacked)[1]]
+            levels += [*through(body, None, stacked, self.remat)[1]]
         visual_me = jnp.concatenate(levels, axis=-1).reshape(-1, len(levels) * self.cfg.hidden_size)
         return constrain(visual_me, "visual", None)
 
@@ -261,9 +261,7 @@ def _vision_blocks(
         jnp.zeros((len(indexes) + 1, *x_ipd.shape), x_ipd.dtype), None, "images", None, None
     )
     stacked = (tower.blocks, layer_keys(dropout_key, cfg.depth), kept_at_l)
-    (x_ipd, kept_kipd), x_lipd = jax.lax.scan(
-        checkpointed(body, model.remat), (x_ipd, kept_kipd), stacked
-    )
+    (x_ipd, kept_kipd), x_lipd = through(body, (x_ipd, kept_kipd), stacked, model.remat)
     return x_ipd, kept_kipd[:-1], x_lipd
 
 
