@@ -4,7 +4,7 @@ Llama, Mistral, Qwen's and Gemma's text towers differ from it only in sizes, bia
 gate's activation and rotary angles. A family passes the angles of its positions; visual tokens
 replace embeddings, and may have vectors for the residual stream after the first blocks besides
 (DeepStack, arXiv:2406.04334). Attention is causal unless the family brings its own (`Attend`).
-Blocks are stacked and run by one `lax.scan`.
+Blocks are stacked and run by `blocks.through`.
 """
 
 import dataclasses

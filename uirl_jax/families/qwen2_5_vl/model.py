@@ -2,7 +2,7 @@
 
 Most vision blocks attend inside windows; the patches come in the order of windows (`inputs`), so
 that a window is a run of patches. Methods are pure; callers jit them. The blocks of a tower are
-stacked and run by one `lax.scan` under `jax.checkpoint`.
+stacked and run by `blocks.through`.
 
 Source: arXiv:2502.13923 and transformers, models/qwen2_5_vl/modeling_qwen2_5_vl.py.
 """

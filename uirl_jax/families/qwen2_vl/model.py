@@ -1,7 +1,7 @@
 """Qwen2-VL in Flax NNX: its vision tower, before the text tower of `qwen.model`.
 
-Methods are pure; callers jit them. The blocks of a tower are stacked and run by one `lax.scan`
-under `jax.checkpoint`. Patches and positions come from `qwen/`, names of tensors from `names`.
+Methods are pure; callers jit them. The blocks of a tower are stacked and run by `blocks.through`.
+Patches and positions come from `qwen/`, names of tensors from `names`.
 
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
