@@ -289,3 +289,17 @@ def test_projections_of_an_unknown_target_says_which_and_what_is_known():
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=message):
         small_model.fresh(lora=lora)
+
+
+def test_the_kernels_gradient_on_the_cpu_is_a_product_of_two_matrices():
+    """Of rows and tokens apart XLA's CPU compiler would copy a transpose of all activations."""
+    linear = Linear(5, 7, lora=small_model.LORA, rngs=nnx.Rngs(0), param_dtype=jnp.dtype("float32"))
+    graphdef, state = nnx.split(linear)
+    x_btd = jnp.ones((2, 3, 5))
+    derived = jax.jit(jax.grad(lambda state: nnx.merge(graphdef, state)(x_btd).sum()))
+    program = derived.lower(state).as_text()
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    # Gradients of the kernel and of the adapter's two matrices, what these are made of: x A, and
+    # its gradient.
+    assert len(products) == 5
+    assert all("x3x" not in line for line in products), products
