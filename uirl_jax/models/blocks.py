@@ -18,7 +18,8 @@ from uirl_jax.models.sharding import platform
 Remat = Literal["none", "dots", "full"]
 
 # Up to so many blocks are a loop on the CPU: a scan's backward pass takes what it needs from arrays
-# of all layers, and filling and reading those was a fifth of a training step (docs/performance.md).
+# of all layers, and clearing and filling those was a fifth of a training step of one small model
+# (docs/notes/performance.md).
 _LOOP_BLOCKS = 8
 
 

@@ -159,7 +159,7 @@ def _product(x: jax.Array, kernel_io: jax.Array) -> jax.Array:
         return x @ kernel_io
     # Two matrices, for the kernel's gradient: XLA's CPU compiler copies a transpose of all
     # activations for a product that sums over rows and tokens, a tenth of a training step.
-    return (x.reshape(-1, x.shape[-1]) @ kernel_io).reshape(*x.shape[:-1], -1)
+    return (x.reshape(-1, x.shape[-1]) @ kernel_io).reshape(*x.shape[:-1], kernel_io.shape[1])
 
 
 def split_key(key: jax.Array | None, count: int) -> list[jax.Array] | list[None]:
