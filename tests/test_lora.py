@@ -303,3 +303,8 @@ def test_the_kernels_gradient_on_the_cpu_is_a_product_of_two_matrices():
     # its gradient.
     assert len(products) == 5
     assert all("x3x" not in line for line in products), products
+
+
+def test_linear_of_no_rows_has_no_rows():
+    linear = Linear(5, 7, lora=small_model.LORA, rngs=nnx.Rngs(0), param_dtype=jnp.dtype("float32"))
+    assert linear(jnp.ones((0, 3, 5))).shape == (0, 3, 7)
