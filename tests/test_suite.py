@@ -56,6 +56,7 @@ def test_suites_that_ship_are_whole_and_named_like_their_files():
         assert read_suite(name).name == name
 
 
+@pytest.mark.browser  # the pages come with the browser's packages
 def test_suite_of_unseen_tasks_has_ten_of_which_none_is_among_pix2acts():
     unseen = {task.name for task in read_suite("miniwob-unseen").tasks}
     assert len(unseen) == 10 and unseen <= set(miniwob.scripted_tasks())
