@@ -15,7 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from tests import test_plan
 from tests.eight_devices import on_eight_devices
 from tools.planner import programs
-from uirl_jax.models import attention
+from uirl_jax.models import attention, blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ def lowered_for_cuda(names: tuple[str, ...], *, share_prompts: bool = False) -> 
     local_devices = jax.local_devices
     with (
         mock.patch.object(attention, "platform", lambda: "gpu"),
+        mock.patch.object(blocks, "platform", lambda: "gpu"),
         mock.patch.object(
             jax,
             "local_devices",

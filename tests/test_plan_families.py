@@ -1,6 +1,7 @@
 """The planner's formulas beside XLA's count of towers that are more than blocks and one merger."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import pytest
@@ -27,10 +28,11 @@ from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
 from uirl_jax.families.paligemma.config import VisionConfig as PaliGemmaVisionConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
+from uirl_jax.models import blocks
 
 
 def tower_text(planned: PlannedModel, rows: int, patches: int) -> str:
-    """The compiled vision tower over screenshots of so many patches."""
+    """The compiled vision tower over screenshots of so many patches, its blocks a TPU's scan."""
     inputs = planned.family.make_inputs(planned.cfg)
     shapes = plan_programs.abstract_images(inputs, rows, patches)
     graphdef, state = nnx.split(planned.family.make_model(planned.cfg, rngs=nnx.Rngs(0)))
@@ -38,7 +40,9 @@ def tower_text(planned: PlannedModel, rows: int, patches: int) -> str:
     def run(state, arrays):
         return nnx.merge(graphdef, state).encode_images(arrays)
 
-    text = jax.jit(run).lower(state, shapes).compile().as_text()
+    with mock.patch.object(blocks, "platform", lambda: "tpu"):
+        lowered = jax.jit(run).lower(state, shapes)
+    text = lowered.compile().as_text()
     assert text is not None
     return text
 
