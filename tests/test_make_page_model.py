@@ -223,7 +223,7 @@ def test_figures_are_as_large_as_those_of_real_pages():
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    base, directory = make_page_model.BASE, tmp_path_factory.mktemp("tokenizer")
+    base, directory = make_page_model.base_model(), tmp_path_factory.mktemp("tokenizer")
     tokenizer = base.tokenizer.train_tokenizer((), 512)
     base.tokenizer.save(tokenizer, directory)
     chat = Chat(directory, base.chat, base.family.chat)
@@ -467,11 +467,11 @@ def test_going_on_from_other_tokens_each_is_the_mean_of_what_its_text_was(made, 
     """An earlier tokenizer had merges of its own, and "<x_3>" another id."""
     maker = PointTokens(qwen_tokenizer)
     texts = ["Read the page and click on the red button.", "close all, click"] * 20
-    base = dataclasses.replace(make_page_model.BASE, tokenizer=maker)
+    base = dataclasses.replace(make_page_model.base_model(), tokenizer=maker)
     _, merged, split = make_base_model.new_model(base, texts, 1, tmp_path / "merged")
     make_base_model.write_model(base, nnx.merge(*split), merged, tmp_path / "old")
     _, spelt, (_, trainable, _) = make_base_model.new_model(
-        make_page_model.BASE, (), 0, tmp_path / "new", tmp_path / "old"
+        make_page_model.base_model(), (), 0, tmp_path / "new", tmp_path / "old"
     )
     old_vd = np.asarray(split[1]["text"]["embedding"][...].astype(jnp.bfloat16), np.float32)
     new_vd = np.asarray(trainable["text"]["embedding"][...])

@@ -30,7 +30,7 @@ SIGNS = page_sight.KINDS["words"].signs
 def made(tmp_path_factory):
     """Setting and model."""
     workdir = tmp_path_factory.mktemp("pointing")
-    setting, _, split = make_base_model.new_model(make_page_model.BASE, (), 0, workdir)
+    setting, _, split = make_base_model.new_model(make_page_model.base_model(), (), 0, workdir)
     return setting, split
 
 

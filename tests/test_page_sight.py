@@ -174,7 +174,7 @@ def test_every_drawn_thing_has_a_class_and_few_letters_share_a_slot():
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("sight")
-    setting, _, split = make_base_model.new_model(make_page_model.BASE, (), 0, workdir)
+    setting, _, split = make_base_model.new_model(make_page_model.base_model(), (), 0, workdir)
     return setting, split
 
 

@@ -115,7 +115,7 @@ def test_fields_are_counted_where_all_of_them_can_be_asked_for(tmp_path):
 def test_a_step_has_pages_of_both_kinds(tmp_path, tmp_path_factory):
     screens = Screens(write(tmp_path))
     workdir = tmp_path_factory.mktemp("model")
-    setting, *_ = make_base_model.new_model(make_page_model.BASE, (), 0, workdir)
+    setting, *_ = make_base_model.new_model(make_page_model.base_model(), (), 0, workdir)
     for draw, given in ((page_sight.draw, setting.inputs), (page_pointing.draw, setting)):
         *_, signs = draw(given, screens, 0, 24, 1)
         is_screen = (signs["colors"] < 0).all((1, 2))

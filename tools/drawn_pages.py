@@ -13,13 +13,16 @@ import string
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from tools import drawn_text
+from tools.dense_drawing import DenseDrawing
 from tools.grounding import words
+from uirl_jax.families.qwen.images import ImageConfig
 
 WIDTH_PX, HEIGHT_PX = 160, 210
 BAND_PX = 50
+PATCH_PX = 8  # of a page, that are one patch to a model
 LEVELS = range(5)  # two coloured boxes; of five colours; of all, and shapes; words; everything
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
@@ -49,6 +52,11 @@ FIGURES = ("shape", "letter", "digit")  # kinds of things that are told by how t
 _SMALL_PX, _LARGE_PX = (7, 10), (15, 37)
 DESCRIBED = len(LEVELS)  # a level of its own: one figure and words, of which one fits it
 _DESCRIBED = 0.25  # of the pages of everything are such
+
+
+def density_of(images: ImageConfig) -> int:
+    """Pixels of a picture along each side of one of the page, to a model with such patches."""
+    return images.patch_size // PATCH_PX
 
 
 def centre(box: Box) -> tuple[int, int]:
@@ -114,10 +122,15 @@ class Page:
     is_whole: bool = True  # `items` are all that is there
 
 
-def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
-    """A page of the level with at most so many things."""
+def draw_page(rng: np.random.Generator, level: int, most: int = 8, density: int = 1) -> Page:
+    """A page of the level with at most so many things.
+
+    Args:
+      density: pixels of the picture along each side of one of the page. All places on the page that
+        is returned are pixels of the picture.
+    """
     wanted = int(rng.integers(2, most + 1))
-    painter = _Painter(rng, level, wanted)
+    painter = _Painter(rng, level, wanted, density)
     if level == DESCRIBED or (level == LEVELS[-1] and rng.random() < _DESCRIBED):
         painter.described(most - 1)
     elif level < 2:  # that it begins with two colours is what makes telling them learnable
@@ -130,7 +143,18 @@ def draw_page(rng: np.random.Generator, level: int, most: int = 8) -> Page:
         for _ in range(wanted):
             if painter.room:
                 getattr(painter, str(rng.choice(chosen)))()
-    return Page(painter.image, tuple(painter.items), tuple(painter.words))
+    items = tuple(_enlarged(item, density) for item in painter.items)
+    words = tuple(
+        tuple(Letter(sign, x * density, y * density) for sign, x, y in word)
+        for word in painter.words
+    )
+    return Page(painter.image, items, words)
+
+
+def _enlarged(item: Item, density: int) -> Item:
+    left, top, right, bottom = (side * density for side in item.box)
+    letters_x = tuple(x * density for x in item.letters_x)
+    return dataclasses.replace(item, box=(left, top, right, bottom), letters_x=letters_x)
 
 
 def in_reading_order(page: Page) -> list[Item]:
@@ -163,12 +187,12 @@ def color_names(color: str) -> list[str]:
 class _Painter:
     """Draws things side by side, never over each other; what finds no room is left out."""
 
-    def __init__(self, rng: np.random.Generator, level: int, most: int) -> None:
-        self._rng, self._most = rng, most
+    def __init__(self, rng: np.random.Generator, level: int, most: int, density: int = 1) -> None:
+        self._rng, self._most, self._density = rng, most, density
         self._light = bool(rng.random() < 0.7)
         ground = 255 if rng.random() < 0.7 else int(rng.integers(225, 256))
-        self.image = Image.new("RGB", (WIDTH_PX, HEIGHT_PX), (ground,) * 3)
-        self._draw = ImageDraw.Draw(self.image)
+        self.image = self._new_image((WIDTH_PX, HEIGHT_PX), (ground,) * 3)
+        self._draw = DenseDrawing(self.image, density)
         self.items: list[Item] = []
         self.words: list[tuple[Letter, ...]] = []
         self._taken: list[Box] = []
@@ -219,11 +243,11 @@ class _Painter:
         if box is not None:
             fill = (239, 239, 239) if self._rng.random() < 0.7 else self._pale()
             self._draw.rounded_rectangle(box, 3, fill=fill, outline=(118, 118, 118))
-            inside = Image.new("RGB", (size[0] - 5, size[1] - 5), fill)
+            inside = self._new_image((size[0] - 5, size[1] - 5), fill)
             place = (max(pad_x, 3) - 3, (size[1] - height) // 2 - 3)
             corner = (box[0] + 3, box[1] + 3)
             letters_x = self._write_on(inside, place, text, font_px, _INK, corner)
-            self.image.paste(inside, corner)
+            self.image.paste(inside, (corner[0] * self._density, corner[1] * self._density))
             self.items.append(Item("button", box, text, letters_x=letters_x))
 
     def link(self, text: str = "") -> None:
@@ -233,7 +257,7 @@ class _Painter:
             ink = (0, 0, 238) if self._rng.random() < 0.7 else _INK
             letters_x = self._write(box[:2], text, font_px, ink)
             if self._rng.random() < 0.6:
-                self._draw.line((box[0], box[3], box[2], box[3]), fill=ink)
+                self._draw.line(((box[0], box[3]), (box[2], box[3])), fill=ink)
             self.items.append(Item("link", box, text, letters_x=letters_x))
 
     def checks(self) -> None:
@@ -322,12 +346,11 @@ class _Painter:
         else:
             signs = string.ascii_letters if kind == "letter" else string.digits
             text = str(self._rng.choice(list(signs)))
-            self._draw.text(
+            self._draw.sign(
                 ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2),
                 text,
                 COLORS[color],
-                drawn_text.font("Regular", side + 3),
-                anchor="mm",
+                side + 3,
             )
             self.words.append((Letter(text, *centre(box)),))
         self.items.append(Item(kind, box, text, color, large))
@@ -346,7 +369,7 @@ class _Painter:
         box = (right - 22, top + 4, right - 5, top + 21)
         self._draw.rectangle(box, fill=(246, 246, 246), outline=(197, 197, 197))
         for start, end in (((5, 5), (12, 12)), ((12, 5), (5, 12))):
-            line = (box[0] + start[0], box[1] + start[1], box[0] + end[0], box[1] + end[1])
+            line = [(box[0] + x, box[1] + y) for x, y in (start, end)]
             self._draw.line(line, fill=(60, 60, 60), width=2)
         self._write((left + 8, top + 28), any_text(self._rng), 10)
         self.items.append(Item("close", box))
@@ -392,13 +415,18 @@ class _Painter:
     ) -> tuple[int, ...]:
         """Writes on a picture whose upper left corner is there on the page; each letter's x."""
         left = place[0] + float(self._rng.random()) if self._light else place[0]
-        middles = drawn_text.write(image, (left, place[1]), text, font_px, ink, light=self._light)
-        letters_x = tuple(corner[0] + x for x in middles)
+        dense = self._density
+        at = (left * dense, place[1] * dense)
+        middles = drawn_text.write(image, at, text, font_px * dense, ink, light=self._light)
+        letters_x = tuple(corner[0] + x // dense for x in middles)
         y = corner[1] + place[1] + round(_MIDDLE * font_px)
         letters = [Letter(sign, x, y) for sign, x in zip(text, letters_x, strict=True)]
         runs = itertools.groupby(letters, key=lambda letter: letter.sign == " ")
         self.words += [tuple(word) for blank, word in runs if not blank]
         return letters_x
+
+    def _new_image(self, size_px: tuple[int, int], fill: tuple[int, ...]) -> Image.Image:
+        return Image.new("RGB", (size_px[0] * self._density, size_px[1] * self._density), fill)
 
     def _pale(self) -> tuple[int, int, int]:
         red, green, blue = (int(level) for level in self._rng.integers(190, 256, 3))

@@ -328,7 +328,7 @@ def new_model(
         cfg, lora=None, rngs=nnx.Rngs(seed), param_dtype=jnp.float32, remat="none"
     )
     if start_from is not None:
-        nnx.update(model, _written(base, start_from, tokenizer, cfg.vocab_size))
+        nnx.update(model, _written(base, start_from, tokenizer, cfg))
     elif base.start is not None:
         base.start(model, setting.inputs)
     split = nnx.split(model, functools.partial(_trains, base), ...)
@@ -340,10 +340,10 @@ def new_model(
     return setting, tokenizer, split
 
 
-def _written(base: BaseModel, directory: Path, tokenizer: Tokenizer, vocab_size: int) -> nnx.State:
+def _written(base: BaseModel, directory: Path, tokenizer: Tokenizer, cfg: Any) -> nnx.State:
     """The weights of a model that these tools wrote, its embeddings (tied) those of this tokenizer.
 
-    Args: vocab_size: rows of the embeddings; those without a token are 0.
+    Args: cfg: of the model that goes on; rows of its embeddings without a token are 0.
     Raises: ModelError: it is none.
     """
     model = loading.load(directory, lora=None, seed=0)
@@ -354,13 +354,15 @@ def _written(base: BaseModel, directory: Path, tokenizer: Tokenizer, vocab_size:
             f"expected a {base.family.model_type} of this tool, in {base.chat.action_format}"
         )
     weights = nnx.state(nnx.merge(model.graphdef, model.trainable, model.frozen), nnx.Param)
+    if base.go_on is not None:
+        base.go_on(weights, model.cfg, cfg)
     known = Tokenizer.from_file(str(directory / "tokenizer.json"))
     ids = known.get_vocab(with_added_tokens=True)
     if tokenizer.get_vocab(with_added_tokens=True) == ids:
         return weights
     embedding = weights["text"]["embedding"]
     old_vd = np.asarray(embedding[...])
-    new_vd = np.zeros((vocab_size, old_vd.shape[1]), old_vd.dtype)
+    new_vd = np.zeros((cfg.vocab_size, old_vd.shape[1]), old_vd.dtype)
     for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
         was = [ids[token]] if token in ids else known.encode(tokenizer.decode([number])).ids
         new_vd[number] = old_vd[was].mean(0)

@@ -12,6 +12,7 @@ task: configs/miniwob_pages.py goes on from it.
 
 import argparse
 import dataclasses
+import functools
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,22 +61,42 @@ _WORDS = """
     letter lime link login magenta nothing olive on orange pink press purple radio rectangle red
     shape small text textbox the triangle type white widget yellow
 """
-_IMAGES = ImageConfig(
-    patch_size=8,
-    min_pixels=16 * 16,
-    max_pixels=512 * 512,
-    image_mean=(0.5, 0.5, 0.5),
-    image_std=(0.5, 0.5, 0.5),
-)
 
 
-def _config(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    """The small Qwen3-VL of `tiny_architectures`, with patches of half the side."""
+def _images(density: int) -> ImageConfig:
+    return ImageConfig(
+        patch_size=drawn_pages.PATCH_PX * density,
+        min_pixels=(16 * density) ** 2,
+        max_pixels=(512 * density) ** 2,
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+
+
+def _config(images: ImageConfig, tokenizer: Tokenizer) -> Qwen3VLConfig:
+    """The small Qwen3-VL of `tiny_architectures`, with patches of half the page's pixels."""
     cfg = tiny_architectures.BASES["qwen3_vl"].config(tokenizer)
     vision = dataclasses.replace(
-        cfg.vision, patch_size=_IMAGES.patch_size, num_position_embeddings=26 * 26
+        cfg.vision, patch_size=images.patch_size, num_position_embeddings=26 * 26
     )
-    return dataclasses.replace(cfg, vision=vision, images=_IMAGES)
+    return dataclasses.replace(cfg, vision=vision, images=images)
+
+
+def go_on_denser(weights: nnx.State, was: Qwen3VLConfig, cfg: Qwen3VLConfig) -> None:
+    """Weights of a model that saw a page with fewer pixels: a patch is what its mean pixels were.
+
+    Raises: ModelError: the density is no multiple of its own.
+    """
+    before, after = was.images.patch_size, cfg.images.patch_size
+    if after % before:
+        raise ModelError(
+            f"it sees a page at --density={before // drawn_pages.PATCH_PX}, which does not divide "
+            f"--density={after // drawn_pages.PATCH_PX}"
+        )
+    ratio, kernel = after // before, weights["visual"]["patch_embed"]["kernel"]
+    kernel_cyxd = np.asarray(kernel[...]).reshape(-1, before, before, cfg.vision.hidden_size)
+    kernel_cyxd = kernel_cyxd.repeat(ratio, 1).repeat(ratio, 2) / ratio**2
+    kernel.set_value(jnp.asarray(kernel_cyxd.reshape(-1, cfg.vision.hidden_size)))
 
 
 def start_positions(model: Any, inputs: Inputs) -> None:
@@ -97,23 +118,31 @@ def start_positions(model: Any, inputs: Inputs) -> None:
     table[...] = jnp.asarray(table_yxd.reshape(side * side, -1), table.dtype)
 
 
-BASE = BaseModel(
-    title="Qwen3-VL with visual tokens of 16 pixels",
-    family=qwen3_vl.FAMILY,
-    config=_config,
-    processor_json=_IMAGES.to_dict("Qwen3VLProcessor"),
-    coordinates=_FORMAT,
-    step=1,
-    largest=(64, 64),
-    tokenizer=PointTokens(SpellingTokenizer(tuple(_WORDS.split())), _FORMAT),
-    action_format=_FORMAT,
-    start=start_positions,
-)
+def base_model(density: int = 1) -> BaseModel:
+    """What is trained.
+
+    Args: density: pixels of its pictures along each side of one of a page.
+    """
+    images = _images(density)
+    return BaseModel(
+        title="Qwen3-VL with visual tokens of 16 pixels of a page",
+        family=qwen3_vl.FAMILY,
+        config=functools.partial(_config, images),
+        processor_json=images.to_dict("Qwen3VLProcessor"),
+        coordinates=_FORMAT,
+        step=1,
+        largest=(64, 64),
+        tokenizer=PointTokens(SpellingTokenizer(tuple(_WORDS.split())), _FORMAT),
+        action_format=_FORMAT,
+        start=start_positions,
+        go_on=go_on_denser,
+    )
 
 
 def page_example(setting: Setting, rng: np.random.Generator, level: int, most: int) -> Questions:
     """A page, read once and asked for things, each as if nothing had been asked before."""
-    page, questions = page_answers.drawn(rng, level, most, QUESTIONS)
+    density = drawn_pages.density_of(setting.inputs.images)
+    page, questions = page_answers.drawn(rng, level, most, QUESTIONS, density)
     screen = setting.inputs.cut_screen(page.image)
     answers = page_answers.Answers(setting, page, screen)
 
@@ -175,15 +204,18 @@ def train(
     out: Path,
     workdir: Path,
     start_from: Path | None = None,
+    density: int = 1,
 ) -> None:
     """Writes the model directory in Hugging Face's format.
 
     Args:
+      density: see base_model.
       start_from: a model that this wrote before; it begins with pages of all levels.
     """
     started_s = time.monotonic()
+    base = base_model(density)
     setting, tokenizer, (graphdef, trainable, frozen) = make_base_model.new_model(
-        BASE, (), seed, workdir, start_from
+        base, (), seed, workdir, start_from
     )
     if before.sight or before.pointing:
         model = nnx.merge(graphdef, trainable, frozen)
@@ -199,14 +231,14 @@ def train(
         trainable = nnx.state(model, nnx.Param)
     first = 0 if start_from is None else LEVELS[-1]
     trained = make_base_model.train_stage(
-        BASE,
+        base,
         (graphdef, trainable, frozen),
         stage,
         lambda step: draw(setting, seed, batch_rows, first + step),
         workdir,
         started_s,
     )
-    make_base_model.write_model(BASE, nnx.merge(graphdef, trained, frozen), tokenizer, out)
+    make_base_model.write_model(base, nnx.merge(graphdef, trained, frozen), tokenizer, out)
 
 
 def main() -> None:
@@ -227,6 +259,13 @@ def main() -> None:
         help="folder of tools.make_grounding_data: half of the pages of the two stages above",
     )
     add("--steps", type=int, default=3000, help="at last: steps of reading and answering")
+    add(
+        "--density",
+        type=int,
+        choices=(1, 2, 3, 4),
+        default=1,
+        help="pixels of its pictures along each side of one of a page, as MiniWoB++'s scale",
+    )
     add("--batch_rows", type=int, default=16, help="pages a step")
     add("--lr", type=float, default=2e-3, help="of --steps: Muon's, falling along a cosine")
     add("--seed", type=int, default=0, help="of the weights and of the pages")
@@ -240,7 +279,7 @@ def main() -> None:
     if args.screens and not (args.sight_steps or args.pointing_steps):
         parser.error("--screens: is used by --sight_steps and --pointing_steps; both are 0")
     try:
-        screens = Screens(args.screens) if args.screens else None
+        screens = Screens(args.screens, args.density) if args.screens else None
     except ConfigError as error:
         parser.error(f"--screens: {error}")
     try:
@@ -252,6 +291,7 @@ def main() -> None:
             args.out,
             args.workdir,
             args.start_from,
+            args.density,
         )
     except ModelError as error:
         parser.error(f"--start_from: {error}")

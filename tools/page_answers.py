@@ -18,12 +18,12 @@ TYPING = 0.25  # of the pages have a question that is answered by typing
 
 
 def drawn(
-    rng: np.random.Generator, level: int, most: int, questions: int
+    rng: np.random.Generator, level: int, most: int, questions: int, density: int = 1
 ) -> tuple[Page, list[Question]]:
     """A page of a level with at most so many things, of which some can be asked for."""
     asked: list[Question] = []
     while not asked:
-        page = drawn_pages.draw_page(rng, level, most)
+        page = drawn_pages.draw_page(rng, level, most, density)
         asked = page_questions.ask(page, rng, questions)
     return page, asked
 

@@ -88,13 +88,14 @@ class Pointing(nnx.Module):
 def draw(setting: Setting, screens: Screens | None, seed: int, rows: int, step: int) -> Batch:
     """The pages of one step, a row each: what the model is given, what is asked, and the signs."""
     rng = np.random.default_rng([seed, 3000, step])
+    density = drawn_pages.density_of(setting.inputs.images)
     examples, places, signs = [], [], []
     for _ in range(rows):
         if screens is not None and rng.random() < screen_pages.SHARE:
             page, questions = screens.asked(rng, _QUESTIONS)
         else:
             level, most = _PAGES[rng.choice(len(_PAGES), p=_SHARES)]
-            page, questions = page_answers.drawn(rng, level, most, _QUESTIONS)
+            page, questions = page_answers.drawn(rng, level, most, _QUESTIONS, density)
         screen = setting.inputs.cut_screen(page.image)
         asked = page_answers.Answers(setting, page, screen).to(questions, rng)
         examples.append(

@@ -172,10 +172,13 @@ def _number(kind: str, sign: str) -> int:
 def draw(inputs: QwenInputs, screens: Screens | None, seed: int, rows: int, step: int) -> Batch:
     """The screens of one step, a row each, and their signs."""
     rng = np.random.default_rng([seed, 2000, step])
+    density = drawn_pages.density_of(inputs.images)
     pages = [
         screens.page(rng)
         if screens is not None and rng.random() < screen_pages.SHARE
-        else drawn_pages.draw_page(rng, *(_FULL_PAGE if rng.random() < _FULL else _ANY_PAGE))
+        else drawn_pages.draw_page(
+            rng, *(_FULL_PAGE if rng.random() < _FULL else _ANY_PAGE), density
+        )
         for _ in range(rows)
     ]
     cut = [inputs.cut_screen(page.image) for page in pages]

@@ -36,16 +36,21 @@ _LONGEST = 20  # letters of what is asked for: a question spells it
 class Screens:
     """The screens of a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError: no such data in the folder, or of another size than drawn pages."""
+    def __init__(self, folder: Path, density: int = 1) -> None:
+        """Raises ConfigError: no such data in the folder, or of another size than drawn pages.
+
+        Args: density: of those pages, see drawn_pages.draw_page.
+        """
         self._screens = [screen for screen in read_layouts(folder) if _items(screen)]
-        size_px = (drawn_pages.WIDTH_PX, drawn_pages.HEIGHT_PX)
+        self._density = density
+        size_px = (drawn_pages.WIDTH_PX * density, drawn_pages.HEIGHT_PX * density)
         for screen in self._screens[:1]:
             with Image.open(io.BytesIO(screen.png)) as image:
                 if image.size != size_px:
                     raise ConfigError(
                         f"{folder}: screens of {image.width}x{image.height}, expected "
-                        f"{size_px[0]}x{size_px[1]}: make them with --size"
+                        f"{size_px[0]}x{size_px[1]}: make them with --size=160x210 and "
+                        f"--density={density}"
                     )
         if not self._screens:
             raise ConfigError(f"{folder}: on none of its screens is a text that can be clicked")
@@ -62,7 +67,7 @@ class Screens:
         for _ in range(_TRIES):
             screen = self._any(rng)
             page = _page(screen)
-            questions = [*_told(screen, page, rng, most), *_named(screen, page, rng, most)]
+            questions = [*_told(screen, page, rng, most), *self._named(screen, page, rng, most)]
             if questions:
                 chosen = rng.permutation(len(questions))[:most]
                 return page, [questions[int(number)] for number in chosen]
@@ -70,6 +75,30 @@ class Screens:
 
     def _any(self, rng: np.random.Generator) -> Screen:
         return self._screens[int(rng.integers(len(self._screens)))]
+
+    def _named(
+        self, screen: Screen, page: Page, rng: np.random.Generator, most: int
+    ) -> list[Question]:
+        """In the words of `page_questions`, of texts that stand on the screen once."""
+        below = [
+            word.text for word in screen.words if not self._in_band(screen, word.letters[0][1])
+        ]
+        said = f" {' '.join(below)} ".lower()
+        fields = [element for element in screen.elements if _KINDS.get(element.kind) == "field"]
+        all_fields = len(fields) == sum(item.kind == "field" for item in page.items)
+        items = tuple(
+            item
+            for item in page.items
+            if (item.kind == "field" and all_fields) or said.count(item.text.lower()) == 1
+        )
+        return page_questions.ask(Page(page.image, items), rng, most)
+
+    def _in_band(self, screen: Screen, y: int) -> bool:
+        """Whether a text is in the instruction of a MiniWoB++ page, which names what is on it."""
+        return (
+            screen.plan.component.startswith(f"{MINIWOB}/")
+            and y < drawn_pages.BAND_PX * self._density
+        )
 
 
 def _told(screen: Screen, page: Page, rng: np.random.Generator, most: int) -> list[Question]:
@@ -80,25 +109,6 @@ def _told(screen: Screen, page: Page, rng: np.random.Generator, most: int) -> li
         for question in grounding_questions.ask(screen, rng, most)
         if question.by in ("text", "label") and question.box in boxes
     ]
-
-
-def _named(screen: Screen, page: Page, rng: np.random.Generator, most: int) -> list[Question]:
-    """In the words of `page_questions`, of texts that stand on the screen once."""
-    below = [word.text for word in screen.words if not _in_band(screen, word.letters[0][1])]
-    said = f" {' '.join(below)} ".lower()
-    fields = [element for element in screen.elements if _KINDS.get(element.kind) == "field"]
-    all_fields = len(fields) == sum(item.kind == "field" for item in page.items)
-    items = tuple(
-        item
-        for item in page.items
-        if (item.kind == "field" and all_fields) or said.count(item.text.lower()) == 1
-    )
-    return page_questions.ask(Page(page.image, items), rng, most)
-
-
-def _in_band(screen: Screen, y: int) -> bool:
-    """Whether a text is in the instruction of a MiniWoB++ page, which names what is on it."""
-    return screen.plan.component.startswith(f"{MINIWOB}/") and y < drawn_pages.BAND_PX
 
 
 def _page(screen: Screen) -> Page:

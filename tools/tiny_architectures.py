@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flax import nnx
 from tokenizers import Tokenizer
 
 from tools import (
@@ -67,6 +68,8 @@ class BaseModel:
       action_format: in which it answers.
       prompt_template: how it is asked; with {history} where contexts do not grow.
       start: writes initial weights of its own; None: the family's.
+      go_on: changes the weights of a model with another config (weights, that config, this one)
+        that this one goes on with; None: nothing is changed.
       trains_vision: False: the vision tower keeps its initial weights.
       flags: defaults of `make_base_model` that are this family's own.
     """
@@ -82,6 +85,7 @@ class BaseModel:
     action_format: str = ""
     prompt_template: str = "{instruction}"
     start: Callable[[Any, Inputs], None] | None = None
+    go_on: Callable[[nnx.State, Any, Any], None] | None = None
     trains_vision: bool = True
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
