@@ -24,6 +24,7 @@ from uirl_jax.verifiers import own_tasks
 
 pytest.importorskip("playwright")
 from tools.grounding.browser import elements_of, reading, words_of
+from tools.screen_pages import Screens
 
 pytestmark = needs_chromium
 SCREENS = 20
@@ -59,7 +60,11 @@ def pixels(data: bytes) -> np.ndarray:
         (["--screens=0"], "--screens=0: expected 1 to"),
         (["--size=160"], "--size=160: expected WIDTHxHEIGHT"),
         (["--sources=bulma"], "--sources=bulma: not of --split=train"),
-        (["--size=200x200", "--sources=miniwob"], "left out: miniwob: its pages are 160x210"),
+        (["--size=200x200", "--sources=miniwob"], "left out: miniwob: its screens are 160x210"),
+        (
+            ["--size=640x840", "--density=2", "--sources=miniwob"],
+            "left out: miniwob: its screens are 160x210",
+        ),
     ],
 )
 def test_wrong_flags_are_one_line(tmp_path, arguments, said):
@@ -118,6 +123,26 @@ class TestFolder:
             "contact_sheet.png",
         ):
             assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
+
+    def test_a_denser_screen_shows_the_same_page(self, folder, tmp_path):
+        done = make(tmp_path, f"--sources={SOURCES}", "--density=2")
+        assert done.returncode == 0, done.stderr
+        plain, dense = (
+            [json.loads(line) for line in (one / "layout-000000.jsonl").read_text().splitlines()]
+            for one in (folder, tmp_path)
+        )
+        assert [row["component"] for row in dense] == [row["component"] for row in plain]
+        for was, row in zip(plain, dense, strict=True):
+            assert [word[0] for word in row["words"]] == [word[0] for word in was["words"]]
+            for one, other in zip(was["elements"], row["elements"], strict=True):
+                assert one["text"] == other["text"]
+                np.testing.assert_allclose(other["box"], 2 * np.array(one["box"]), atol=1)
+        assert {tuple(row["size"]) for row in rows_of(tmp_path)} == {(320, 420)}
+        screens = Screens(tmp_path, density=2)
+        page = screens.page(np.random.default_rng(0))
+        assert page.image.size == (320, 420)
+        done = make(tmp_path, f"--sources={SOURCES}", "--density=1")
+        assert "has other density" in done.stderr
 
     def test_cold_start_reads_it(self, folder):
         family = family_of(SHIPPED_MODEL)

@@ -142,6 +142,23 @@ def test_screens_that_teach_nothing_are_refused(tmp_path, given, said):
         Screens(write(tmp_path, **given))
 
 
+def test_dense_screens_are_for_dense_pages(tmp_path):
+    """A word in the instruction's band, which is twice as high, too, is no second text."""
+    element_2 = element("button", (40, 200, 120, 240), "Save")
+    in_band, there = (Word("Save", tuple((x, y) for x in range(50, 90, 10))) for y in (80, 220))
+    write(
+        tmp_path,
+        (element_2,),
+        component="miniwob/click-button",
+        words=(in_band, there),
+        size=(320, 420),
+    )
+    _, questions = Screens(tmp_path, density=2).asked(np.random.default_rng(0), 300)
+    assert "Click button Save." in {question.instruction for question in questions}
+    with pytest.raises(ConfigError, match="screens of 320x420, expected 640x840"):
+        Screens(tmp_path, density=4)
+
+
 def test_screens_of_which_nothing_can_be_asked_do_not_go_on_for_ever(tmp_path):
     """Two buttons of one name."""
     twins = tuple(element("button", (20, top, 60, top + 20), "Save") for top in (80, 120))

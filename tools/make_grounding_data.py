@@ -32,7 +32,8 @@ _OUT = flags.DEFINE_string("out", None, "folder for the data; it is made")
 _SCREENS = flags.DEFINE_integer("screens", None, "how many screens")
 _SEED = flags.DEFINE_integer("seed", 0, "of the stream", lower_bound=0)
 _SPLIT = flags.DEFINE_enum("split", "train", sources.SPLITS, "test has held-out components alone")
-_SIZE = flags.DEFINE_string("size", "160x210", "WIDTHxHEIGHT of the screens in pixels")
+_SIZE = flags.DEFINE_string("size", "160x210", "WIDTHxHEIGHT of the pages in pixels")
+_DENSITY = flags.DEFINE_integer("density", 1, "pixels of the screen a side of one of --size", 1, 4)
 _QUESTIONS = flags.DEFINE_integer("questions", 4, "at most so many of a screen", 1, 50)
 _SOURCES = flags.DEFINE_list("sources", [], "these alone: plain, bootstrap, miniwob, ...")
 _BROWSERS = flags.DEFINE_integer("browsers", 2, "screens drawn at once", 1, 64)
@@ -51,7 +52,7 @@ def read_size(text: str) -> tuple[int, int]:
 
 
 def find_sources(
-    split: str, wanted: list[str], size_px: tuple[int, int], cache: Path
+    split: str, wanted: list[str], size_px: tuple[int, int], cache: Path, density: int = 1
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str], list[str]]:
     """What screens can be drawn from.
 
@@ -73,8 +74,10 @@ def find_sources(
         try:
             if name in libraries:
                 css[name] = read_css(libraries[name], cache)
-            if name == "miniwob" and sources.miniwob_scale(size_px) is None:
-                raise BrowserError("its pages are 160x210, 320x420, 480x630 or 640x840")
+            if name == "miniwob" and sources.miniwob_scale(size_px, density) is None:
+                raise BrowserError(
+                    "its screens are 160x210, 320x420, 480x630 or 640x840, --size times --density"
+                )
             found[name] = sources.miniwob_tasks(split) if name == "miniwob" else (name,)
         except (LibraryError, BrowserError) as error:
             reasons[name] = str(error)
@@ -94,17 +97,18 @@ async def make(out: Path, screens: int, size_px: tuple[int, int]) -> int:
             f"screens are drawn in a browser, and {error.name} is not installed: "
             "pip install -e '.[browser]'"
         ) from error
-    split, seed = _SPLIT.value, _SEED.value
+    split, seed, density = _SPLIT.value, _SEED.value, _DENSITY.value
     cache = Path(_CACHE.value) if _CACHE.value else cache_directory()
-    found, css, left_out = find_sources(split, _SOURCES.value, size_px, cache)
+    found, css, left_out = find_sources(split, _SOURCES.value, size_px, cache, density)
     for line in left_out:
         print(line, flush=True)
     names = {f"{one.package}@{one.version}" for one in LIBRARIES if one.name in css}
-    async with Browsers(size_px, css, browsers=_BROWSERS.value) as browsers:
+    async with Browsers(size_px, css, density=density, browsers=_BROWSERS.value) as browsers:
         settings = dataset.Settings(
             seed=seed,
             split=split,
             size=size_px,
+            density=density,
             questions=_QUESTIONS.value,
             sources={name: list(components) for name, components in found.items()},
             libraries=sorted(names),

@@ -61,20 +61,27 @@ class Browsers:
     """Chromium processes for screens of one size. An async context manager.
 
     Args:
+      size_px: of a page.
       css: style sheets of the libraries by the names of their themes.
+      density: pixels of the screen along each side of one of the page.
       browsers: how many screens are drawn at once.
     """
 
     def __init__(
-        self, size_px: tuple[int, int], css: Mapping[str, str], *, browsers: int = 2
+        self,
+        size_px: tuple[int, int],
+        css: Mapping[str, str],
+        *,
+        density: int = 1,
+        browsers: int = 2,
     ) -> None:
-        self._size_px, self._css = size_px, css
+        self._size_px, self._css, self._density = size_px, css, density
         # Apart: a tab that MiniWoB++ used has its mouse where another page might show a hover.
         self._composed = BrowserPool(warm=1, max_browsers=browsers)
         self._miniwob = BrowserPool(warm=1, max_browsers=browsers)
         self._idle: asyncio.Queue[_Shell] = asyncio.Queue()
         for _ in range(browsers):
-            self._idle.put_nowait(_Shell(self._composed, size_px, css))
+            self._idle.put_nowait(_Shell(self._composed, size_px, css, density))
         self._stack = contextlib.AsyncExitStack()
         self.renderer = ""  # fingerprint of how pages are drawn (browser.rendering)
 
@@ -117,10 +124,10 @@ class Browsers:
             tab = await shell.show(compose(plan.rng("page"), theme, self._size_px))
         await tab.settle()
         seen = await tab.evaluate(reading(self._size_px))
-        return _screen(plan, await tab.screenshot("png"), seen, 1)
+        return _screen(plan, await tab.screenshot("png"), seen, self._density)
 
     async def _draw_miniwob(self, plan: Plan) -> Screen:
-        scale = miniwob_scale(self._size_px)
+        scale = miniwob_scale(self._size_px, self._density)
         assert scale is not None, self._size_px
         task = TaskSpec(plan.component, plan.seed, f"scale={scale}")
         session = await miniwob.MiniWob.open(self._miniwob, task)
@@ -134,8 +141,11 @@ class Browsers:
 class _Shell:
     """A tab with the empty document that composed pages are put into."""
 
-    def __init__(self, pool: BrowserPool, size_px: tuple[int, int], css: Mapping[str, str]) -> None:
-        self._pool, self._size_px = pool, size_px
+    def __init__(
+        self, pool: BrowserPool, size_px: tuple[int, int], css: Mapping[str, str], density: int
+    ) -> None:
+        self._pool, self._density = pool, density
+        self._screen_px = size_px[0] * density, size_px[1] * density
         libraries = json.dumps(dict(css)).replace("</", "<\\/")
         self._html = _SHELL.replace("LIBRARIES", libraries).encode()
         self._tab: Tab | None = None
@@ -160,7 +170,9 @@ class _Shell:
             self._tab = await self._pool.acquire()
             self._shown = 0
         files = {_URL: (html, _HTML)}
-        await self._tab.load(_URL, files.get, screen_px=self._size_px, trusted=True)
+        await self._tab.load(
+            _URL, files.get, screen_px=self._screen_px, scale=self._density, trusted=True
+        )
         return self._tab
 
     async def leave(self) -> None:

@@ -50,11 +50,16 @@ class Settings:
 
     seed: int
     split: str
-    size: tuple[int, int]
+    size: tuple[int, int]  # of a page
     questions: int
     sources: dict[str, list[str]]  # name -> its components
     libraries: list[str]  # package@version
     renderer: str  # fingerprint of Chromium and its fonts
+    density: int = 1  # pixels of the screen along each side of one of the page
+
+    @property
+    def screen_px(self) -> tuple[int, int]:
+        return self.size[0] * self.density, self.size[1] * self.density
 
 
 def shard_path(folder: Path, shard: int) -> Path:
@@ -78,7 +83,7 @@ class Folder:
         wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
         file = path / SETTINGS
         if file.exists():
-            found = _read_object(file)
+            found = {"density": 1} | _read_object(file)  # older folders do not say it
             other = [key for key in wanted if found.get(key) != wanted[key]]
             if other:
                 raise ConfigError(
@@ -141,7 +146,7 @@ class Folder:
     def _record(self, screen: Screen, number: int, question: Question) -> Trajectory:
         plan, (left, top, right, bottom) = screen.plan, question.box
         task = TaskSpec(TASK, plan.number, plan.component, 1)
-        size_px = self._settings.size
+        size_px = self._settings.screen_px
         recording = Recording(task, question.instruction, size_px, self._chat, self._inputs)
         with Image.open(io.BytesIO(screen.png)) as image:  # only its size is read
             recording.see(image, screen.png)
@@ -164,7 +169,7 @@ class Folder:
             "screen": screen.plan.number,
             "question": number,
             "digest": digest,
-            "size": list(self._settings.size),
+            "size": list(self._settings.screen_px),
             "component": screen.plan.component,
             "seed": screen.plan.seed,
             "instruction": question.instruction,

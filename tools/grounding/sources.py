@@ -49,10 +49,15 @@ def miniwob_tasks(split: str) -> tuple[str, ...]:
     return tuple(miniwob.PREFIX + name for name in wanted if name not in _CLOCK)
 
 
-def miniwob_scale(size_px: tuple[int, int]) -> int | None:
-    """The scale at which a page of MiniWoB++ fills the screen; None where none does."""
-    width, height = MINIWOB_PX
-    return next((n for n in range(1, 5) if size_px == (n * width, n * height)), None)
+def miniwob_scale(size_px: tuple[int, int], density: int = 1) -> int | None:
+    """The scale at which a page of MiniWoB++ fills the screen; None where none does.
+
+    Args: density: pixels of the screen along each side of one of `size_px`.
+    """
+    width, height = (side * density for side in size_px)
+    return next(
+        (n for n in range(1, 5) if (width, height) == (n * MINIWOB_PX[0], n * MINIWOB_PX[1])), None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
