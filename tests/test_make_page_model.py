@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from PIL import Image
 
 from tools import (
     drawn_pages,
@@ -25,18 +24,13 @@ from tools import (
 from tools.drawn_pages import Item, Page
 from tools.point_tokenizer import PointTokens
 from uirl_jax import actions
-from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
-from uirl_jax.families.border import PlacedScreen, TokenRows
+from uirl_jax.families.border import TokenRows
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.models import scoring
 
 ROOT = Path(__file__).parents[1]
-
-
-def pixels(image: Image.Image) -> np.ndarray:
-    return np.asarray(image, np.float32)
 
 
 def pages(level: int, count: int = 60) -> list[Page]:
@@ -58,26 +52,6 @@ def test_things_are_on_the_page_and_not_over_each_other(level):
                 or one.box[3] < other.box[1]
                 or other.box[3] < one.box[1]
             )
-
-
-@pytest.mark.parametrize("level", [*drawn_pages.LEVELS, drawn_pages.DESCRIBED])
-def test_a_dense_page_is_the_same_page_with_more_pixels(level):
-    for seed in range(20):
-        page, dense = (
-            drawn_pages.draw_page(np.random.default_rng([level, seed]), level, density=density)
-            for density in (1, 2)
-        )
-        assert dense.image.size == (320, 420)
-        assert [len(word) for word in dense.words] == [len(word) for word in page.words]
-        for item, was in zip(dense.items, page.items, strict=True):
-            assert item.shows == was.shows
-            assert item.box == tuple(2 * side for side in was.box)
-        # In parts of 8 x 8 pixels: edges and letters alone differ.
-        parts = [
-            pixels(image)[:208].reshape(26, 8, 20, 8, 3).mean((1, 3))
-            for image in (page.image, dense.image.reduce(2))
-        ]
-        np.testing.assert_allclose(parts[1], parts[0], atol=50)
 
 
 @pytest.mark.parametrize("level", drawn_pages.LEVELS)
@@ -513,33 +487,6 @@ def test_going_on_from_other_tokens_each_is_the_mean_of_what_its_text_was(made, 
     ids = merged.encode(" yellow").ids
     assert len(ids) > 1
     np.testing.assert_allclose(row("\u0120yellow"), old_vd[ids].mean(0), atol=1e-6)
-
-
-def test_going_on_with_denser_pages_sees_what_it_saw(made, tmp_path):
-    """A picture of which each pixel became four."""
-    kept = loading.load(made, lora=None, seed=0)
-    dense = make_page_model.base_model(2)
-    setting, _, (graphdef, *parts) = make_base_model.new_model(dense, (), 0, tmp_path, made)
-    page = drawn_pages.draw_page(np.random.default_rng(3), 3).image.crop((0, 0, 160, 208))
-    features = []
-    for model, inputs, image in (
-        (nnx.merge(kept.graphdef, kept.trainable, kept.frozen), kept.inputs, page),
-        (nnx.merge(graphdef, *parts), setting.inputs, page.resize((320, 416), 0)),
-    ):
-        screen = inputs.cut_screen(image)
-        packed = inputs.pack_screens([PlacedScreen(screen, 0, 0, 1)], 1, screen.patches)
-        features.append(np.asarray(model.encode_images(packed.arrays), np.float32))
-    np.testing.assert_allclose(features[1], features[0], atol=0.02 * np.abs(features[0]).max())
-
-
-def test_a_model_of_denser_pages_is_not_gone_on_with_on_coarser_ones(made, tmp_path):
-    dense = make_page_model.base_model(2)
-    _, tokenizer, split = make_base_model.new_model(dense, (), 0, tmp_path / "w", made)
-    make_base_model.write_model(dense, nnx.merge(*split), tokenizer, tmp_path / "dense")
-    with pytest.raises(ModelError, match="--density=2, which does not divide --density=1"):
-        make_base_model.new_model(
-            make_page_model.base_model(), (), 0, tmp_path / "w", tmp_path / "dense"
-        )
 
 
 def test_going_on_begins_with_pages_of_all_levels(made, tmp_path, monkeypatch):

@@ -85,13 +85,13 @@ def _config(images: ImageConfig, tokenizer: Tokenizer) -> Qwen3VLConfig:
 def go_on_denser(weights: nnx.State, was: Qwen3VLConfig, cfg: Qwen3VLConfig) -> None:
     """Weights of a model that saw a page with fewer pixels: a patch is what its mean pixels were.
 
-    Raises: ModelError: the density is no multiple of its own.
+    Raises: ModelError: its patches do not divide these.
     """
     before, after = was.images.patch_size, cfg.images.patch_size
     if after % before:
         raise ModelError(
-            f"it sees a page at --density={before // drawn_pages.PATCH_PX}, which does not divide "
-            f"--density={after // drawn_pages.PATCH_PX}"
+            f"its patches have a side of {before} pixels, which does not divide the {after} of "
+            f"--density={drawn_pages.density_of(cfg.images)}"
         )
     ratio, kernel = after // before, weights["visual"]["patch_embed"]["kernel"]
     kernel_cyxd = np.asarray(kernel[...]).reshape(-1, before, before, cfg.vision.hidden_size)
@@ -241,6 +241,12 @@ def train(
     make_base_model.write_model(base, nnx.merge(graphdef, trained, frozen), tokenizer, out)
 
 
+def stage_name(start_from: Path | None, density: int) -> str:
+    """Where checkpoints are: those of another training would be taken for its own."""
+    name = f"from_{start_from.resolve().name}" if start_from else "pages"
+    return name if density == 1 else f"{name}_density_{density}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.make_page_model", allow_abbrev=False)
     add = parser.add_argument
@@ -273,9 +279,9 @@ def main() -> None:
     platform_flags.set_defaults()
     platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO
-    # Checkpoints of its own: those of the first training would be taken for its own.
-    name = f"from_{args.start_from.resolve().name}" if args.start_from else "pages"
-    stage = Stage(name, args.steps, 100, args.lr, 1.0, "cosine")
+    stage = Stage(
+        stage_name(args.start_from, args.density), args.steps, 100, args.lr, 1.0, "cosine"
+    )
     if args.screens and not (args.sight_steps or args.pointing_steps):
         parser.error("--screens: is used by --sight_steps and --pointing_steps; both are 0")
     try:

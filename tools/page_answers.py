@@ -20,7 +20,10 @@ TYPING = 0.25  # of the pages have a question that is answered by typing
 def drawn(
     rng: np.random.Generator, level: int, most: int, questions: int, density: int = 1
 ) -> tuple[Page, list[Question]]:
-    """A page of a level with at most so many things, of which some can be asked for."""
+    """A page of a level with at most so many things, of which some can be asked for.
+
+    Args: density: see drawn_pages.draw_page.
+    """
     asked: list[Question] = []
     while not asked:
         page = drawn_pages.draw_page(rng, level, most, density)
