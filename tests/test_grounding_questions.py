@@ -276,6 +276,18 @@ def fill(out: Path, screens: int, drawn: Drawn, **changes) -> list[dict]:
     return folder.finish(-(-screens // dataset.SCREENS_PER_SHARD), "")
 
 
+def test_a_folder_that_does_not_say_its_density_is_of_single_density(tmp_path, small_shards):
+    """As folders were written before there was another."""
+    fill(tmp_path, 3, Drawn())
+    file = tmp_path / dataset.SETTINGS
+    older = json.loads(file.read_text())
+    assert older.pop("density") == 1
+    file.write_text(json.dumps(older))
+    assert len(fill(tmp_path, 5, Drawn())) > 3
+    with pytest.raises(ConfigError, match="has other density; continue with the same flags"):
+        fill(tmp_path, 7, Drawn(), density=2)
+
+
 def test_stream_continues_where_it_stopped(tmp_path, small_shards):
     whole = fill(tmp_path / "whole", 23, Drawn())
     assert [row["screen"] for row in whole] == list(range(23))
