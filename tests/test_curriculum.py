@@ -11,6 +11,7 @@ from tests import sample_trajectories
 from uirl_jax import seeds
 from uirl_jax.errors import PolicyError
 from uirl_jax.learner.curriculum import Curriculum, CurriculumConfig
+from uirl_jax.metrics import MetricsWriter
 from uirl_jax.types import TaskSpec
 
 KINDS = [
@@ -23,7 +24,7 @@ KINDS = [
 def records(task: TaskSpec, successes: int, failures: int) -> list:
     one = sample_trajectories.make_trajectory()
     return [
-        dataclasses.replace(one, task=task, success=success)
+        dataclasses.replace(one, task=task, success=success, reward=float(success))
         for success in [True] * successes + [False] * failures
     ]
 
@@ -53,7 +54,10 @@ def test_task_with_instances_plays_each_once_before_any_twice():
         ("failure", 1.0, {"0": [0.0, 9.0], "2": [9.0, 9.0]}, [0.1, 1.0, 1.0]),
         ("failure", 3.0, {"0": [4.0, 9.0], "2": [9.0, 9.0]}, [0.125, 1.0, 1.0]),  # 5 / 10
         # 4 p (1 - p) with p = (failed + 1) / (played + 2): 1 / 10, never played 1 / 2, 3 / 4.
-        ("variance", 1.0, {"0": [0.0, 8.0], "2": [5.0, 6.0]}, [0.36, 1.0, 0.75]),
+        ("variance", 1.0, {"0": [0.0, 8.0, 0.0], "2": [5.0, 6.0, 6.0]}, [0.36, 1.0, 0.75]),
+        # (varied + 1) / (played + 1): 1 / 9, never played 1, 5 / 9; then a half squared.
+        ("signal", 1.0, {"0": [4.0, 8.0, 0.0], "2": [1.0, 8.0, 4.0]}, [1 / 9, 1.0, 5 / 9]),
+        ("signal", 2.0, {"0": [0.0, 7.0, 3.0], "2": [7.0, 7.0, 7.0]}, [0.25, 1.0, 1.0]),
     ],
 )
 def test_tasks_are_drawn_with_the_shares_that_the_config_says(
@@ -90,15 +94,81 @@ def test_count_by_instance_tells_instances_apart_and_passes_strangers_over():
     first, second = (curriculum.task(index) for index in range(2))
     curriculum.count(tallies, records(first, 3, 1) + records(second, 0, 4))
     curriculum.count(tallies, records(dataclasses.replace(first, seed=5), 0, 4))
-    assert sorted(tallies.to_json().values()) == [[1.0, 4.0], [4.0, 4.0]]
-    assert curriculum.describe(tallies) == {
-        "curriculum/played": pytest.approx(2 / 6),
-        "curriculum/failure_rate": pytest.approx((0.25 + 1.0) / 2),
+    assert sorted(tallies.to_json().values()) == [[1.0, 4.0, 4.0], [4.0, 4.0, 0.0]]
+    metrics = curriculum.describe(tallies)
+    assert metrics["curriculum/played"] == pytest.approx(2 / 6)
+    assert metrics["curriculum/failure_rate"] == pytest.approx((0.25 + 1.0) / 2)
+
+
+def test_a_kind_of_which_half_always_fails_has_variance_and_no_signal():
+    curriculum = Curriculum(CurriculumConfig(window=32), KINDS, run_seed=0)
+    tallies = curriculum.tallies()
+    for alike in (records(KINDS[0], 8, 0), records(KINDS[0], 0, 8)) * 2:
+        curriculum.count(tallies, alike)
+    for _ in range(4):
+        curriculum.count(tallies, records(KINDS[1], 7, 1))
+    # By hand: p = 17/34 and 5/34; no group of 32 episodes varied, and every one did.
+    np.testing.assert_allclose(tallies.variances()[:2], [1.0, 4 * 5 / 34 * 29 / 34])
+    np.testing.assert_allclose(tallies.signals(), [1 / 33, 1.0, 1.0])
+
+
+def test_rewards_that_differ_are_a_signal_though_all_fail():
+    curriculum = Curriculum(CurriculumConfig(), KINDS, run_seed=0)
+    tallies = curriculum.tallies()
+    group = records(KINDS[0], 0, 8)
+    curriculum.count(tallies, [*group[1:], dataclasses.replace(group[0], reward=0.5)])
+    assert tallies.to_json() == {"0": [8.0, 8.0, 8.0]}
+
+
+def test_tallies_of_a_run_that_did_not_count_signals_are_read():
+    curriculum = Curriculum(CurriculumConfig(), KINDS, run_seed=0)
+    assert curriculum.tallies({"1": [2.0, 7.0]}).to_json() == {"1": [2.0, 7.0, 7.0]}
+
+
+def test_describe_tells_of_every_kind_what_its_instances_did():
+    curriculum = Curriculum(CurriculumConfig(instances=2), KINDS, run_seed=0)
+    tallies = curriculum.tallies()
+    by_label = {task.label: [] for task in KINDS}
+    for task in {curriculum.task(index) for index in range(6)}:
+        by_label[task.label].append(task)
+    hard, easy = by_label["desktop/click_button (buttons=2)"]
+    curriculum.count(tallies, records(hard, 0, 8))
+    curriculum.count(tallies, records(easy, 6, 2))
+    metrics = curriculum.describe(tallies)
+    assert {name: value for name, value in metrics.items() if name.startswith("task/")} == {
+        "task/desktop/click_button_buttons_2/success": 6 / 16,
+        "task/desktop/click_button_buttons_2/signal": 8 / 16,
     }
 
 
+def test_describe_names_any_task_so_that_the_metrics_file_takes_it(tmp_path):
+    kinds = [
+        TaskSpec("own/büro//task", 0, 'said="a b"', max_turns=1),
+        TaskSpec("own/büro//task", 0, 'said="a b"', max_turns=2),
+        TaskSpec("desktop/enter_text", 0, "words=2"),
+    ]
+    curriculum = Curriculum(CurriculumConfig(), kinds, run_seed=0)
+    tallies = curriculum.tallies()
+    for kind, successes in zip(kinds, (8, 0, 2), strict=True):
+        curriculum.count(tallies, records(kind, successes, 8 - successes))
+    metrics = curriculum.describe(tallies)
+    with MetricsWriter(tmp_path, trackers=()) as writer:
+        writer.write(1, metrics)
+    # Two limits on turns are one task to a reader: 8 and 0 of 16 episodes.
+    assert metrics["task/own/b_ro/_/task_said_a_b/success"] == 0.5
+    assert metrics["task/own/b_ro/_/task_said_a_b/signal"] == 0.0
+    assert metrics["task/desktop/enter_text_words_2/success"] == 0.25
+
+
+def test_describe_of_a_single_kind_has_no_metric_of_tasks():
+    curriculum = Curriculum(CurriculumConfig(), KINDS[:1], run_seed=0)
+    tallies = curriculum.tallies()
+    curriculum.count(tallies, records(KINDS[0], 4, 4))
+    assert set(curriculum.describe(tallies)) == {"curriculum/played", "curriculum/failure_rate"}
+
+
 def test_tallies_that_went_through_json_choose_the_same_tasks():
-    cfg = CurriculumConfig(weight_by="failure", instances=20, window=7)
+    cfg = CurriculumConfig(weight_by="signal", instances=20, window=7)
     curriculum = Curriculum(cfg, KINDS, run_seed=1)
     tallies = curriculum.tallies()
     rng = np.random.default_rng(0)
@@ -127,6 +197,10 @@ def test_tallies_that_went_through_json_choose_the_same_tasks():
         {"0": [0]},
         {"0": None},
         {"0": [-1, 1]},
+        {"0": [0, 1, 2]},
+        {"0": [0, 1, -1]},
+        {"0": [0, 1, 1, 1]},
+        {"0": [0, 1, float("nan")]},
         [1],
         "0",
     ],

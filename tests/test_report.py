@@ -136,6 +136,8 @@ def write_metrics(workdir: Path, steps: int) -> None:
                     "stop_reason/failed": (1 - success) * 0.8,
                     "stop_reason/format_error": (1 - success) * 0.2,
                     "groups/with_signal": 0.9 - 0.6 * share,
+                    **{f"task/{kind.name}/success": success for kind in KINDS},
+                    **{f"task/{kind.name}/signal": 0.9 - 0.6 * share for kind in KINDS},
                     "offpolicy/staleness": float(rng.integers(0, 2)),
                     "offpolicy/drift": 1e-4 + abs(rng.normal(0, 2e-5)),
                     "agent_loop/tool_calls/mean": 2.0 + rng.normal(0, 0.1),
@@ -224,6 +226,11 @@ def test_report_finished_run_shows_result_and_curves(run_dir: Path, page: Page) 
                   "Clipped tokens", "Seconds per step", "Loss on demonstrations"):  # fmt: skip
         assert any(label.startswith(f"{title}. ") for label in labels), title
     assert any(label.startswith("agent_loop/tool_calls/mean. ") for label in labels)
+    of_tasks = text.partition("Tasks in training")[2].partition("Cold start")[0]
+    for kind in KINDS:
+        assert sum(label.startswith(f"{kind.name}. ") for label in labels) == 1, kind.name
+        assert kind.name in of_tasks
+    assert "groups with a signal" in of_tasks and "Tasks in training" in text
     assert "100 published = 90 trained + 4 stale + 1 quarantined + 2 duplicate + 3 pending" in text
     assert "5 lost" in text and "6 broken by the environment" in text
     assert "6m52s" in text and "3.21 GiB" in text and "1 cpu" in text

@@ -39,6 +39,11 @@ class TaskSpec:
     variant: str = ""
     max_turns: int = 1
 
+    @property
+    def label(self) -> str:
+        """The kind of task, as tables and metrics name it: instances differ in their seed alone."""
+        return f"{self.name} ({self.variant})" if self.variant else self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class Action:

@@ -48,7 +48,6 @@ from uirl_jax.evaluation.statistics import (
     EvalResult,
     count,
     renderers_text,
-    task_label,
 )
 from uirl_jax.evaluation.suite import Suite
 from uirl_jax.evaluation.suite_play import Contender, conclude, open_suite, play_suite
@@ -108,7 +107,6 @@ __all__ = [
     "stage_label",
     "stage_name",
     "summary",
-    "task_label",
     "wilson_interval",
     "write_decisions",
     "write_json",

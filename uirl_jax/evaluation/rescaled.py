@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from uirl_jax.evaluation.outcome import Outcome
-from uirl_jax.evaluation.statistics import task_label
 from uirl_jax.types import TaskSpec
 
 RESAMPLES = 10_000
@@ -49,7 +48,7 @@ def rescale(raw: float) -> float:
 
 
 def reporting(played: Episodes) -> frozenset[str]:
-    """Tasks (by `task_label`) whose verifier reports raw rewards.
+    """Tasks (by their label) whose verifier reports raw rewards.
 
     A task of which every episode ended before its verifier said anything counts, with 0, where
     another one reports: a policy gains nothing by invalid actions.
@@ -59,10 +58,10 @@ def reporting(played: Episodes) -> frozenset[str]:
     for task, attempts in played.items():
         for one in attempts:
             if one is not None and one.raw_reward is not None:
-                speaking.add(task_label(task))
+                speaking.add(task.label)
             elif one is not None and one.judged:
-                silent.add(task_label(task))
-    known = {task_label(task) for task in played} if speaking else set()
+                silent.add(task.label)
+    known = {task.label for task in played} if speaking else set()
     return frozenset(known - (silent - speaking))
 
 
@@ -76,9 +75,9 @@ def score_rescaled(
     raws: dict[str, list[list[float]]] = {}  # task -> instance -> attempt
     for task, attempts in played.items():
         ended = [one for one in attempts if one is not None]
-        if ended and task_label(task) in tasks:
+        if ended and task.label in tasks:
             found = [-1.0 if one.raw_reward is None else one.raw_reward for one in ended]
-            raws.setdefault(task_label(task), []).append(found)
+            raws.setdefault(task.label, []).append(found)
     if not raws:
         return None
     scores = [np.array([_mean(map(rescale, one)) for one in each]) for each in raws.values()]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from uirl_jax.evaluation.outcome import Outcome
 from uirl_jax.evaluation.rates import Rate, rate
 from uirl_jax.evaluation.rescaled import RescaledReward, reporting, score_rescaled
-from uirl_jax.evaluation.statistics import task_label
 from uirl_jax.types import TaskSpec
 
 # Instance -> its attempts in order; None: not played, or broken by the environment.
@@ -96,7 +95,7 @@ def score_by_task(played: Played) -> dict[str, Scores]:
     """Of each name and variant."""
     groups: dict[str, dict[TaskSpec, Sequence[Outcome | None]]] = {}
     for task, attempts in played.items():
-        groups.setdefault(task_label(task), {})[task] = attempts
+        groups.setdefault(task.label, {})[task] = attempts
     rescaled = reporting(played)
     return {label: _score(group, rescaled) for label, group in sorted(groups.items())}
 

@@ -45,7 +45,7 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         )
     by_task: dict[str, list[Trajectory]] = {}
     for trajectory in attempts:
-        by_task.setdefault(task_label(trajectory.task), []).append(trajectory)
+        by_task.setdefault(trajectory.task.label, []).append(trajectory)
     outcomes = [outcome_of(t) for t in attempts]
     overall = rate(sum(t.success for t in attempts), len(attempts))
     return EvalResult(
@@ -68,10 +68,6 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         false_claims=sum(outcome.false_claim for outcome in outcomes),
         recorded=recorded_results(attempts),
     )
-
-
-def task_label(task: TaskSpec) -> str:
-    return f"{task.name} ({task.variant})" if task.variant else task.name
 
 
 def renderers_text(seen: Mapping[str, Sequence[str]]) -> str:

@@ -6,6 +6,7 @@ tallies give the same task in any process. numpy only.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from uirl_jax import seeds
 from uirl_jax.errors import PolicyError
 from uirl_jax.types import TaskSpec, Trajectory
 
+_NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # of a metric
 MAX_ENTRIES = 20_000  # in the pool; the tallies of all entries are part of the policy manifest
 
 
@@ -25,8 +27,10 @@ class CurriculumConfig:
     # Training instances of each kind; 0: every group gets a new instance.
     instances: int = dataclasses.field(default=0, metadata={"min": 0, "max": MAX_ENTRIES})
     # A task's share grows with its failure rate p, or with p (1 - p): a group in which all members
-    # fail or all succeed gives no advantage (Foster et al., arXiv:2502.12272).
-    weight_by: Literal["none", "failure", "variance"] = "none"
+    # fail or all succeed gives no advantage (Foster et al., arXiv:2502.12272). Or, signal, with the
+    # share of its groups whose rewards differ: a kind of which half of the instances always fail
+    # and half never has the largest variance, and no group to learn from.
+    weight_by: Literal["none", "failure", "variance", "signal"] = "none"
     # Exponent of the weights: at 8 a task that always fails is drawn four times as often as one
     # that fails four times of five (alpha of prioritized replay, arXiv:1511.05952, eq. 1).
     sharpness: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 100.0})
@@ -37,37 +41,48 @@ class CurriculumConfig:
 
 
 class Tallies:
-    """Failed and played episodes of each entry of the pool, recent ones weighted more."""
+    """Episodes of each entry of the pool, recent ones weighted more.
+
+    Attributes:
+      failed_e, played_e: float64[entries], episodes.
+      varied_e: float64[entries], the episodes of groups whose rewards differ.
+    """
 
     def __init__(self, content: Any, entries: int, window: int) -> None:
         """Args: content: what `to_json` returned, or None. Raises: PolicyError if it is invalid."""
         self.failed_e = np.zeros(entries)
         self.played_e = np.zeros(entries)
+        self.varied_e = np.zeros(entries)
         self._window = window
         try:
-            for key, (failed, played) in (content or {}).items():
+            for key, (failed, played, *varied) in (content or {}).items():
                 entry = int(key)
                 if not 0 <= entry < entries:
                     raise IndexError(key)
                 self.failed_e[entry], self.played_e[entry] = float(failed), float(played)
+                # A run that began before these were counted: as if every group had varied.
+                (self.varied_e[entry],) = map(float, varied or [played])
         except (TypeError, ValueError, IndexError, AttributeError):
             self.failed_e[:] = np.nan
         with np.errstate(invalid="ignore"):
             valid = np.isfinite(self.played_e) & (self.failed_e >= 0)
-            valid &= self.failed_e <= self.played_e
+            valid &= (self.failed_e <= self.played_e) & (self.varied_e >= 0)
+            valid &= self.varied_e <= self.played_e
         if not valid.all():
             raise PolicyError(
-                f"the policy's tallies of tasks are {str(content)[:80]}, expected failed and "
-                f"played episodes of up to {entries} tasks; does the learner use another config?"
+                f"the policy's tallies of tasks are {str(content)[:80]}, expected "
+                f"failed, played and varied episodes of up to {entries} tasks; does the learner "
+                "use another config?"
             )
 
-    def add(self, entry: int, failed: int, played: int) -> None:
-        """Adds episodes; older counts are scaled down so that they sum to at most `window`."""
+    def add(self, entry: int, failed: int, played: int, varied: int) -> None:
+        """Adds a group's episodes; older counts fade, so that they sum to at most `window`."""
         total = self.played_e[entry] + played
         fade = min(1.0, self._window / total) if total else 1.0
         # Rounded here, so that a run restored from the JSON draws the same tasks as this one.
         self.failed_e[entry] = round(fade * (self.failed_e[entry] + failed), 3)
         self.played_e[entry] = round(fade * total, 3)
+        self.varied_e[entry] = round(fade * (self.varied_e[entry] + varied), 3)
 
     def failure_rates(self) -> np.ndarray:
         """float64[entries] in (0, 1]; 1 for a task that was never played."""
@@ -78,9 +93,18 @@ class Tallies:
         rates_e = (self.failed_e + 1.0) / (self.played_e + 2.0)
         return 4.0 * rates_e * (1.0 - rates_e)
 
+    def signals(self) -> np.ndarray:
+        """float64[entries] in (0, 1]: the share of varied groups; 1 for what was never played."""
+        return (self.varied_e + 1.0) / (self.played_e + 1.0)
+
+    def weights(self, by: Literal["failure", "variance", "signal"]) -> np.ndarray:
+        """float64[entries] in (0, 1], before `sharpness`."""
+        rates = {"failure": self.failure_rates, "variance": self.variances, "signal": self.signals}
+        return rates[by]()
+
     def to_json(self) -> dict[str, list[float]]:
         return {
-            str(entry): [float(self.failed_e[entry]), float(played)]
+            str(entry): [float(self.failed_e[entry]), float(played), float(self.varied_e[entry])]
             for entry, played in enumerate(self.played_e)
             if played
         }
@@ -105,10 +129,7 @@ class Curriculum:
         Raises: PolicyError for tallies that do not fit this pool.
         """
         if self.cfg.weight_by != "none":
-            known = self.tallies(tallies)
-            by_failure = self.cfg.weight_by == "failure"
-            weights_e = known.failure_rates() if by_failure else known.variances()
-            weights_e **= self.cfg.sharpness
+            weights_e = self.tallies(tallies).weights(self.cfg.weight_by) ** self.cfg.sharpness
             shares_e = self.cfg.min_share + (1.0 - self.cfg.min_share) * weights_e
             rng = np.random.default_rng([self._run_seed, index])
             entry = int(rng.choice(self.entries, p=shares_e / shares_e.sum()))
@@ -129,22 +150,43 @@ class Curriculum:
 
     def count(self, tallies: Tallies, group: Iterable[Trajectory]) -> None:
         """Adds how a group's episodes ended; tasks that are not in the pool are ignored."""
-        outcomes: dict[int, list[bool]] = {}
+        members: dict[int, list[Trajectory]] = {}
         for record in group:
             key = record.task if self.cfg.instances else self._kind_key(record.task)
             if (entry := self._entry_of.get(key)) is not None:
-                outcomes.setdefault(entry, []).append(record.success)
-        for entry, successes in outcomes.items():
-            tallies.add(entry, successes.count(False), len(successes))
+                members.setdefault(entry, []).append(record)
+        for entry, records in members.items():
+            failed, played = sum(not record.success for record in records), len(records)
+            differs = len({record.reward for record in records}) > 1
+            tallies.add(entry, failed, played, played if differs else 0)
 
     def describe(self, tallies: Tallies) -> Mapping[str, float]:
-        """Metrics: the played share of the pool, and its mean failure rate."""
+        """Metrics: the played share of the pool, its mean failure rate, and of several kinds each.
+
+        `task/<task>/success` and `task/<task>/signal` are over the latest `window` episodes of
+        each of its entries: shares of episodes, and of groups whose rewards differ.
+        """
         played_e = tallies.played_e > 0
         failed, played = tallies.failed_e[played_e], tallies.played_e[played_e]
         return {
             "curriculum/played": float(played_e.mean()),
             "curriculum/failure_rate": float((failed / played).mean()) if len(played) else 0.0,
+            **(self._describe_kinds(tallies) if len(self._kinds) > 1 else {}),
         }
+
+    def _describe_kinds(self, tallies: Tallies) -> dict[str, float]:
+        counts_3e = np.stack([tallies.played_e, tallies.failed_e, tallies.varied_e])
+        totals: dict[str, np.ndarray] = {}  # of equal names together: kinds may differ in max_turns
+        for number, kind in enumerate(self._kinds):
+            name = _metric_name(kind)
+            of_kind_3 = counts_3e[:, number :: len(self._kinds)].sum(1)
+            totals[name] = totals.get(name, np.zeros(3)) + of_kind_3
+        metrics = {}
+        for name, (played, failed, varied) in totals.items():
+            if played:
+                metrics[f"{name}/success"] = 1.0 - float(failed / played)
+                metrics[f"{name}/signal"] = float(varied / played)
+        return metrics
 
     def _instance(self, entry: int) -> TaskSpec:
         kind = self._kinds[entry % len(self._kinds)]
@@ -153,3 +195,9 @@ class Curriculum:
     @staticmethod
     def _kind_key(task: TaskSpec) -> TaskSpec:
         return dataclasses.replace(task, seed=0)
+
+
+def _metric_name(kind: TaskSpec) -> str:
+    """Its label in characters that trackers take: "task/desktop/enter_text_words_2"."""
+    parts = (_NOT_OF_A_NAME.sub("_", part).strip("_") for part in kind.label.split("/"))
+    return "/".join(["task", *(part or "_" for part in parts)])

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import markupsafe
 
-from uirl_jax import evaluation
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.watch import charts, frames, gather, panels
@@ -87,7 +86,7 @@ def _pairs(by_stage: Mapping[str, Mapping[TaskSpec, Trajectory]]) -> list[_Pair]
     ]
     return [
         _Pair(
-            task=evaluation.task_label(task),
+            task=task.label,
             seed=task.seed,
             instruction=visible(by_stage[stages[0]][task].instruction),
             episodes=tuple(_episode(stage, by_stage[stage][task]) for stage in stages),

@@ -7,7 +7,7 @@ which order, and the environment of the templates, which escapes all text.
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ _PANELS = (
     _Panel("Staleness", {"offpolicy/staleness": "policy versions, mean"}),
     _Panel("Drift, actor to learner", {"offpolicy/drift": "mean |difference of logprobs|"}),
 )
+# task/<label>/<name>: a small chart for each kind of task, in a section of its own.
+_OF_A_TASK = {"success": "successes", "signal": "groups with a signal"}
 _COLD_PANELS = (_Panel("Loss on demonstrations", {"sft/loss": "cross-entropy per token"}),)
 
 
@@ -147,15 +149,19 @@ def _headline(results: Sequence[evaluation.EvalResult]) -> dict[str, Any] | None
 def _curves(
     rows: Sequence[Mapping[str, Any]], cold_rows: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A section of charts for each phase that has metrics."""
+    """A section of charts for each phase that has metrics, and one of the kinds of tasks."""
     sections = []
     for title, lines, panels in (
         ("Learning", rows, _PANELS),
+        ("Tasks in training", rows, ()),
         ("Cold start", cold_rows, _COLD_PANELS),
     ):
         names = {name: None for row in lines for name in row if "/" in name}
+        of_tasks = {name: None for name in names if name.startswith("task/")}
+        if title == "Tasks in training":
+            panels, names = _task_panels(of_tasks), {}
         main = [chart for panel in panels if (chart := _panel(panel, lines))]
-        drawn = {name for panel in panels for name in panel.series}
+        drawn = {name for panel in panels for name in panel.series} | set(of_tasks)
         rest = [_Panel(name, {name: name}, from_zero=False) for name in names if name not in drawn]
         more = [chart for panel in rest if (chart := _panel(panel, lines))]
         if main or more:
@@ -164,6 +170,20 @@ def _curves(
                 {"title": title, "charts": main, "more": more, "smoothed_over": smoothed_over}
             )
     return sections
+
+
+def _task_panels(names: Iterable[str]) -> tuple[_Panel, ...]:
+    """One for each task of the metrics `names`."""
+    labels = {name.removeprefix("task/").rpartition("/")[0]: None for name in names}
+    return tuple(
+        _Panel(
+            label,
+            {f"task/{label}/{name}": legend for name, legend in _OF_A_TASK.items()},
+            "%",
+            full_share=True,
+        )
+        for label in labels
+    )
 
 
 def _panel(panel: _Panel, rows: Sequence[Mapping[str, Any]]) -> charts.Chart | None:
