@@ -18,6 +18,8 @@ DEMONSTRATIONS = 200  # of each task
 
 
 def get_config(stage: str = "grpo") -> ConfigDict:
+    if stage not in ("base", "grpo"):
+        raise ValueError(f"{stage!r}, expected base or grpo")
     cfg = miniwob_pages.get_config(stage)
     turns = pix2act_tasks.MAX_TURNS
     cfg.tasks = tuple(

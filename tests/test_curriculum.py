@@ -55,9 +55,6 @@ def test_task_with_instances_plays_each_once_before_any_twice():
         ("failure", 3.0, {"0": [4.0, 9.0], "2": [9.0, 9.0]}, [0.125, 1.0, 1.0]),  # 5 / 10
         # 4 p (1 - p) with p = (failed + 1) / (played + 2): 1 / 10, never played 1 / 2, 3 / 4.
         ("variance", 1.0, {"0": [0.0, 8.0, 0.0], "2": [5.0, 6.0, 6.0]}, [0.36, 1.0, 0.75]),
-        # (varied + 1) / (played + 1): 1 / 9, never played 1, 5 / 9; then a half squared.
-        ("signal", 1.0, {"0": [4.0, 8.0, 0.0], "2": [1.0, 8.0, 4.0]}, [1 / 9, 1.0, 5 / 9]),
-        ("signal", 2.0, {"0": [0.0, 7.0, 3.0], "2": [7.0, 7.0, 7.0]}, [0.25, 1.0, 1.0]),
     ],
 )
 def test_tasks_are_drawn_with_the_shares_that_the_config_says(
@@ -100,7 +97,7 @@ def test_count_by_instance_tells_instances_apart_and_passes_strangers_over():
     assert metrics["curriculum/failure_rate"] == pytest.approx((0.25 + 1.0) / 2)
 
 
-def test_a_kind_of_which_half_always_fails_has_variance_and_no_signal():
+def test_count_tells_a_kind_of_which_half_always_fails_from_one_that_varies():
     curriculum = Curriculum(CurriculumConfig(window=32), KINDS, run_seed=0)
     tallies = curriculum.tallies()
     for alike in (records(KINDS[0], 8, 0), records(KINDS[0], 0, 8)) * 2:
@@ -109,7 +106,7 @@ def test_a_kind_of_which_half_always_fails_has_variance_and_no_signal():
         curriculum.count(tallies, records(KINDS[1], 7, 1))
     # By hand: p = 17/34 and 5/34; no group of 32 episodes varied, and every one did.
     np.testing.assert_allclose(tallies.variances()[:2], [1.0, 4 * 5 / 34 * 29 / 34])
-    np.testing.assert_allclose(tallies.signals(), [1 / 33, 1.0, 1.0])
+    np.testing.assert_array_equal(tallies.varied_e, [0.0, 32.0, 0.0])
 
 
 def test_rewards_that_differ_are_a_signal_though_all_fail():
@@ -168,7 +165,7 @@ def test_describe_of_a_single_kind_has_no_metric_of_tasks():
 
 
 def test_tallies_that_went_through_json_choose_the_same_tasks():
-    cfg = CurriculumConfig(weight_by="signal", instances=20, window=7)
+    cfg = CurriculumConfig(weight_by="failure", instances=20, window=7)
     curriculum = Curriculum(cfg, KINDS, run_seed=1)
     tallies = curriculum.tallies()
     rng = np.random.default_rng(0)

@@ -27,10 +27,8 @@ class CurriculumConfig:
     # Training instances of each kind; 0: every group gets a new instance.
     instances: int = dataclasses.field(default=0, metadata={"min": 0, "max": MAX_ENTRIES})
     # A task's share grows with its failure rate p, or with p (1 - p): a group in which all members
-    # fail or all succeed gives no advantage (Foster et al., arXiv:2502.12272). Or, signal, with the
-    # share of its groups whose rewards differ: a kind of which half of the instances always fail
-    # and half never has the largest variance, and no group to learn from.
-    weight_by: Literal["none", "failure", "variance", "signal"] = "none"
+    # fail or all succeed gives no advantage (Foster et al., arXiv:2502.12272).
+    weight_by: Literal["none", "failure", "variance"] = "none"
     # Exponent of the weights: at 8 a task that always fails is drawn four times as often as one
     # that fails four times of five (alpha of prioritized replay, arXiv:1511.05952, eq. 1).
     sharpness: float = dataclasses.field(default=1.0, metadata={"above": 0.0, "max": 100.0})
@@ -93,15 +91,6 @@ class Tallies:
         rates_e = (self.failed_e + 1.0) / (self.played_e + 2.0)
         return 4.0 * rates_e * (1.0 - rates_e)
 
-    def signals(self) -> np.ndarray:
-        """float64[entries] in (0, 1]: the share of varied groups; 1 for what was never played."""
-        return (self.varied_e + 1.0) / (self.played_e + 1.0)
-
-    def weights(self, by: Literal["failure", "variance", "signal"]) -> np.ndarray:
-        """float64[entries] in (0, 1], before `sharpness`."""
-        rates = {"failure": self.failure_rates, "variance": self.variances, "signal": self.signals}
-        return rates[by]()
-
     def to_json(self) -> dict[str, list[float]]:
         return {
             str(entry): [float(self.failed_e[entry]), float(played), float(self.varied_e[entry])]
@@ -129,7 +118,10 @@ class Curriculum:
         Raises: PolicyError for tallies that do not fit this pool.
         """
         if self.cfg.weight_by != "none":
-            weights_e = self.tallies(tallies).weights(self.cfg.weight_by) ** self.cfg.sharpness
+            known = self.tallies(tallies)
+            by_failure = self.cfg.weight_by == "failure"
+            weights_e = known.failure_rates() if by_failure else known.variances()
+            weights_e **= self.cfg.sharpness
             shares_e = self.cfg.min_share + (1.0 - self.cfg.min_share) * weights_e
             rng = np.random.default_rng([self._run_seed, index])
             entry = int(rng.choice(self.entries, p=shares_e / shares_e.sum()))
