@@ -7,7 +7,7 @@
 model in models/tiny-pages (docs/page_model.md). As in miniwob_pages.py only the newest of the
 screenshots is seen; of earlier turns the actions are left.
 docs/pix2act.md says how the suite is counted: `--role=eval --tasks=pix2act`. The cold start was
-run with 100 demonstrations a task, RL for 23 steps, without a gain.
+run with 100 demonstrations a task, RL for 23 steps with other settings, without a gain.
 """
 
 from ml_collections import ConfigDict

@@ -225,7 +225,8 @@ def test_report_finished_run_shows_result_and_curves(run_dir: Path, page: Page) 
     for title in ("Reward", "Success in training", "KL to the base model", "Entropy", "Speed",
                   "Clipped tokens", "Seconds per step", "Loss on demonstrations"):  # fmt: skip
         assert any(label.startswith(f"{title}. ") for label in labels), title
-    assert any(label.startswith("agent_loop/tool_calls/mean. ") for label in labels)
+    assert sum(label.startswith("agent_loop/tool_calls/mean. ") for label in labels) == 1
+    assert not any(label.startswith("task/") for label in labels), "drawn by task, not one by one"
     of_tasks = text.partition("Tasks in training")[2].partition("Cold start")[0]
     for kind in KINDS:
         assert sum(label.startswith(f"{kind.name}. ") for label in labels) == 1, kind.name

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from uirl_jax import assets
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 
@@ -29,7 +30,9 @@ MODULES = sorted(
 def test_it_is_valid(name):
     get_config = importlib.import_module(name).get_config
     for arguments in [(), *((variant,) for variant in VARIANTS.get(name, ()))]:
-        reading.from_config(RunConfig, get_config(*arguments))
+        config = reading.from_config(RunConfig, get_config(*arguments))
+        for path in (config.model.path, config.model.adapter):
+            assets.find(path)  # raises for an asset that does not ship
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -28,8 +28,19 @@ from uirl_jax.trackers import TENSORBOARD_DIR, Histogram, TensorBoard, Tracker
 METRICS_FILE = "metrics.jsonl"
 COLD_START_DIR = "cold_start"
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")
+_IN_A_NAME = "A-Za-z0-9_.-"
+_NAME = re.compile(f"[{_IN_A_NAME}]+(/[{_IN_A_NAME}]+)+")
+_NOT_IN_A_NAME = re.compile(f"[^{_IN_A_NAME}]+")
 _PLAIN = re.compile(r"[^\s\"=]+")
+
+
+def metric_name(*parts: str) -> str:
+    """Any text as a metric's name: "desktop/enter_text_words_2" of "desktop/enter_text (words=2)".
+
+    "/" separates, as between `parts`; other characters that a name may not have become "_".
+    """
+    pieces = (_NOT_IN_A_NAME.sub("_", piece).strip("_") for piece in "/".join(parts).split("/"))
+    return "/".join(piece or "_" for piece in pieces)
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:

@@ -2,11 +2,10 @@
 
 The learner counts how episodes ended (`Tallies`, published with every policy); the actor asks for
 the task of a group (`Curriculum.task`). The choice is deterministic: the same index and the same
-tallies give the same task in any process. numpy only.
+tallies give the same task in any process. No JAX.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,9 +13,9 @@ import numpy as np
 
 from uirl_jax import seeds
 from uirl_jax.errors import PolicyError
+from uirl_jax.metrics import metric_name
 from uirl_jax.types import TaskSpec, Trajectory
 
-_NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # of a metric
 MAX_ENTRIES = 20_000  # in the pool; the tallies of all entries are part of the policy manifest
 
 
@@ -170,7 +169,7 @@ class Curriculum:
         counts_3e = np.stack([tallies.played_e, tallies.failed_e, tallies.varied_e])
         totals: dict[str, np.ndarray] = {}  # of equal names together: kinds may differ in max_turns
         for number, kind in enumerate(self._kinds):
-            name = _metric_name(kind)
+            name = metric_name("task", kind.label)
             of_kind_3 = counts_3e[:, number :: len(self._kinds)].sum(1)
             totals[name] = totals.get(name, np.zeros(3)) + of_kind_3
         metrics = {}
@@ -187,9 +186,3 @@ class Curriculum:
     @staticmethod
     def _kind_key(task: TaskSpec) -> TaskSpec:
         return dataclasses.replace(task, seed=0)
-
-
-def _metric_name(kind: TaskSpec) -> str:
-    """Its label in characters that trackers take: "task/desktop/enter_text_words_2"."""
-    parts = (_NOT_OF_A_NAME.sub("_", part).strip("_") for part in kind.label.split("/"))
-    return "/".join(["task", *(part or "_" for part in parts)])

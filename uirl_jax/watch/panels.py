@@ -7,7 +7,7 @@ which order, and the environment of the templates, which escapes all text.
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ _PANELS = (
     _Panel("Staleness", {"offpolicy/staleness": "policy versions, mean"}),
     _Panel("Drift, actor to learner", {"offpolicy/drift": "mean |difference of logprobs|"}),
 )
-# task/<label>/<name>: a small chart for each kind of task, in a section of its own.
+# task/<task>/<name>: a chart for each kind of task, in a section of its own.
+_TASK = "task/"
 _OF_A_TASK = {"success": "successes", "signal": "groups with a signal"}
 _COLD_PANELS = (_Panel("Loss on demonstrations", {"sft/loss": "cross-entropy per token"}),)
 
@@ -151,17 +152,16 @@ def _curves(
 ) -> list[dict[str, Any]]:
     """A section of charts for each phase that has metrics, and one of the kinds of tasks."""
     sections = []
+    tasks = _task_panels(rows)
     for title, lines, panels in (
         ("Learning", rows, _PANELS),
-        ("Tasks in training", rows, ()),
+        ("Tasks in training", rows, tasks),
         ("Cold start", cold_rows, _COLD_PANELS),
     ):
         names = {name: None for row in lines for name in row if "/" in name}
-        of_tasks = {name: None for name in names if name.startswith("task/")}
-        if title == "Tasks in training":
-            panels, names = _task_panels(of_tasks), {}
+        names = [name for name in names if name.startswith(_TASK) == (panels is tasks)]
         main = [chart for panel in panels if (chart := _panel(panel, lines))]
-        drawn = {name for panel in panels for name in panel.series} | set(of_tasks)
+        drawn = {name for panel in panels for name in panel.series}
         rest = [_Panel(name, {name: name}, from_zero=False) for name in names if name not in drawn]
         more = [chart for panel in rest if (chart := _panel(panel, lines))]
         if main or more:
@@ -172,18 +172,18 @@ def _curves(
     return sections
 
 
-def _task_panels(names: Iterable[str]) -> tuple[_Panel, ...]:
-    """One for each task of the metrics `names`."""
-    labels = {name.removeprefix("task/").rpartition("/")[0]: None for name in names}
-    return tuple(
+def _task_panels(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
+    names = {name: None for row in rows for name in row if name.startswith(_TASK)}
+    tasks = {name.removeprefix(_TASK).rpartition("/")[0]: None for name in names}
+    return [
         _Panel(
-            label,
-            {f"task/{label}/{name}": legend for name, legend in _OF_A_TASK.items()},
+            task,
+            {f"{_TASK}{task}/{name}": legend for name, legend in _OF_A_TASK.items()},
             "%",
             full_share=True,
         )
-        for label in labels
-    )
+        for task in tasks
+    ]
 
 
 def _panel(panel: _Panel, rows: Sequence[Mapping[str, Any]]) -> charts.Chart | None:
