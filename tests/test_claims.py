@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import random
+import threading
 
 import pytest
 
 from tests import actor_world as world
-from tests.acting import BASE, RUN, acting, publish, take, until
+from tests.acting import BASE, RUN, acting, indices, publish, take, until
 from uirl_jax.actor import claims
 from uirl_jax.actor.claims import Claims
 from uirl_jax.actor.host import ActorConfig
@@ -76,6 +77,39 @@ def test_actors_of_different_speed_lose_nothing_to_staleness(tmp_path, actors, m
         if max_staleness == 0:
             assert accounts["pending"] == 0 and sorted(trained) == list(range(STEPS * GROUPS))
             assert not open_store(tmp_path).names("claims")
+
+    asyncio.run(run())
+
+
+def test_an_actor_that_was_held_up_before_its_claim_starts_no_group_of_the_past(
+    tmp_path, monkeypatch
+):
+    """Others have trained on the group meanwhile: it would be played again, by an old policy."""
+    free, held_up, claim = threading.Event(), threading.Event(), Claims.take
+
+    def slow_take(claims, index, version):
+        if not held_up.is_set():  # the first take of all
+            held_up.set()
+            free.wait(60.0)
+        return claim(claims, index, version)
+
+    monkeypatch.setattr(Claims, "take", slow_take)
+
+    async def run():
+        store, names = open_store(tmp_path), [f"claims/{RUN}/{i:08d}" for i in range(GROUPS)]
+        queue = ShardQueue(store, RUN, BASE)
+        publish(tmp_path, 0)
+        async with world.verifier() as url, actor_of(tmp_path, url, 1, 0.0, config()) as (slow, _):
+            await asyncio.to_thread(held_up.wait, 60.0)
+            async with actor_of(tmp_path, url, 0, 0.0, config()) as (actor, _):
+                groups = await take(queue, GROUPS, 0, actor=actor)
+                publish(tmp_path, 1, indices(groups))
+                await until(lambda: not set(names) & set(store.names("claims")), actor)
+            free.set()
+            groups = await take(queue, GROUPS, 1, actor=slow)
+        assert sorted(indices(groups)) == list(range(GROUPS, 2 * GROUPS))
+        accounts = queue.accounting()
+        assert accounts["stale"] == accounts["duplicate"] == 0
 
     asyncio.run(run())
 

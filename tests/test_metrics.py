@@ -319,6 +319,37 @@ def test_what_a_thread_prints_as_the_block_ends_is_printed_all_the_same(
     assert [line.partition(" ")[2] for line in log.read_text().splitlines()] == ["in time"]
 
 
+def test_a_thread_that_is_printing_as_the_block_ends_does_not_end_the_process(
+    tmp_path: Path,
+) -> None:
+    """In a process of its own, because what is tested is that it does not crash."""
+    code = f"""
+import gc, io, sys, threading
+from pathlib import Path
+from uirl_jax import metrics
+
+class Slow(io.StringIO):
+    def write(self, text):
+        writing.set()
+        ended.wait(60.0)
+        return super().write(text)
+
+writing, ended = threading.Event(), threading.Event()
+sys.stdout = Slow()
+thread = threading.Thread(target=print, args=("late",), kwargs={{"flush": True}})
+with metrics.output_kept(Path({str(tmp_path / "log")!r})):
+    thread.start()
+    writing.wait(60.0)
+gc.collect()
+filler = [bytearray(200) for _ in range(100_000)]
+ended.set()
+thread.join()
+sys.stderr.write(sys.stdout.getvalue())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "late\n")
+
+
 def test_amend_adds_to_the_last_step_or_writes_a_later_one(tmp_path: Path) -> None:
     with metrics.MetricsWriter(tmp_path) as writer:
         writer.amend(0, {"eval/success": 0.25})

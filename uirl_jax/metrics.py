@@ -256,6 +256,11 @@ class MetricsWriter:
         self.close()
 
 
+# Python's `print` writes to sys.stdout without holding a reference to it: freed while an actor's
+# thread prints, the stream would end the process with a segmentation fault (CPython issue 130163).
+_NEVER_FREED: list[io.TextIOBase] = []
+
+
 @contextlib.contextmanager
 def output_kept(path: Path) -> Iterator[None]:
     """Appends what this process prints in the block to a file too, each line with its time (UTC).
@@ -271,6 +276,7 @@ def output_kept(path: Path) -> Iterator[None]:
         yield
         return
     out, err = _Kept(sys.stdout, file), _Kept(sys.stderr, file)
+    _NEVER_FREED.extend((out, err))
     with (
         file,
         out.keeping(),

@@ -337,6 +337,12 @@ class _Actor:
                     races_lost += 1
                     skipped |= set(range(index, index + random.randrange(2 ** min(races_lost, 8))))
                 continue
+            if await asyncio.to_thread(self._learner_went_on):
+                # Nobody waited for this group before it was claimed: it may be trained by now, or
+                # the policy that this actor holds too old for it.
+                await asyncio.to_thread(self._claims.release, index)
+                self._next_look_s = 0.0
+                return
             self._members_playing += cfg.group_size
             task = self._tasks.task_for_group(index, manifest.extra.get("tallies"))
             self._groups[index] = asyncio.create_task(self._sample_group(index, task))
@@ -458,6 +464,13 @@ class _Actor:
             self._journal.add("lost", index, episodes)
 
     # -------------------------------------------------------------- the workdir
+
+    def _learner_went_on(self) -> bool:
+        """Whether the manifest is another one than at the last look. Costs one read."""
+        try:
+            return policy_sync.read_manifest(self._store) != self._manifest
+        except PolicyError:  # `look` tells about it
+            return True
 
     def _load(self, manifest: Manifest) -> Any:
         link = self._link
