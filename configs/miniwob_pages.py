@@ -26,7 +26,7 @@ SHIPPED = "asset:miniwob-pages"
 def get_config(stage: str = "grpo") -> ConfigDict:
     if stage not in ("base", "grpo", "trained"):
         raise ValueError(f"{stage!r}, expected base, grpo or trained")
-    cfg = miniwob_cpu.get_config(stage)
+    cfg = miniwob_cpu.get_config("base" if stage == "base" else "grpo")
     cfg.model.path = "models/tiny-pages" if stage == "base" else f"{SHIPPED}/start"
     if stage == "trained":
         cfg.model.adapter = f"{SHIPPED}/grpo"

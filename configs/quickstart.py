@@ -8,7 +8,7 @@ most of its demonstrations were wrong on purpose. Results: docs/quickstart.md.
 `quickstart.py:enter_text` (or a variant, `:enter_text,words=2`) is a task of several turns,
 `:data_entry,rows=1,columns=1` a longer one, and `:miniwob` four tasks of MiniWoB++. The shipped
 base cannot do these: docs/notes/algorithms.md describes a base for enter_text, and
-configs/miniwob_cpu.py trains one for miniwob; no working base for data_entry is known.
+configs/miniwob_cpu.py:base one for miniwob; no working base for data_entry is known.
 """
 
 from ml_collections import ConfigDict

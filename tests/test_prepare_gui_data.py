@@ -144,9 +144,9 @@ def test_a_killed_run_leaves_nothing_and_the_next_one_is_whole(tmp_path):
     assert len(RowFile(out / "rows.parquet")) == 3
 
 
-def test_screens_of_our_own_become_a_set_with_their_splits(tmp_path):
+def test_screens_of_our_own_become_a_set_and_some_of_the_training_ones_are_held_out(tmp_path):
     """Two folders as tools.make_grounding_data writes them, with screens that need no browser."""
-    for split, screens in (("train", 3), ("test", 2)):
+    for split, screens in (("train", 9), ("test", 2)):
         size = (160, 210)
         about = Settings(0, split, size, 4, {"plain": ["plain"]}, [], "renderer")
         folder = Folder(tmp_path / split, about)
@@ -162,15 +162,23 @@ def test_screens_of_our_own_become_a_set_with_their_splits(tmp_path):
         folder.write(0, asked)
     out = tmp_path / "out"
     folders = [str(tmp_path / split) for split in ("train", "test")]
-    summary, _ = make_set("grounding", folders, out, Wanted())
-    assert summary["splits"] == {"train": 6, "test": 4}
+    summary, _ = make_set("grounding", folders, out, Wanted(test_share=0.5))
+    assert sum(summary["splits"].values()) == 2 * 11 and summary["screens_in_two_splits"] == 0
     rows = RowFile(out / "rows.parquet")
+    by_screen: dict[bytes, set[str]] = {}
+    for number in range(2 * 9):
+        row = rows[number]
+        by_screen.setdefault(row.steps[0].image, set()).add(row.split)
+    assert sorted(map(len, by_screen.values())) == [1] * 9
+    assert {split for one in by_screen.values() for split in one} == {"train", "test"}
+    assert {rows[number].split for number in range(2 * 9, 2 * 11)} == {"test"}
     first = rows[0]
     assert first.instruction == "Click Save." and first.source == "grounding"
     assert first.steps[0].box == Box(20, 30, 59, 49)  # the far edge is outside there
     assert first.steps[0].action == Action("click", x=39, y=39)
     assert rows[1].steps[0].box == Box(0, 0, 159, 209)
-    assert first.labels == {"kind": "button", "by": "text", "component": "plain"}
+    named = {"kind": "button", "by": "text", "component": "plain"}
+    assert first.labels == {**named, "platform": "plain", "ui_type": "text"}
 
 
 def test_larger_pictures_are_shrunk_with_their_places(tmp_path):

@@ -11,7 +11,7 @@ from uirl_jax.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = {
-    "configs.miniwob_cpu": ("base", "more", "start", "grpo", "trained"),
+    "configs.miniwob_cpu": ("base", "grpo"),
     "configs.miniwob_pages": ("base", "grpo", "trained"),
     "configs.miniwob_points": ("base", "grpo"),
     "configs.pix2act_pages": ("base", "grpo"),

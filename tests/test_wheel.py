@@ -111,9 +111,11 @@ def test_command_trains_the_quickstart_in_an_empty_folder(installed, tmp_path):
 def test_find_takes_an_asset_by_its_name_and_other_paths_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert assets.find("asset:tiny-ui-base") == assets.DIRECTORY / "tiny-ui-base"
-    assert assets.find(Path("asset:miniwob/grpo")) == assets.DIRECTORY / "miniwob" / "grpo"
+    assert assets.find(Path("asset:miniwob-pages/grpo")) == assets.DIRECTORY / "miniwob-pages/grpo"
     assert assets.find("models/mine") == Path("models/mine")
-    with pytest.raises(ModelError, match=r"no such asset; there are asset:miniwob/grpo, .*tiny-ui"):
+    with pytest.raises(
+        ModelError, match=r"no such asset; there are asset:miniwob-pages/grpo, .*tiny-ui"
+    ):
         assets.find("asset:tiny")
 
 

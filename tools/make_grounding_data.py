@@ -36,7 +36,7 @@ _SIZE = flags.DEFINE_string("size", "160x210", "WIDTHxHEIGHT of the pages in pix
 _DENSITY = flags.DEFINE_integer("density", 1, "pixels of the screen a side of one of --size", 1, 4)
 _QUESTIONS = flags.DEFINE_integer("questions", 4, "at most so many of a screen", 1, 50)
 _SOURCES = flags.DEFINE_list("sources", [], "these alone: plain, bootstrap, miniwob, ...")
-_BROWSERS = flags.DEFINE_integer("browsers", 2, "screens drawn at once", 1, 64)
+_BROWSERS = flags.DEFINE_integer("browsers", 6, "screens drawn at once", 1, 64)
 _CACHE = flags.DEFINE_string("cache", None, "of the libraries; none: ~/.cache/uirl_jax/components")
 
 

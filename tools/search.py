@@ -2,7 +2,7 @@
 
     python -m tools.search --config=configs/quickstart.py --checkpoint=base --instances=100 \
         --out=demos
-    python -m tools.search --config=configs/miniwob_cpu.py --workdir=runs/miniwob \
+    python -m tools.search --config=configs/miniwob_pages.py --workdir=runs/pages \
         --checkpoint=policy --instances=960 --episodes=8 --out=demos
 
 For every training instance of the config's tasks it plays two episodes from the start (--whole);

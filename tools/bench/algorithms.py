@@ -4,7 +4,7 @@
     python -m tools.bench algorithms --task=enter_text --workdir=runs/algorithms
     python -m tools.bench algorithms --staleness 0 1 4 16 --names grpo --workdir=runs/algorithms
     python -m tools.bench algorithms --task=popup --ablations --workdir=runs/ablations
-    python -m tools.bench algorithms --task=miniwob --base=runs/miniwob/cold_start/model ...
+    python -m tools.bench algorithms --task=miniwob --base=runs/miniwob-base/cold_start/model ...
 
 Every run is `uirl_jax.main` with a config and a workdir of its own; what is finished is not
 repeated, what was interrupted carries on. All of them play the same number of episodes a step from
@@ -14,7 +14,7 @@ rejection sampling) are episodes on top: they are in the table.
 The bases of enter_text and popup are made first, by cold starts (`configs/sft.py:enter_text`):
 the shipped one has never seen a field. The last cold start of each context policy is its own,
 and shows it the contexts that it will see. miniwob starts from `--base`, which
-configs/miniwob_cpu.py makes.
+configs/miniwob_cpu.py:base makes.
 """
 
 import argparse
@@ -106,7 +106,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs what is missing; by variant and seed the run's summary."""
     chosen = ABLATIONS if args.ablations else variants(args.names, args.staleness)
     if args.task == "miniwob" and args.base is None:
-        raise SystemExit("error: --task=miniwob needs --base; configs/miniwob_cpu.py makes one")
+        raise SystemExit(
+            "error: --task=miniwob needs --base; configs/miniwob_cpu.py:base makes one"
+        )
     if args.base and args.ablations:
         raise SystemExit("error: --ablations make a base for each context policy: leave --base out")
     bases = {}

@@ -1,8 +1,9 @@
 """Screens of our own: a folder of `tools.make_grounding_data` (docs/grounding_data.md).
 
 Each record is a question about a screen: one screenshot, a click, and the box in the turn's
-progress, whose right and bottom are outside. The folder's split is the rows': one made with
---split=test becomes split test, of components that no training screen has.
+progress, whose right and bottom are outside. A folder made with --split=test becomes split test, of
+components that no training screen has; the screens of others are split like any set's. The labels
+`platform` and `ui_type` make ScreenSpot's table one of the pages' sources by how elements are named.
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ def read(source: Source) -> Iterator[Draft]:
     if not settings.is_file():
         raise ConfigError(f"{settings}: missing; give a folder of tools.make_grounding_data")
     split = value_of(document(settings), "split", str)
+    if split == "train":
+        split = ""  # a share of these screens is held out, too
 
     def records(path: Path) -> Iterator[Draft]:
         for number, record in enumerate(read_shard(path)[1]):
@@ -45,6 +48,10 @@ def _row(record: Trajectory, split: str) -> Row:
     if turn.action is None:
         raise RecordError("it has no action")
     box = [int(side) for side in numbers(turn.progress.get("box"), 4)]
-    labels = {**labels_of(turn.progress, ["kind", "by"]), "component": record.task.variant}
+    component = record.task.variant  # such as plain, or miniwob/click-test
+    labels = labels_of(turn.progress, ["kind", "by"])
+    labels |= {"component": component, "platform": component.partition("/")[0]}
+    if "by" in labels:
+        labels["ui_type"] = labels["by"]
     step = step_on(picture, turn.action, without_far_edge(box))
     return Row(record.episode_id, "grounding", split, record.instruction, (step,), labels)

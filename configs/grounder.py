@@ -1,0 +1,37 @@
+"""GRPO of a grounder: a click in the recorded box of what the instruction names pays 1.
+
+    bash launch/grounder.sh
+
+draws the screens that this config plays, trains, and evaluates on screens and on component
+libraries that were never trained on (docs/grounding_data.md). The model sees small pages and
+clicks with point tokens (docs/page_model.md). The part after the colon is the folder of both sets:
+
+    python -m uirl_jax.main --config=configs/grounder.py:runs/grounding --workdir=runs/grounder
+"""
+
+from ml_collections import ConfigDict
+
+from configs import miniwob_pages
+
+
+def get_config(folder: str = "runs/grounding") -> ConfigDict:
+    cfg = miniwob_pages.get_config()
+    sets = {name: f"{folder}/{name}/rows.parquet" for name in ("screens", "libraries")}
+    cfg.verifier = ConfigDict({"recorded": {"sets": sets, "rewards": {"point_in_box": 1.0}}})
+    cfg.tasks = (ConfigDict({"name": "recorded/screens", "max_turns": 1}),)
+    cfg.curriculum = ConfigDict()
+    # One turn: the screen, an instruction, a click of three tokens.
+    cfg.actor.concurrency = 64
+    cfg.engine.slots = 64
+    cfg.engine.batch_sizes = (8, 64)
+    cfg.engine.context_lengths = (256,)
+    cfg.engine.prefill_rows = (8,)
+    cfg.engine.prefill_lengths = (256,)
+    cfg.engine.image_rows = (8,)
+    cfg.learner.batch.rows = 4
+    cfg.learner.batch.row_lengths = (320,)
+    cfg.learner.batch.image_rows = (4,)
+    # The questions mean one element alone, so a failure is one: unlike in configs/recorded.py it
+    # counts in full.
+    cfg.evaluation.episodes = 500
+    return cfg
