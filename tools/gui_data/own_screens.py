@@ -2,8 +2,8 @@
 
 Each record is a question about a screen: one screenshot, a click, and the box in the turn's
 progress, whose right and bottom are outside. A folder made with --split=test becomes split test, of
-components that no training screen has; the screens of others are split like any set's. The labels
-`platform` and `ui_type` make ScreenSpot's table one of the pages' sources by how elements are named.
+components that no training screen has; the screens of others are split like any set's. By the
+labels `platform` and `ui_type` ScreenSpot's table shows a page's source and how elements are named.
 """
 
 from collections.abc import Iterator
