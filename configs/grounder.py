@@ -1,4 +1,4 @@
-"""GRPO of a grounder: a click in the recorded box of what the instruction names pays 1.
+"""A grounder: a cold start on recorded screens, then GRPO, where a click in the right box pays 1.
 
     bash launch/grounder.sh
 
@@ -31,6 +31,9 @@ def get_config(folder: str = "runs/grounding") -> ConfigDict:
     cfg.learner.batch.rows = 4
     cfg.learner.batch.row_lengths = (320,)
     cfg.learner.batch.image_rows = (4,)
+    optimizer = {"name": "muon", "lr": 1e-3, "warmup_steps": 20, "schedule": "cosine"}
+    cfg.cold_start = ConfigDict({"steps": 1000, "episodes": 20_000, "episodes_per_step": 32})
+    cfg.cold_start.update({"train": "all", "optimizer": ConfigDict(optimizer)})
     # The questions mean one element alone, so a failure is one: unlike in configs/recorded.py it
     # counts in full.
     cfg.evaluation.episodes = 500
