@@ -3,7 +3,7 @@
     bash launch/grounder.sh
 
 draws the screens that this config plays, trains, and evaluates on screens and on component
-libraries that were never trained on (docs/grounding_data.md). The model sees small pages and
+libraries that were never trained on (docs/train_a_grounder.md). The model sees small pages and
 clicks with point tokens (docs/page_model.md). The part after the colon is the folder of both sets:
 
     python -m uirl_jax.main --config=configs/grounder.py:runs/grounding --workdir=runs/grounder

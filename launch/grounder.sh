@@ -29,8 +29,9 @@ draw() { # NAME SPLIT SCREENS: screens of a split, then the set NAME of them
   .venv/bin/python -m tools.prepare_gui_data "$data/drawn-$1" --kind=grounding --validation_share=0.05 --noverl \
     --out="$data/$1"
 }
-draw screens train "${UIRL_SCREENS:-10000}"
-draw libraries test 500
+screens=${UIRL_SCREENS:-10000}
+draw screens train "$screens"
+draw libraries test $((screens < 500 ? screens : 500))
 
 run=(.venv/bin/python -m uirl_jax.main --config="configs/grounder.py:$data" --workdir="$workdir")
 "${run[@]}" "${arguments[@]}"

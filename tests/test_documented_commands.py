@@ -2,6 +2,7 @@
 its flags, config keys and files exist."""
 
 import dataclasses
+import os
 import re
 import shlex
 import shutil
@@ -134,11 +135,11 @@ def test_flags_keys_and_files_of_a_command_exist(command, page):
     assert not wrong, f"{page}: {command}: {wrong}"
 
 
-def test_first_command_trains_and_shows_its_result(tmp_path):
-    """`bash launch/local.sh` on a copy of the tree, with an environment that is installed."""
+def launched(tmp_path: Path, script: str, *flags: str, **environment: str) -> tuple[Path, str]:
+    """A copy of the tree, with an environment that is installed; what the script printed."""
     tree = tmp_path / "uirl_jax"
     tree.mkdir()
-    for name in ("configs", "uirl_jax", "requirements.txt", "pyproject.toml"):
+    for name in ("configs", "tools", "uirl_jax", "requirements.txt", "pyproject.toml"):
         (tree / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "launch", tree / "launch")
     python = tree / ".venv" / "bin" / "python"
@@ -149,14 +150,35 @@ def test_first_command_trains_and_shows_its_result(tmp_path):
     content = b"".join((tree / name).read_bytes() for name in names)
     installed = subprocess.run(["cksum"], input=content, capture_output=True, check=True)
     (tree / ".venv" / ".installed").write_bytes(installed.stdout)
-    flags = ["--config.learner.steps=2", "--config.evaluation.episodes=8"]
     done = subprocess.run(
-        ["bash", str(tree / "launch" / "local.sh"), *flags],
+        ["bash", str(tree / "launch" / script), *flags],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "installing" not in done.stdout
-    assert re.search(r"after +\d+\.\d% .* \d/8", done.stdout), done.stdout
+    return tree, done.stdout
+
+
+def test_first_command_trains_and_shows_its_result(tmp_path):
+    flags = ("--config.learner.steps=2", "--config.evaluation.episodes=8")
+    tree, printed = launched(tmp_path, "local.sh", *flags)
+    assert re.search(r"after +\d+\.\d% .* \d/8", printed), printed
     assert (tree / "runs" / "quickstart" / "report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_grounder_is_trained_from_nothing(tmp_path):
+    """Screens, sets, cold start, GRPO and the comparison."""
+    flags = [
+        *("--config.cold_start.steps=1", "--config.cold_start.episodes=32"),
+        *("--config.learner.steps=1", "--config.evaluation.episodes=8"),
+    ]
+    tree, printed = launched(tmp_path, "grounder.sh", *flags, UIRL_SCREENS="20")
+    assert "drawn-screens: 20 screens" in printed and "drawn-libraries: 20 screens" in printed
+    for task in ("screens", "libraries"):
+        assert re.search(rf"recorded/{task} +\d+/500 +\d+/500", printed), printed
+    assert (tree / "runs" / "grounder" / "cold_start" / "model" / "config.json").is_file()
