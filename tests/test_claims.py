@@ -107,7 +107,7 @@ def test_an_actor_that_was_held_up_before_its_claim_starts_no_group_of_the_past(
                 await until(lambda: not set(names) & set(store.names("claims")), actor)
             free.set()
             groups = await take(queue, GROUPS, 1, actor=slow)
-        assert sorted(indices(groups)) == list(range(GROUPS, 2 * GROUPS))
+        assert min(indices(groups)) >= GROUPS
         accounts = queue.accounting()
         assert accounts["stale"] == accounts["duplicate"] == 0
 
