@@ -12,6 +12,7 @@ from tests.acting import BASE, RUN, acting, indices, publish, take, until
 from uirl_jax.actor import claims
 from uirl_jax.actor.claims import Claims
 from uirl_jax.actor.host import ActorConfig
+from uirl_jax.policy_sync import MANIFEST
 from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import is_alive, only_actor
@@ -110,6 +111,29 @@ def test_an_actor_that_was_held_up_before_its_claim_starts_no_group_of_the_past(
         assert min(indices(groups)) >= GROUPS
         accounts = queue.accounting()
         assert accounts["stale"] == accounts["duplicate"] == 0
+
+    asyncio.run(run())
+
+
+def test_a_manifest_that_is_damaged_while_a_group_is_claimed_is_read_again(tmp_path, monkeypatch):
+    damaged, claim = [], Claims.take
+
+    def damaging_take(claims, index, version):
+        if not damaged:
+            damaged.append(open_store(tmp_path).put(MANIFEST, b"{"))
+        return claim(claims, index, version)
+
+    monkeypatch.setattr(Claims, "take", damaging_take)
+
+    async def run():
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        publish(tmp_path, 0)
+        async with world.verifier() as url, actor_of(tmp_path, url, 0, 0.0, config()) as (actor, _):
+            await until(lambda: damaged, actor)
+            await asyncio.sleep(0.3)  # of several looks; too short a time would only hide a defect
+            publish(tmp_path, 0)
+            groups = await take(queue, GROUPS, 0, actor=actor)
+        assert indices(groups) == list(range(GROUPS))
 
     asyncio.run(run())
 
