@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained grounder, on this machine: draws 10,000 screens in Chromium, makes sets
-# of them, trains by GRPO on recorded clicks, and compares the model before and after on screens and
-# on component libraries that it never saw. Arguments go to the training, for example
+# of them, trains on the recorded clicks by a cold start and GRPO, and compares the models before,
+# between and after on screens and on component libraries that they never saw. Arguments go to the training, for example
 # --config.seed=1 --workdir=runs/grounder1. The screens are drawn once; what is finished is not
 # repeated. UIRL_SCREENS=1000 draws fewer.
 set -euo pipefail
@@ -35,4 +35,6 @@ draw libraries test $((screens < 500 ? screens : 500))
 
 run=(.venv/bin/python -m uirl_jax.main --config="configs/grounder.py:$data" --workdir="$workdir")
 "${run[@]}" "${arguments[@]}"
-"${run[@]}" "${arguments[@]}" --role=eval --tasks=grounder --checkpoint=base --checkpoint=policy
+# base is what the cold start made of the start.
+"${run[@]}" "${arguments[@]}" --role=eval --tasks=grounder \
+  --checkpoint=uirl_jax/assets/miniwob-pages/start --checkpoint=base --checkpoint=policy

@@ -213,6 +213,7 @@ class _Actor:
             kept=frozenset(group.index for group in self._shards.poll()) if own else frozenset(),
         )
         self._manifest: Manifest | None = None  # the newest one whose policy was loaded
+        self._seen: Manifest | None = None  # at the last look; its policy may not be loaded
         # Its policy and up to policy_lag earlier ones, as (lora, version), oldest first; the engine
         # samples with the first.
         self._policies: collections.deque[tuple[Any, int]] = collections.deque(
@@ -260,6 +261,7 @@ class _Actor:
         manifest: Manifest | None = None
         try:
             manifest = await asyncio.to_thread(policy_sync.read_manifest, self._store)
+            self._seen = manifest
             if manifest is None:
                 self._warn_once("no_policy", "none is published yet, waiting for the learner")
                 return
@@ -468,9 +470,9 @@ class _Actor:
     def _learner_went_on(self) -> bool:
         """Whether the manifest is another one than at the last look. Costs one read."""
         try:
-            return policy_sync.read_manifest(self._store) != self._manifest
-        except PolicyError:  # `look` tells about it
-            return True
+            return policy_sync.read_manifest(self._store) != self._seen
+        except PolicyError:  # it says nothing; `look` tells about it
+            return False
 
     def _load(self, manifest: Manifest) -> Any:
         link = self._link
