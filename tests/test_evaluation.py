@@ -286,6 +286,15 @@ def test_rename_stage_completes_what_an_interrupted_one_began(tmp_path: Path, do
         assert not (root / "after").exists()
 
 
+def test_rename_stage_keeps_what_has_the_new_name(tmp_path: Path) -> None:
+    tasks = evaluation.eval_tasks([CLICK], 2)
+    judged = run(tmp_path, lambda asked: [episode(t, False) for t in asked], tasks, "version_3")
+    run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks, "after")
+    evaluation.rename_stage(tmp_path, "after", "version_3")
+    assert evaluation.read_results(tmp_path) == {"version_3": judged}
+    assert not (tmp_path / "eval" / "after").exists()
+
+
 def test_read_results_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "before.json").write_text('{"stage": "before", "per_task": {}}')

@@ -164,6 +164,42 @@ def test_gate_keeps_policies_that_lost_success_from_actors_and_survives_a_kill(t
     assert export.main([*out, "--ungated"]) == 0
 
 
+def test_run_that_goes_on_at_a_good_policy_keeps_it_and_evaluations_leave_best_alone(tmp_path):
+    workdir = tmp_path / "run"
+    short = flags("--config.learner.steps=1")
+    done = command_world.run(workdir, SHIPPED_MODEL, *short, config=CONFIG)
+    assert done.returncode == 0, done.stderr
+    # The evaluation of step 1 found it destroyed; say that it had found it good.
+    good = dataclasses.asdict(evaluation.rate(40, 40))
+    good = dataclasses.replace(evaluation.read_results(workdir)["version_1"], **good)
+    evaluation.write_decisions(open_store(workdir), evaluation.Decisions(1, good))
+
+    longer = flags("--config.learner.steps=2")
+    done = command_world.run(workdir, SHIPPED_MODEL, *longer, config=CONFIG)
+    assert done.returncode == 0, done.stderr
+    assert "event=policy_kept_back version=2 good=1" in done.stdout
+    version, published = arrays_of_manifest(workdir)
+    learnt = read_adapters(workdir, 1)[1]
+    assert version == 2
+    for name, array in published.items():
+        np.testing.assert_array_equal(array, learnt[name].astype(array.dtype))
+    results = evaluation.read_results(workdir)
+    assert (results["version_1"].policy_version, results["version_2"].policy_version) == (1, 2)
+    assert results["after"].policy_version == 2  # as the manifest counts
+
+    # Better than the best so far, but not judged by the gate.
+    best = workdir / "best" / "best.json"
+    best.write_text(json.dumps({**json.loads(best.read_text()), "rate": -1.0}))
+    known = best.read_text()
+    asked = (*longer, "--role=eval", "--stage=again")
+    done = command_world.run(workdir, SHIPPED_MODEL, *asked, "--checkpoint=2", config=CONFIG)
+    assert done.returncode == 0, done.stderr
+    assert best.read_text() == known
+    done = command_world.run(workdir, SHIPPED_MODEL, *asked, config=CONFIG)
+    assert done.returncode == 1
+    assert "it was evaluated before, with version 2, and this is version 1" in done.stderr
+
+
 def test_gate_ends_a_run_after_its_patience_and_says_why(tmp_path):
     workdir = tmp_path / "run"
     asked = flags("--config.publish.patience=2", gate="export")

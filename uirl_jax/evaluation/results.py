@@ -83,10 +83,16 @@ def stage_name(asked: str, version: int, last_version: int) -> str:
 def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None:
     """Renames a finished stage, so that its old name can be evaluated again.
 
-    If interrupted, the same call completes it. Does nothing if the stage does not exist.
+    If interrupted, the same call completes it. Does nothing if the stage does not exist. A finished
+    stage of the new name stays, and the old one is deleted: where a gate kept the last policy from
+    the actors, `after` is of an earlier policy than that.
     """
-    result, store = read_results(workdir).get(stage), LocalStore(workdir)
+    results, store = read_results(workdir), LocalStore(workdir)
+    result, there = results.get(stage), results.get(name)
     if result is None:
+        return
+    if there is not None and there.finished_unix_s != result.finished_unix_s:
+        store.delete(f"{EVAL_DIR}/{stage}.json", *store.names(f"{EVAL_DIR}/{stage}"))
         return
     for episodes in store.names(f"{EVAL_DIR}/{stage}"):
         store.move(episodes, f"{EVAL_DIR}/{name}/{episodes.rpartition('/')[2]}")

@@ -28,6 +28,7 @@ class EvalResult(Rate):
     renderers: list[str] = dataclasses.field(default_factory=list)
     mistakes: int = 0  # that a user could not take back: wrong and repeated submissions
     false_claims: int = 0  # episodes that the policy ended as a success and that are none
+    policy_version: int | None = None  # None: without a turn, or of an earlier release
     # Of recorded sets: by platform and kind of element, and the mean of every rule.
     recorded: dict[str, RecordedResult] = dataclasses.field(default_factory=dict)
 
@@ -66,6 +67,9 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         renderers=sorted({t.renderer for t in attempts} - {""}),
         mistakes=sum(outcome.irreversible for outcome in outcomes),
         false_claims=sum(outcome.false_claim for outcome in outcomes),
+        policy_version=max(
+            (v for t in attempts if t.turns for v in t.policy_versions), default=None
+        ),
         recorded=recorded_results(attempts),
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from uirl_jax import evaluation, metrics
 from uirl_jax.config.schema import TaskConfig
+from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.players import Adapters, Players
@@ -29,22 +30,38 @@ def run_eval_role(
 ) -> None:
     """Evaluates the newest published policy, or the base model if none is published.
 
+
     Args:
       checkpoint: evaluates the checkpoint of this step instead.
 
-    It starts its own bundled verifier: the run's may be busy or stopped.
+    It starts its own bundled verifier: the run's may be busy or stopped. A stage that was evaluated
+    before is not played again.
+
+    Raises: ConfigError: that stage was of another policy.
     """
 
     async def measure(run: Run) -> evaluation.EvalResult:
         async with run.make_players(run.load_base(None), "eval") as players:
             if checkpoint is None:
-                version, adapters = players.take_policy()
+                published, adapters = players.take_policy()
+                version = _step_of_published(run, published)
             else:
                 version, adapters, _ = read_adapters(run.workdir, checkpoint)
+                published = version
+            if adapters:
                 players.engine.set_policy(players.to_trainable(adapters), version)
-            name = evaluation.stage_name(stage, version, run.cfg.learner.steps)
+            name = evaluation.stage_name(
+                stage, published if stage else version, run.cfg.learner.steps
+            )
             result = await run.measure(players, name, stop)
-            keep_best(run, players, version, adapters, result)
+            known = result.policy_version
+            if stage not in evaluation.RUN_STAGES and known not in (None, version):
+                raise ConfigError(
+                    f"--stage={stage}: it was evaluated before, with version {known}, and this is "
+                    f"version {version}; use another name"
+                )
+            if run.cfg.publish.gate == "none":  # else the run's own evaluations decide
+                keep_best(run, players, version, adapters, result)
             return result
 
     with own_verifier(run) as run:
@@ -52,6 +69,13 @@ def run_eval_role(
     print(evaluation.format_table([result]), flush=True)
     if result.recorded:
         print(f"\n{evaluation.format_recorded(result.recorded)}", flush=True)
+
+
+def _step_of_published(run: Run, published: int) -> int:
+    """Whose policy the manifest has: its version counts steps, also while a gate keeps policies
+    from the actors."""
+    good = evaluation.read_decisions(run.store).version
+    return good if run.cfg.publish.gate == "actors" and 0 <= good < published else published
 
 
 def run_suite(

@@ -85,8 +85,9 @@ class RunJudge:
         evaluation.forget_after(run.workdir, step)
         self._decisions = evaluation.read_decisions(run.store).until(step)
         if self._decisions.good is not None:
-            if self._gate.gate == "actors" and self._decisions.version != step:
-                self._good = self._published(step)
+            if self._gate.gate == "actors":
+                is_good = self._decisions.version == step
+                self._good = (step, policy) if is_good else self._published(step)
             return self._judged(step, policy, {})
         if step > 0 and self._gate.gate == "none":  # it goes on
             return self._judged(step, policy, {})
