@@ -9,7 +9,9 @@ import pytest
 
 from tests import actor_world as world
 from tests.acting import BASE, RUN, acting, indices, publish, take, until
+from uirl_jax import policy_sync
 from uirl_jax.actor import claims
+from uirl_jax.actor.admission import PublishedShards
 from uirl_jax.actor.claims import Claims
 from uirl_jax.actor.host import ActorConfig
 from uirl_jax.policy_sync import MANIFEST
@@ -134,6 +136,37 @@ def test_a_manifest_that_is_damaged_while_a_group_is_claimed_is_read_again(tmp_p
             publish(tmp_path, 0)
             groups = await take(queue, GROUPS, 0, actor=actor)
         assert indices(groups) == list(range(GROUPS))
+
+    asyncio.run(run())
+
+
+def test_groups_that_a_policy_trained_are_not_played_again_if_it_cannot_be_loaded(
+    tmp_path, monkeypatch, capsys
+):
+    """Their owner has released its claims, and in a bucket its shards are not looked at."""
+    store, put_manifest = open_store(tmp_path), policy_sync._replace
+    other = Claims(store, RUN, "a1", overdue_s=600.0)
+    assert all(other.take(index, 0) for index in range(GROUPS))
+
+    def put_manifest_of_damaged_file(store, manifest):
+        store.put(manifest.path, b"damaged")
+        return put_manifest(store, manifest)
+
+    async def run():
+        queue = ShardQueue(store, RUN, BASE)
+        publish(tmp_path, 0)
+        cfg = config(max_staleness=1)
+        async with world.verifier() as url, actor_of(tmp_path, url, 0, 0.0, cfg) as (actor, _):
+            groups = await take(queue, GROUPS, 0, 1, actor)
+            with monkeypatch.context() as damaging:
+                damaging.setattr(policy_sync, "_replace", put_manifest_of_damaged_file)
+                publish(tmp_path, 1, range(GROUPS))
+            other.release(*range(GROUPS))
+            await until(lambda: "policy_not_taken" in capsys.readouterr().out, actor)
+            await asyncio.sleep(0.3)  # of several looks; too short a time would only hide a defect
+            publish(tmp_path, 2, [*range(GROUPS), *indices(groups)])
+            await take(queue, GROUPS, 2, 1, actor)
+        assert min(group.index for group in PublishedShards(store, RUN).poll()) == GROUPS
 
     asyncio.run(run())
 

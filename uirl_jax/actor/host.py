@@ -254,7 +254,7 @@ class _Actor:
             await self.look()
 
     async def look(self) -> None:
-        """Reads claims, shards and manifest; loads a new policy before updating the ledger."""
+        """Reads claims, shards and manifest; loads a new policy."""
         await asyncio.to_thread(self._claims.poll)  # before the shards, see there
         on_disk = await asyncio.to_thread(self._shards.poll)  # before the manifest, see poll
         self._on_disk = frozenset(group.index for group in on_disk)
@@ -265,6 +265,8 @@ class _Actor:
             if manifest is None:
                 self._warn_once("no_policy", "none is published yet, waiting for the learner")
                 return
+            # Also if the policy cannot be loaded: what is trained must not be played again.
+            self._ledger = Ledger.of(manifest, on_disk, self._cfg.max_staleness)
             if manifest != self._manifest:
                 lora = await asyncio.to_thread(self._load, manifest)
                 if self._policies and self._policies[-1][1] == manifest.version:
@@ -272,7 +274,6 @@ class _Actor:
                 self._policies.append((lora, manifest.version))
                 self._player.engine.set_policy(*self._policies[0])
                 self._manifest = manifest
-            self._ledger = Ledger.of(manifest, on_disk, self._cfg.max_staleness)
         except PolicyError as error:
             ours = (self._link.base_hash, self._player.run_id)
             if manifest is not None and (manifest.base_hash, manifest.run_id) != ours:
@@ -291,26 +292,32 @@ class _Actor:
             print(key_values("journal_damaged", path=self._journal.path, lines=damaged), flush=True)
 
     async def publish_whole_groups(self) -> None:
-        """Publishes complete groups in order of their index, up to the first one still running."""
+        """Publishes complete groups in order of their index, up to the first one still running.
+
+        Marks those that were abandoned: here, because one thread at a time may change the claims.
+        """
         for task in self._groups.values():
             if task.done():
                 task.result()  # an unexpected error ends the actor
+        for index, task in list(self._groups.items()):
+            if task.done() and task.result() is None:
+                await uninterrupted(self._abandon(index))
+                del self._groups[index]
         for index in sorted(self._groups):
-            if not self._groups[index].done():
+            if not self._groups[index].done() or time.monotonic() < self._publish_again_s:
                 return
             trajectories = self._groups[index].result()
-            if trajectories is None:
-                del self._groups[index]
-            elif time.monotonic() < self._publish_again_s:
-                return
-            else:
-                await uninterrupted(self._publish(index, trajectories))
+            assert trajectories is not None  # abandoned above
+            await uninterrupted(self._publish(index, trajectories))
 
     async def start_admitted_groups(self) -> None:
         """Starts groups while the limit admits them and the player has free slots."""
         cfg, ledger, manifest = self._cfg, self._ledger, self._manifest
         if ledger is None or manifest is None:
             return
+        behind = ledger.version - manifest.version  # its successor cannot be loaded yet
+        if behind < 0:
+            return  # the learner went back: what this policy samples comes from a lost future
         await asyncio.to_thread(self._claims.check_alive_if_due)
         skipped: set[int] = set()
         races_lost = 0
@@ -322,7 +329,7 @@ class _Actor:
                 self._claims.unavailable() | self._groups.keys() | skipped,
                 groups_per_step=cfg.groups_per_step,
                 # The policy lags behind: its groups are older than the manifest from the start.
-                max_staleness=cfg.max_staleness - cfg.policy_lag,
+                max_staleness=cfg.max_staleness - cfg.policy_lag - behind,
                 steps=cfg.steps,
             )
             if index is None:
@@ -390,7 +397,9 @@ class _Actor:
             if (error := task.exception()) is not None:
                 print(key_values("group_failed", group=index, reason=error), flush=True)
                 continue
-            if not self.finished and (trajectories := task.result()) is not None:
+            if (trajectories := task.result()) is None:
+                await self._abandon(index)
+            elif not self.finished:
                 await self._publish(index, trajectories)
         for index in list(self._in_memory):
             self._lose(index)
@@ -408,7 +417,6 @@ class _Actor:
             members = range(self._cfg.group_size)
             return await _all([self._sample_member(index, member, task) for member in members])
         except _Abandoned:
-            await self._abandon(index)
             print(key_values("group_abandoned", group=index, task=task.name), flush=True)
             return None
         finally:
