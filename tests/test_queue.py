@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sample_trajectories import LAYOUT, make_group, make_trajectory, make_writer
-from uirl_jax.errors import ShardError
+from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, reader, record, writer
 from uirl_jax.shards.journal import Journal
 from uirl_jax.shards.queue import ShardQueue
@@ -92,6 +92,36 @@ def test_take_groups_of_one_group_id_in_two_shards_keeps_them_apart(tmp_path):
     for episode_id in ("e0", "e1"):
         shard_writer.publish([make_trajectory(episode_id, "same")])
     assert ids(open_queue(tmp_path).take_groups(2, 0, 0)) == [["e0"], ["e1"]]
+
+
+def test_take_groups_drops_what_was_played_twice_and_what_has_no_id_of_a_group(tmp_path):
+    shard_writer = make_writer(tmp_path)
+
+    def publish(episode_id: str, group_id: str) -> Path:
+        return shard_writer.publish([make_trajectory(episode_id, group_id)])
+
+    def is_trained(group_id: str) -> bool:
+        if not group_id.isdecimal():
+            raise RecordError(f"group_id={group_id!r}")
+        return int(group_id) in trained
+
+    trained: set[int] = {3}
+    publish("e0", "00000004")
+    publish("e1", "00000003")  # trained before
+    publish("e2", "00000004")  # pending already
+    broken = publish("e3", "../x")
+    queue = open_queue(tmp_path)
+    assert queue.take_groups(2, 0, 0, is_trained) is None
+    assert ids(queue.take_groups(1, 0, 0, is_trained)) == [["e0"]]
+    trained.add(4)
+    publish("e4", "00000004")
+    queue.poll()
+    assert queue.take_groups(1, 0, 0, is_trained) is None
+    assert accounts(queue) == {"published": 5, "trained": 1, "duplicate": 3, "quarantined": 1}
+    assert not broken.exists()
+    (reason,) = (tmp_path / "quarantine").glob("*.reason")
+    assert "group_id='../x'" in reason.read_text()
+    assert accounts(open_queue(tmp_path, queue.state())) == accounts(queue)
 
 
 def test_take_groups_drops_whole_groups_that_are_stale(tmp_path):

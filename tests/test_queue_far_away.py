@@ -31,6 +31,35 @@ def test_storage_that_does_not_answer_after_a_restart_loses_nothing(tmp_path, si
     assert accounts(open_queue(tmp_path, state)) == {"published": 2, "pending": 2}
 
 
+@pytest.mark.parametrize("applied", [False, True])
+def test_storage_that_does_not_answer_while_used_shards_are_moved_is_asked_again(tmp_path, applied):
+    """The move itself may have been applied, or not."""
+    shard_writer = make_writer(tmp_path)
+    for name in "abc":
+        shard_writer.publish(make_group(name))
+    moved: list[str] = []
+
+    class Away(LocalStore):
+        def move(self, name: str, target: str) -> None:
+            moved.append(name)
+            if len(moved) != 2 or applied:
+                super().move(name, target)
+            if len(moved) == 2:
+                raise StoreUnavailableError(5, "away")
+
+    queue = ShardQueue(Away(tmp_path), "run", "base", keep_bytes=1 << 20)
+    queue.poll()
+    queue.take_groups(3, 0, 0)
+    queue.committed(queue.state())
+    queue.committed(queue.state())
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+    assert not LocalStore(tmp_path).names("shards/a0")
+    sizes = LocalStore(tmp_path).sizes("kept")
+    kept = ShardQueue(LocalStore(tmp_path), "run", "base", queue.state(), keep_bytes=1)
+    kept.committed(kept.state())
+    assert min(sizes.values()) > 100 and not (tmp_path / "kept").exists()
+
+
 def test_shards_that_are_read_at_once_keep_their_order(tmp_path, monkeypatch):
     shard_writer = make_writer(tmp_path)
     for number in range(12):

@@ -9,6 +9,7 @@ from uirl_jax.errors import ConfigError
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.rl.losses import PolicyLossConfig
+from uirl_jax.shards import reader
 from uirl_jax.store import open_store
 from uirl_jax.types import TaskSpec, Trajectory
 
@@ -55,6 +56,16 @@ def test_remember_keeps_the_newest_and_never_what_was_replayed(tmp_path):
     before = dict(store.files)
     store.remember([completed], step=3)
     assert store.files == before, "an old success does not become a newer one"
+
+
+def test_a_later_success_of_the_same_step_leaves_the_file_that_a_group_was_completed_from(tmp_path):
+    store = open_replay(tmp_path)
+    store.remember([group("g1", EASY, [True])], step=1)
+    completed = store.complete(group("g2", EASY, [False]))
+    (ref,) = store.taken_from.values()
+    store.remember([group("g3", EASY, [True, True])], step=1)
+    (again,) = reader.read_refs(open_store(tmp_path), [ref], sample.LAYOUT)
+    sample.assert_same(again, completed[1])
 
 
 def test_prune_leaves_what_a_kept_checkpoint_names_so_that_it_can_be_restored(tmp_path):

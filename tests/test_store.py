@@ -110,6 +110,13 @@ def test_names_of_a_directory_leave_out_unfinished_files_and_links(tmp_path):
     assert store.names("a") == ["a/2"]
 
 
+def test_sizes_are_those_of_the_contents_below_the_prefix(opened):
+    store, _ = opened
+    for name, size in {"a/x": 3, "a/b/y": 0, "ab/z": 5}.items():
+        store.put(name, b"." * size)
+    assert store.sizes("a") == {"a/b/y": 0, "a/x": 3} and store.sizes("none") == {}
+
+
 def test_delete_and_move_are_seen_at_once(opened):
     store, listed = opened
     store.put("policy/1/adapters", b"1")

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ import numpy as np
 
 from uirl_jax import policy_sync
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.errors import CheckpointError, UirlError
+from uirl_jax.errors import CheckpointError, RecordError, UirlError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner.algorithm import Group
@@ -46,8 +47,10 @@ from uirl_jax.store.bucket import is_address
 from uirl_jax.store.lease import learner_fence
 from uirl_jax.store.mirror import copy_now
 from uirl_jax.trackers import Histogram, Tracker
+from uirl_jax.untrusted.json import printable
 
 CHECKPOINTS = "checkpoints"  # below the workdir
+_GROUP_ID = re.compile("[0-9]{1,18}")
 # The data cursor: the JSON part of a checkpoint.
 _EMPTY_META: Mapping[str, Any] = {
     "shards": None,
@@ -116,6 +119,7 @@ class Bookkeeping:
             keep_bytes=keep.records_mib << 20,
         )
         self._trained = GroupRanges(meta["groups"])
+        self._saved_groups = self._trained.pairs
         self._extra = int(meta["extra"])  # groups beyond groups_per_step, over all steps
         self._tallies = curriculum.tallies(meta["tallies"])
         self._ended: dict[str, Any] | None = meta["ended"]
@@ -132,9 +136,11 @@ class Bookkeeping:
           version: the policy version that the learner holds.
         """
         self._queue.poll()
-        groups = self._queue.take_groups(count, version, max_staleness)
+        groups = self._queue.take_groups(
+            count, version, max_staleness, lambda group_id: _index_of(group_id) in self._trained
+        )
         for group in groups or ():
-            self._trained.add(int(group[0].group_id))
+            self._trained.add(_index_of(group[0].group_id))
             self._curriculum.count(self._tallies, group)
         return groups
 
@@ -237,6 +243,7 @@ class Bookkeeping:
             "lease_generation": learner_fence(self._store),
         }
         self._checkpointer.save(step, state, meta)
+        self._saved_groups = self._trained.pairs
         self._saved.append(meta)
         self._queue.taken_from.clear()
         self._replay.taken_from.clear()
@@ -256,7 +263,9 @@ class Bookkeeping:
             base_hash=self._model.base_hash,
             run_id=self._run.run_id,
             extra={
-                "groups_trained": self._trained.pairs,
+                # Within a step not those that it has taken: a killed learner forgets them, and
+                # their owners would have released the claims.
+                "groups_trained": self._saved_groups,
                 "groups_extra": self._extra,
                 "tallies": self._tallies.to_json(),
                 "ended": self._ended is not None,
@@ -406,6 +415,13 @@ def _resume(
     return restored.arrays, {**restored.meta, "shards": None, "replay": {}, "ended": None}
 
 
+def _index_of(group_id: str) -> int:
+    """The index of a group. Raises: RecordError: it is not the id of one."""
+    if not _GROUP_ID.fullmatch(group_id):
+        raise RecordError(f"group_id={printable(group_id, 40)!r}, expected the number of a group")
+    return int(group_id)
+
+
 class GroupRanges:
     """Indices of the trained groups, as ascending [start, stop) pairs. Actors skip these groups."""
 
@@ -420,6 +436,9 @@ class GroupRanges:
             else:
                 merged.append([start, stop])
         self.pairs = merged
+
+    def __contains__(self, index: int) -> bool:
+        return any(start <= index < stop for start, stop in self.pairs)
 
     @property
     def count(self) -> int:

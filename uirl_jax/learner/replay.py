@@ -75,7 +75,9 @@ class Replay:
                 continue
             best = max(fresh, key=lambda record: record.reward)
             key = _key(best.task)
-            name = f"{key}-{step}.tfrecord"
+            # With the episode: a step that takes groups several times must not replace what it
+            # has completed a group with.
+            name = f"{key}-{step}-{_digest(best.episode_id)}.tfrecord"
             put_shard(
                 self._store,
                 f"{REPLAY}/{name}",
@@ -97,5 +99,8 @@ def is_replayed(record: Trajectory, group: Group) -> bool:
 
 
 def _key(task: TaskSpec) -> str:
-    text = json.dumps(asdict(task), sort_keys=True)
+    return _digest(json.dumps(asdict(task), sort_keys=True))
+
+
+def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from uirl_jax.errors import RecordError, ShardError
@@ -37,6 +37,7 @@ class _Shard:
     line: int  # in the journal
     layout: record.TokenLayout | None = None  # None if all its records were consumed
     records: int = 0
+    size_bytes: int | None = None  # None if it was not read
     done: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -87,7 +88,7 @@ class ShardQueue:
     ) -> None:
         self._store = store
         self._keep_bytes = keep_bytes
-        self._kept = {name: self._size(name) for name in store.names(KEPT)} if keep_bytes else {}
+        self._kept = store.sizes(KEPT) if keep_bytes else {}
         self._run_id, self._base_hash = run_id, base_hash
         self._journal = Journal(store)
         state = state or self._empty_state()
@@ -148,7 +149,11 @@ class ShardQueue:
             self._admit(name, line_of[name], header, entries, done=set())
 
     def take_groups(
-        self, n_groups: int, current_version: int, max_staleness: int
+        self,
+        n_groups: int,
+        current_version: int,
+        max_staleness: int,
+        is_trained: Callable[[str], bool] | None = None,
     ) -> list[list[Trajectory]] | None:
         """The next n_groups groups, counted as trained; None if there are fewer at present.
 
@@ -160,9 +165,14 @@ class ShardQueue:
         Args:
             current_version: the version that the learner holds. Publish a version only after its
                 checkpoint is committed; otherwise a restart quarantines its shards as too new.
+            is_trained: whether a group was taken before, by its id; another one is dropped as a
+                duplicate. A RecordError says that it is no id, and quarantines the shard. None: no
+                group is played twice.
         """
         while True:
             self._drop_stale(current_version, max_staleness)
+            if is_trained is not None:
+                self._drop_trained(is_trained)
             if len(self._groups) < n_groups:
                 return None
             chosen = self._groups[:n_groups]
@@ -214,10 +224,12 @@ class ShardQueue:
         ]
         try:
             if self._keep_bytes:
-                self._keep(done)
+                for name in done:
+                    self._keep(name)
+                self._delete_surplus()
             else:
                 self._store.delete(*map(_stored, done))
-        except StoreUnavailableError as error:  # they are deleted after a later commit
+        except StoreUnavailableError as error:  # the others follow after a later commit
             self._warn_once(error)
             return
         except OSError as error:
@@ -225,24 +237,25 @@ class ShardQueue:
                 f"{self._store.location(SHARDS)}: {error.strerror}: cannot delete used shards"
             ) from None
         for name in done:
-            del self._shards[name]
+            self._shards.pop(name, None)
 
-    def _keep(self, names: Sequence[str]) -> None:
-        """Moves used shards to kept/, and deletes the oldest ones there above the limit."""
-        for name in names:
-            kept = f"{KEPT}/{name.rpartition('/')[2]}"
-            self._kept[kept] = self._size(_stored(name))
+    def _keep(self, name: str) -> None:
+        """Moves a used shard to kept/."""
+        kept = f"{KEPT}/{name.rpartition('/')[2]}"
+        with contextlib.suppress(FileNotFoundError):  # moved before, and the answer was lost
             self._store.move(_stored(name), kept)
+        size_bytes = self._shards[name].size_bytes
+        self._kept[kept] = self._store.sizes(KEPT)[kept] if size_bytes is None else size_bytes
+        del self._shards[name]  # now: the storage may fail at the next one
+
+    def _delete_surplus(self) -> None:
+        """Deletes the oldest shards in kept/ above the limit."""
         surplus_bytes = sum(self._kept.values()) - self._keep_bytes
         for kept in sorted(self._kept, key=_arrival):
             if surplus_bytes <= 0:
                 return
             self._store.delete(kept)
             surplus_bytes -= self._kept.pop(kept)
-
-    def _size(self, name: str) -> int:
-        with self._store.open(name) as file:
-            return file.seek(0, 2)
 
     def accounting(self) -> dict[str, int]:
         """Records by outcome. Each is counted independently, so the identity is a real check."""
@@ -292,7 +305,8 @@ class ShardQueue:
     def _admit(
         self, name: str, line: int, header: record.Header, entries: list[Entry], done: set[int]
     ) -> None:
-        self._shards[name] = _Shard(line, header.layout, header.records, done)
+        size_bytes = max((entry.offset + entry.size_bytes for entry in entries), default=0)
+        self._shards[name] = _Shard(line, header.layout, header.records, size_bytes, done)
         groups: dict[str, list[tuple[int, Entry]]] = {}
         for idx, entry in enumerate(entries):
             if idx in done:
@@ -319,6 +333,29 @@ class ShardQueue:
             else:
                 self._finish(group, "stale")
         self._groups = fresh
+
+    def _drop_trained(self, is_trained: Callable[[str], bool]) -> None:
+        """Drops groups that were played twice.
+
+        A learner that is killed forgets what it had taken since its checkpoint, and actors may have
+        released their claims by then.
+        """
+        fresh: dict[str, _Group] = {}
+        invalid: dict[str, str] = {}
+        for group in self._groups:
+            group_id = group.entries[0][1].group_id
+            try:
+                is_known = group_id in fresh or is_trained(group_id)
+            except RecordError as error:
+                invalid[group.shard] = str(error)
+                continue
+            if is_known:
+                self._finish(group, "duplicate")
+            else:
+                fresh[group_id] = group
+        for name, reason in invalid.items():
+            self._lose(name, reason)
+        self._groups = [group for group in fresh.values() if group.shard not in invalid]
 
     def _finish(self, group: _Group, outcome: str) -> None:
         for idx, entry in group.entries:
@@ -426,7 +463,7 @@ class ShardQueue:
             else:
                 self._admit(line.shard, number, *scanned, done)
                 continue
-            self._shards[line.shard] = _Shard(number, None, line.records, done)
+            self._shards[line.shard] = _Shard(number, None, line.records, done=done)
             self._lose(line.shard, f"after a restart: {reason}")
 
 

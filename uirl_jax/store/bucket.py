@@ -84,7 +84,7 @@ class BucketStore:
         self._client = _connect(self._scheme, bucket, request_s, retry_s=2 * request_s)
         self._quick = _connect(self._scheme, bucket, times.request_s, retry_s=times.request_s)
         self._held: dict[str, CountedLease] = {}
-        self._sightings = Sightings(times, lambda: dict(self._versions(LEASES)))
+        self._sightings = Sightings(times, lambda: self.versions(LEASES))
 
     def location(self, name: str = "") -> str:
         return f"{self._address}/{name}" if name else self._address
@@ -191,7 +191,10 @@ class BucketStore:
     # ------------------------------------------------------------------------ names
 
     def names(self, prefix: str, after: str = "") -> list[str]:
-        return [name for name, _ in self._versions(prefix, after)]
+        return [name for name, _ in self._listed(prefix, after)]
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        return {name: meta["size"] for name, meta in self._listed(prefix)}
 
     def move(self, name: str, target: str) -> None:
         source, key = self._key(name), self._key(target)
@@ -216,24 +219,24 @@ class BucketStore:
         """Nothing to do: an unfinished upload has no name; a lifecycle rule removes it."""
         self._key(prefix)
 
-    def _versions(self, prefix: str, after: str = "") -> Iterator[tuple[str, str]]:
-        """Sorted (name, version) below a prefix."""
+    def _listed(self, prefix: str, after: str = "") -> list[tuple[str, Any]]:
+        """Sorted (name, what the bucket says of it) below a prefix."""
         offset = self._key(after) if after else None
         root = f"{self._root}/" if self._root else ""
         with self._errors(prefix):
             # S3 Express and others do not sort; Google and S3 do, and so does `sorted`.
             found = _unbroken(
                 lambda: [
-                    (meta["path"].removeprefix(root), _version(meta))
+                    (meta["path"].removeprefix(root), meta)
                     for page in obstore.list(self._client, self._key(prefix), offset=offset)
                     for meta in page
                 ]
             )
-        return iter(sorted(pair for pair in found if "/." not in pair[0]))
+        return sorted((one for one in found if "/." not in one[0]), key=lambda one: one[0])
 
     def versions(self, prefix: str) -> dict[str, str]:
         """Version by name of everything below a prefix, by one listing."""
-        return dict(self._versions(prefix))
+        return {name: _version(meta) for name, meta in self._listed(prefix)}
 
     # ------------------------------------------------------------------------ whole files
 

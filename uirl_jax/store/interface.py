@@ -98,6 +98,10 @@ class Store(Protocol):
         """Sorted names below `prefix` (whole path segments) that are greater than `after`."""
         ...
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of each name below `prefix`, sorted by name."""
+        ...
+
     def move(self, name: str, target: str) -> None:
         """Rename a content, replacing the target.
 

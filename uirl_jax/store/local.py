@@ -85,6 +85,13 @@ class LocalStore:
         found = _files_below(self._path(prefix), f"{prefix}/")
         return sorted(name for name in found if name > after)
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found = {}
+        for name in self.names(prefix):
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                found[name] = self._path(name).stat().st_size
+        return found
+
     def move(self, name: str, target: str) -> None:
         source, path = self._path(name), self._path(target)
         try:
