@@ -1,6 +1,5 @@
 """Publishing and loading adapters: whole versions only, nothing believed unchecked."""
 
-import asyncio
 import concurrent.futures
 import dataclasses
 import errno
@@ -304,47 +303,3 @@ def test_publish_on_a_full_disk_leaves_the_version_before(
     assert manifest.version == 0
     assert_same(policy_sync.load(open_store(tmp_path), manifest, "base"), ADAPTERS)
     assert versions(tmp_path) == ["0", "manifest.json"]
-
-
-def test_watch_yields_every_new_manifest_once(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    async def collect() -> None:
-        async for manifest in policy_sync.watch(open_store(tmp_path), poll_s=0.01):
-            seen.append(manifest.version)
-            if manifest.version == 3:
-                return
-
-    async def publish_each() -> None:
-        # One publisher, as in a run: each deletes what another one would leave behind.
-        for version in range(4):
-            await asyncio.to_thread(publish, tmp_path, version)
-            while version not in seen:
-                await asyncio.sleep(0.01)
-
-    async def both() -> None:
-        async with asyncio.timeout(10):
-            await asyncio.gather(collect(), publish_each())
-
-    asyncio.run(both())
-    assert seen == [0, 1, 2, 3]
-
-
-def test_watch_after_a_version_waits_for_the_next(tmp_path: Path) -> None:
-    publish(tmp_path, 2)
-
-    async def first() -> int:
-        async with asyncio.timeout(10):
-            store = open_store(tmp_path)
-            async for manifest in policy_sync.watch(store, poll_s=0.01, after_version=2):
-                return manifest.version
-        raise AssertionError
-
-    async def both() -> int:
-        task = asyncio.create_task(first())
-        await asyncio.sleep(0.1)
-        assert not task.done()
-        await asyncio.to_thread(publish, tmp_path, 3)
-        return await task
-
-    assert asyncio.run(both()) == 3

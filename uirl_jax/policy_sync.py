@@ -17,13 +17,11 @@ the next. The manifest is untrusted input: every field is checked before use.
 The learner decides when to publish; the meaning of the adapters' names is the model's.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import json
 import math
 import time
-from collections.abc import AsyncIterator
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -257,30 +255,6 @@ def load_version(store: Store, version: int) -> dict[str, np.ndarray] | None:
         except (safetensors.SafetensorError, ValueError, KeyError) as error:
             raise PolicyError(f"{where}: not a safetensors file: {error}") from error
     return None
-
-
-async def watch(
-    store: Store, poll_s: float = 1.0, *, after_version: int = -1
-) -> AsyncIterator[Manifest]:
-    """Yield each new manifest once, starting with the current one; may skip intermediate ones.
-
-    Args:
-        store: of the run.
-        poll_s: seconds between two reads; the store may ask for more.
-        after_version: the version that the caller already has.
-
-    Raises:
-        PolicyError: the file is not a valid manifest.
-    """
-    # After a restart a version may be published again with other contents: compare all fields.
-    seen: Manifest | None = None
-    while True:
-        manifest = await asyncio.to_thread(read_manifest, store)
-        wanted = seen is not None or (manifest is not None and manifest.version > after_version)
-        if manifest is not None and manifest != seen and wanted:
-            yield manifest
-        seen = manifest
-        await asyncio.sleep(max(poll_s, store.poll_s))
 
 
 def _to_manifest(where: str, fields: Any) -> Manifest:
