@@ -99,12 +99,12 @@ def scan_shard(store: Store, name: str) -> tuple[record.Header, list[Entry]]:
 
 def read_shard(path: str | os.PathLike[str]) -> tuple[record.Header, list[Trajectory]]:
     """Header and all trajectories of a local file, for reports and tools. Raises ShardError."""
-    return _read_all(os.fspath(path), lambda: open(path, "rb"))
-
-
-def read_stored_shard(store: Store, name: str) -> tuple[record.Header, list[Trajectory]]:
-    """Header and all trajectories of a shard in a store. Raises ShardError."""
-    return _read_all(store.location(name), lambda: store.open(name))
+    try:
+        with open(path, "rb") as file:
+            walked = list(_walk(file))
+    except (OSError, ShardError, RecordError) as error:
+        raise ShardError(f"{os.fspath(path)}: {error}") from None
+    return walked[0][0], [trajectory for _, _, trajectory, _ in walked]
 
 
 def read_entries(
@@ -148,17 +148,6 @@ def records_by_header(store: Store, name: str) -> int:
 
 def episode_digest(episode_id: str) -> bytes:
     return hashlib.blake2b(episode_id.encode(), digest_size=DIGEST_BYTES).digest()
-
-
-def _read_all(
-    where: str, open_file: Callable[[], io.BufferedIOBase]
-) -> tuple[record.Header, list[Trajectory]]:
-    try:
-        with open_file() as file:
-            walked = list(_walk(file))
-    except (OSError, ShardError, RecordError) as error:
-        raise ShardError(f"{where}: {error}") from None
-    return walked[0][0], [trajectory for _, _, trajectory, _ in walked]
 
 
 def _walk(file: io.BufferedIOBase) -> Iterator[tuple[record.Header, int, Trajectory, int]]:
