@@ -190,8 +190,8 @@ class BucketStore:
 
     # ------------------------------------------------------------------------ names
 
-    def names(self, prefix: str, after: str = "") -> list[str]:
-        return [name for name, _ in self._listed(prefix, after)]
+    def names(self, prefix: str) -> list[str]:
+        return [name for name, _ in self._listed(prefix)]
 
     def sizes(self, prefix: str) -> dict[str, int]:
         return {name: meta["size"] for name, meta in self._listed(prefix)}
@@ -219,16 +219,15 @@ class BucketStore:
         """Nothing to do: an unfinished upload has no name; a lifecycle rule removes it."""
         self._key(prefix)
 
-    def _listed(self, prefix: str, after: str = "") -> list[tuple[str, Any]]:
+    def _listed(self, prefix: str) -> list[tuple[str, Any]]:
         """Sorted (name, what the bucket says of it) below a prefix."""
-        offset = self._key(after) if after else None
         root = f"{self._root}/" if self._root else ""
         with self._errors(prefix):
             # S3 Express and others do not sort; Google and S3 do, and so does `sorted`.
             found = _unbroken(
                 lambda: [
                     (meta["path"].removeprefix(root), meta)
-                    for page in obstore.list(self._client, self._key(prefix), offset=offset)
+                    for page in obstore.list(self._client, self._key(prefix))
                     for meta in page
                 ]
             )

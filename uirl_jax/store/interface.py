@@ -94,8 +94,8 @@ class Store(Protocol):
         """Open a content for reading in parts: `read`, `seek` and `tell`."""
         ...
 
-    def names(self, prefix: str, after: str = "") -> list[str]:
-        """Sorted names below `prefix` (whole path segments) that are greater than `after`."""
+    def names(self, prefix: str) -> list[str]:
+        """Sorted names below `prefix` (whole path segments)."""
         ...
 
     def sizes(self, prefix: str) -> dict[str, int]:

@@ -81,9 +81,8 @@ class LocalStore:
             raise OSError(errno.EPERM, "is outside the workdir and is not read", str(path))
         return open(path, "rb")
 
-    def names(self, prefix: str, after: str = "") -> list[str]:
-        found = _files_below(self._path(prefix), f"{prefix}/")
-        return sorted(name for name in found if name > after)
+    def names(self, prefix: str) -> list[str]:
+        return sorted(_files_below(self._path(prefix), f"{prefix}/"))
 
     def sizes(self, prefix: str) -> dict[str, int]:
         found = {}
