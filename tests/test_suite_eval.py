@@ -187,6 +187,30 @@ def test_episode_that_the_environment_broke_is_missing_and_played_again(tmp_path
         played()
 
 
+def test_removed_file_is_played_again_and_no_other_file_is_overwritten(tmp_path):
+    suite = Suite("s", (SuiteTask("desktop/click_button", instances=3),))
+    directory = evaluation.open_suite(tmp_path, suite)
+    contender = evaluation.Contender("base", {}, "b", LAYOUT)
+    asked_for = []
+
+    def played(most: int) -> list[str]:
+        async def play(missing, on_done) -> None:
+            for number, task in missing[:most]:
+                asked_for.append(number)
+                episode = make_trajectory(f"e{len(asked_for)}", f"{number:08d}")
+                on_done(dataclasses.replace(episode, task=task))
+
+        asyncio.run(evaluation.play_suite(play, suite, directory, contender))
+        return sorted(path.name for path in (directory / "base").glob("*.tfrecord"))
+
+    names = [f"{number:06d}.tfrecord" for number in range(4)]
+    for count in (1, 2, 3):  # one episode in each file
+        assert played(1) == names[:count]
+    (directory / "base" / names[1]).unlink()
+    assert played(3) == [names[0], names[2], names[3]]
+    assert asked_for == [0, 1, 2, 1] and sorted(episodes(directory / "base")) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("changes", "flags", "said"),
     [

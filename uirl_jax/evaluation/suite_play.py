@@ -180,8 +180,9 @@ def _recording(directory: Path, contender: Contender) -> Iterator[Callable[[Traj
     """A function that keeps a trajectory; all are written in the end, at an error too."""
     kept: list[Trajectory] = []
     written_s = time.monotonic()
-    first = len(list(directory.glob("*.tfrecord")))
-    numbers = itertools.count(first)
+    # Not their count: the user may have removed a damaged file from among them.
+    taken = [int(path.stem) for path in directory.glob("*.tfrecord") if path.stem.isdecimal()]
+    numbers = itertools.count(max(taken, default=-1) + 1)
 
     def write() -> None:
         nonlocal written_s
