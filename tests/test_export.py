@@ -225,6 +225,47 @@ def test_export_of_a_checkpoint_equals_that_of_its_policy(tmp_path, model_dir, t
     assert written[0] == written[1]
 
 
+def test_export_of_the_best_is_what_best_json_names(tmp_path, model_dir, trained, capsys):
+    workdir = write_run(tmp_path / "run", model_dir, trained[0])
+    best = workdir / "best"
+    assert run("adapter", f"--workdir={workdir}", f"--out={best / 'version_10'}") == 0
+    # Of an evaluation that was killed before it removed the earlier one; as text it sorts last.
+    shutil.copytree(best / "version_10", best / "version_9")
+    file = best / "version_9" / "adapter_model.safetensors"
+    zeros = {name: 0 * array for name, array in safetensors.numpy.load_file(file).items()}
+    safetensors.numpy.save_file(zeros, file)
+    for version, other in ((10, 9), (9, 10)):
+        (best / "best.json").write_text(json.dumps({"version": version}))
+        out = tmp_path / str(version)
+        assert run("adapter", f"--workdir={workdir}", f"--out={out}", "--source=best") == 0
+        assert f"best policy, version {version}," in capsys.readouterr().out
+        written = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+        for folder, same in ((f"version_{version}", True), (f"version_{other}", False)):
+            there = safetensors.numpy.load_file(best / folder / "adapter_model.safetensors")
+            assert all(np.array_equal(written[name], there[name]) for name in there) == same
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "best.json: not found; an evaluation writes it"),
+        ("{", "best.json: cannot be read (JSONDecodeError"),
+        ("[]", "best.json: cannot be read (TypeError"),
+        ('{"version": 7}', "best.json: names version 7, and there is no directory"),
+        ('{"version": "7"}', "best.json: names version 7, and there is no directory"),
+    ],
+)
+def test_export_without_a_best_is_one_line(tmp_path, model_dir, trained, capsys, content, message):
+    workdir = write_run(tmp_path / "run", model_dir, trained[0])
+    (workdir / "best" / "version_9").mkdir(parents=True)
+    if content is not None:
+        (workdir / "best" / "best.json").write_text(content)
+    arguments = (f"--workdir={workdir}", f"--out={tmp_path / 'out'}", "--source=best")
+    assert run("adapter", *arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and message in said, said
+
+
 def no_workdir(workdir, model_dir):
     shutil.rmtree(workdir)
 

@@ -35,6 +35,7 @@ from uirl_jax.families.table import add_own, family_of
 from uirl_jax.families.token_ids import with_token_ids
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import hub, peft_adapters, weights
+from uirl_jax.roles.eval import BEST_FILE
 from uirl_jax.run import completed
 from uirl_jax.store import open_store
 from uirl_jax.untrusted.json import printable
@@ -82,12 +83,27 @@ def published_adapters(workdir: Path, base_dir: Path) -> Source:
 
 
 def best_adapters(workdir: Path, family: Family, model_cfg: Any) -> Source:
-    """Of best/. Raises: PolicyError: there is none. ModelError: it is damaged."""
-    folders = sorted((workdir / "best").glob("version_*"))
-    if not folders or not folders[-1].name.removeprefix("version_").isdecimal():
-        raise PolicyError(f"{workdir / 'best'}: no policy; an evaluation writes it")
-    version = int(folders[-1].name.removeprefix("version_"))
-    arrays = dict(loading.load_adapter(folders[-1], family, model_cfg).arrays)
+    """Of the policy that best/best.json names; best/ may hold an earlier one as well, after a kill.
+
+    Raises: PolicyError: there is none. ModelError: it is damaged.
+    """
+    path = workdir / BEST_FILE
+    try:
+        version = json.loads(path.read_bytes())["version"]
+    except FileNotFoundError:
+        raise PolicyError(f"{path}: not found; an evaluation writes it") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PolicyError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); remove best/ and evaluate "
+            "again"
+        ) from None
+    folder = path.parent / f"version_{version}"
+    if not isinstance(version, int) or not folder.is_dir():
+        raise PolicyError(
+            f"{path}: names version {printable(str(version))}, and there is no directory {folder}; "
+            "restore it, or remove best/ and evaluate again"
+        )
+    arrays = dict(loading.load_adapter(folder, family, model_cfg).arrays)
     return Source(f"best policy, version {version},", version, arrays)
 
 
