@@ -13,9 +13,12 @@ import pytest
 
 from tests import actor_world as world
 from tests.command_world import ROOT, SHIPPED_MODEL
+from tests.sample_trajectories import LAYOUT, make_trajectory
 from tests.test_rollout import TEXT, demonstrator
+from tools import search_folder
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
-from uirl_jax.actor.search import SearchConfig, branch, search, surprise
+from uirl_jax.actor.search import Found, SearchConfig, branch, search, surprise
+from uirl_jax.errors import ConfigError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
@@ -130,6 +133,60 @@ def test_search_takes_the_shortest_success_and_stops():
         SearchConfig(episodes=2, whole=3)
 
 
+def fill(folder, asked, solved=lambda number: number % 2 == 0) -> list[int]:
+    """Fills the folder with instances of which some are solved; returns the numbers searched."""
+    searched = []
+
+    async def search_some(numbers):
+        assert len(numbers) <= search_folder.SHARD_INSTANCES
+        searched.extend(numbers)
+        return [
+            Found(make_trajectory(f"e{n}", f"{n:08d}") if solved(n) else None, 2, False, 0)
+            for n in numbers
+        ]
+
+    known = asyncio.run(
+        search_folder.fill(
+            folder, asked, search_some, lambda number: "task", base_hash="b", layout=LAYOUT
+        )
+    )
+    assert known == search_folder.read(folder)
+    return searched
+
+
+def successes_of(folder) -> list[int]:
+    paths = folder.glob("*.tfrecord")
+    return sorted(int(one.group_id) for path in paths for one in read_shard(path)[1])
+
+
+def test_another_range_plays_what_is_missing_and_doubles_nothing(tmp_path, capsys):
+    assert fill(tmp_path, range(10, 30)) == list(range(10, 30))
+    assert fill(tmp_path, range(100)) == [*range(10), *range(30, 100)]
+    assert fill(tmp_path, range(200)) == list(range(100, 200))
+    assert "search step=200/200" in capsys.readouterr().err
+    assert fill(tmp_path, range(120, 201)) == [200]
+    assert fill(tmp_path, range(201)) == []
+    assert successes_of(tmp_path) == list(range(0, 201, 2))
+    counts = search_folder.count(search_folder.read(tmp_path).values())
+    assert counts["task"]["instances"] == 201 and counts["task"]["solved"] == 101
+
+
+def test_shard_that_is_missing_is_played_again(tmp_path):
+    fill(tmp_path, range(40))
+    (tmp_path / "000032.tfrecord").unlink()  # as after a kill before it was written
+    assert fill(tmp_path, range(30, 42)) == list(range(32, 42))
+    assert successes_of(tmp_path) == list(range(0, 42, 2))
+    assert fill(tmp_path, range(42, 50), solved=lambda number: False) == list(range(42, 50))
+    assert fill(tmp_path, range(50)) == [], "without a success there is no shard"
+
+
+@pytest.mark.parametrize("content", ["", "7", '{"task": {"instances": 4}}', '[{"number": 1}]'])
+def test_counts_that_cannot_be_read_are_one_line(tmp_path, content):
+    (tmp_path / "000000.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"000000\.json: no list of searched instances .*--out"):
+        fill(tmp_path, range(4))
+
+
 def command(*arguments: object, ok: bool = True) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "tools.search", *map(str, arguments)],
@@ -148,8 +205,7 @@ def test_command_keeps_successes_that_a_cold_start_reads(tmp_path):
     flags = ("--config=configs/quickstart.py", "--episodes=4", f"--out={out}")
     printed = command(*flags, "--instances=32")
     assert f"cold_start.demonstrations=\"('{out}',)\"" in printed
-    counts = json.loads((out / "000000.json").read_text())
-    (one,) = counts.values()
+    (one,) = search_folder.count(search_folder.read(out).values()).values()
     _, successes = read_shard(out / "000000.tfrecord")
     # The base solves a quarter; four tries at temperature 1 solve most of 32.
     assert one["solved"] == len(successes) >= 10 and one["instances"] == 32
@@ -163,9 +219,9 @@ def test_command_keeps_successes_that_a_cold_start_reads(tmp_path):
     assert [d.turns[0].text for d in demonstrations] == [s.turns[0].text for s in successes]
 
     before = (out / "000000.tfrecord").stat().st_mtime_ns
-    printed = command(*flags, "--instances=34")
+    printed = command(*flags, "--first=20", "--instances=14")
     assert (out / "000000.tfrecord").stat().st_mtime_ns == before
-    assert json.loads((out / "000032.json").read_text())["desktop/click_button"]["instances"] == 2
+    assert [line["number"] for line in json.loads((out / "000032.json").read_text())] == [32, 33]
     said = command(*flags, "--instances=34", "--whole=1", ok=False)
     assert "another search, in whole; give another --out" in said
 

@@ -13,11 +13,11 @@ which RL carries on:
     --config.cold_start.demonstrations="('demos',)" --config.cold_start.train=all
 
 --checkpoint is base, policy, a step, an adapter, a model directory or a server's URL, as in
---role=eval. Started again with the same --out it plays what is missing. docs/expert_iteration.md.
+--role=eval. Started again with the same --out, also with more --instances or another --first, it
+plays what is missing. docs/expert_iteration.md.
 """
 
 import asyncio
-import collections
 import dataclasses
 import json
 import sys
@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
+from tools import search_folder
 from uirl_jax import platform_flags, seeds
 from uirl_jax.actor.host import group_id
 from uirl_jax.actor.rollout import derive_seed
@@ -35,17 +36,14 @@ from uirl_jax.actor.search import Found, SearchConfig, search
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError, UirlError
-from uirl_jax.metrics import Progress
 from uirl_jax.players import Players
 from uirl_jax.roles import contenders
 from uirl_jax.roles.eval import own_verifier
 from uirl_jax.run import Run, check_model, check_user_code, completed
 from uirl_jax.shards.layout import layout_of
-from uirl_jax.shards.writer import write_shard
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec, Trajectory, Turn
 
-SHARD_INSTANCES = 32  # at most so many are searched again after a kill
 SUMMARY_FILE = "search.json"
 
 _CONFIG = reading.define_config_file(RunConfig, help="of the run whose tasks are played")
@@ -88,71 +86,26 @@ async def search_all(
 
 
 async def collect(
-    players: Players, run: Run, cfg: SearchConfig, out: Path, first: int, instances: int
+    players: Players, run: Run, cfg: SearchConfig, out: Path, asked: Sequence[int]
 ) -> dict[str, dict[str, int]]:
-    """Writes the successes, a shard for some instances at a time; returns counts by task."""
-    model, kinds = players.model, run.cfg.kinds
-    progress = Progress("search", instances)
-    solved = done = 0
-    for start in range(first, first + instances, SHARD_INSTANCES):
-        numbers = range(start, min(start + SHARD_INSTANCES, first + instances))
-        counts_path = out / f"{start:06d}.json"
-        if not counts_path.exists():
-            found = await search_all(
-                players,
-                kinds,
-                numbers,
-                cfg,
-                seed=run.cfg.seed,
-                temperature=run.cfg.actor.rollout.temperature,
-            )
-            successes = [f.shortest for f in found if f.shortest is not None]
-            if successes:
-                write_shard(
-                    out / f"{start:06d}.tfrecord",
-                    successes,
-                    base_hash=model.base_hash,
-                    layout=layout_of(model.cfg),
-                )
-            names = [kinds[number % len(kinds)].name for number in numbers]
-            counts = json.dumps(count(names, found), indent=2) + "\n"
-            write_atomically(counts_path, counts.encode())  # last: the shard is whole
-        counted = json.loads(counts_path.read_text(encoding="utf-8"))
-        solved += sum(one["solved"] for one in counted.values())
-        done += len(numbers)
-        progress.update(done, success=solved / done)
-    progress.close()
-    total: collections.defaultdict[str, collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
-    )
-    for path in sorted(out.glob("[0-9]*.json")):
-        for name, values in json.loads(path.read_text(encoding="utf-8")).items():
-            total[name].update(values)
-    return {name: dict(values) for name, values in sorted(total.items())}
+    """Fills the folder; returns its counts by task."""
+    kinds = run.cfg.kinds
 
-
-def count(names: Sequence[str], found: Sequence[Found]) -> dict[str, dict[str, int]]:
-    """By task: instances, solved ones, those that a branch solved, and episodes."""
-    counts: dict[str, dict[str, int]] = {}
-    for name, one in zip(names, found, strict=True):
-        values = counts.setdefault(
-            name, dict.fromkeys(("instances", "solved", "by_branch", "episodes", "env_errors"), 0)
+    async def search_some(numbers: Sequence[int]) -> list[Found]:
+        temperature = run.cfg.actor.rollout.temperature
+        return await search_all(
+            players, kinds, numbers, cfg, seed=run.cfg.seed, temperature=temperature
         )
-        values["instances"] += 1
-        values["solved"] += one.shortest is not None
-        values["by_branch"] += one.by_branch
-        values["episodes"] += one.played
-        values["env_errors"] += one.env_errors
-    return counts
 
-
-def format_counts(counts: dict[str, dict[str, int]]) -> str:
-    width = max(len(name) for name in (*counts, "task"))
-    lines = [f"{'task':{width}}  solved      by branch  episodes"]
-    for name, one in counts.items():
-        solved = f"{one['solved']} of {one['instances']}"
-        lines.append(f"{name:{width}}  {solved:10}  {one['by_branch']:9}  {one['episodes']:8}")
-    return "\n".join(lines)
+    known = await search_folder.fill(
+        out,
+        asked,
+        search_some,
+        lambda number: kinds[number % len(kinds)].name,
+        base_hash=players.model.base_hash,
+        layout=layout_of(players.model.cfg),
+    )
+    return search_folder.count(known.values())
 
 
 def run_search(cfg: RunConfig, workdir: Path, out: Path, limits: SearchConfig) -> int:
@@ -177,11 +130,12 @@ def run_search(cfg: RunConfig, workdir: Path, out: Path, limits: SearchConfig) -
 
     async def play(run: Run) -> dict[str, dict[str, int]]:
         async with contenders.playing(run, _CHECKPOINT.value) as (players, _):
-            return await collect(players, run, limits, out, _FIRST.value, _INSTANCES.value)
+            asked = range(_FIRST.value, _FIRST.value + _INSTANCES.value)
+            return await collect(players, run, limits, out, asked)
 
     with own_verifier(run) as run:
         counts = asyncio.run(play(run))
-    print(format_counts(counts))
+    print(search_folder.format_counts(counts))
     return sum(one["solved"] for one in counts.values())
 
 
