@@ -120,37 +120,56 @@ def test_search_takes_the_shortest_success_and_stops():
     fault = dataclasses.replace(failure, stop_reason=StopReason.ENV_ERROR, turns=())
 
     found, repeated = searched([longer, success])
-    assert found == (success, 2, False, 0) and repeated == [0, 0]
-    found, repeated = searched([failure, fault, fault, longer])
-    assert found == (longer, 4, True, 2) and repeated[:2] == [0, 0] and max(repeated) <= 2
+    assert found == (success, 2, False, 0, False) and repeated == [0, 0]
     found, repeated = searched([failure] * 6)
-    assert found == (None, 6, False, 0) and len(repeated) == 6 and max(repeated[2:]) > 0
-    found, repeated = searched([fault] * 6)
-    assert found == (None, 6, False, 6) and repeated == [0] * 6
+    assert found == (None, 6, False, 0, False) and len(repeated) == 6 and max(repeated[2:]) > 0
+    by_branch = collections.Counter()
+    for seed in range(20):
+        found, repeated = searched([failure, failure, longer, failure], seed=seed)
+        assert found == (longer, 4, repeated[2] > 0, 0, False) and max(repeated) <= 2
+        by_branch[found.by_branch] += 1
+    assert min(by_branch[True], by_branch[False]) > 0
     found, repeated = searched([failure] * 5, SearchConfig(episodes=5, whole=3))
     assert found.played == 5
+    # An env_error takes no episode from the others, and what follows it is no branch of it.
+    found, repeated = searched([fault, fault, longer, failure])
+    assert found == (longer, 2, False, 2, False) and repeated == [0] * 4
+    found, repeated = searched([failure, fault, fault, *[failure] * 5])
+    assert found == (None, 6, False, 2, False) and len(repeated) == 8
+    found, repeated = searched([fault] * 6)
+    assert found == (None, 0, False, 6, True) and repeated == [0] * 6
+    found, repeated = searched([failure, *[fault] * 6, longer])
+    assert found == (longer, 2, repeated[7] > 0, 6, False)
     with pytest.raises(ValueError, match="whole=3, expected 1 to episodes=2"):
         SearchConfig(episodes=2, whole=3)
 
 
-def fill(folder, asked, solved=lambda number: number % 2 == 0) -> list[int]:
-    """Fills the folder with instances of which some are solved; returns the numbers searched."""
+def fill(folder, asked, solved=lambda number: number % 2 == 0, broken=()) -> list[int]:
+    """Fills the folder with instances of which some are solved; returns the numbers searched.
+
+    Args: broken: numbers that are given up after 8 env_errors.
+    """
     searched = []
 
     async def search_some(numbers):
         assert len(numbers) <= search_folder.SHARD_INSTANCES
         searched.extend(numbers)
         return [
-            Found(make_trajectory(f"e{n}", f"{n:08d}") if solved(n) else None, 2, False, 0)
+            Found(None, 0, False, 8, gave_up=True)
+            if n in broken
+            else Found(make_trajectory(f"e{n}", f"{n:08d}") if solved(n) else None, 2, False, 1)
             for n in numbers
         ]
 
-    known = asyncio.run(
+    known, given_up = asyncio.run(
         search_folder.fill(
             folder, asked, search_some, lambda number: "task", base_hash="b", layout=LAYOUT
         )
     )
     assert known == search_folder.read(folder)
+    assert [(one.number, one.env_errors) for one in given_up] == [
+        (n, 8) for n in searched if n in broken
+    ]
     return searched
 
 
@@ -178,6 +197,21 @@ def test_shard_that_is_missing_is_played_again(tmp_path):
     assert successes_of(tmp_path) == list(range(0, 42, 2))
     assert fill(tmp_path, range(42, 50), solved=lambda number: False) == list(range(42, 50))
     assert fill(tmp_path, range(50)) == [], "without a success there is no shard"
+
+
+def test_instance_that_the_environment_broke_is_not_counted_and_is_played_again(tmp_path, capsys):
+    assert fill(tmp_path, range(4), broken=range(4)) == [0, 1, 2, 3]
+    assert not list(tmp_path.iterdir())
+    assert "search step=4/4" in capsys.readouterr().err
+    assert fill(tmp_path, range(40), broken=(0, 5, 32)) == list(range(40))
+    assert fill(tmp_path, range(40), broken=(5,)) == [0, 5, 32]
+    assert fill(tmp_path, range(40)) == [5]
+    assert successes_of(tmp_path) == list(range(0, 40, 2))
+    counts = search_folder.count(search_folder.read(tmp_path).values())
+    assert counts["task"]["env_errors"] == counts["task"]["instances"] == 40
+    header, row = search_folder.format_counts(counts).splitlines()
+    assert header.split() == ["task", "solved", "by", "branch", "episodes", "env_errors"]
+    assert row.split() == ["task", "20", "of", "40", "0", "80", "40"]
 
 
 @pytest.mark.parametrize("content", ["", "7", '{"task": {"instances": 4}}', '[{"number": 1}]'])

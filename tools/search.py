@@ -52,7 +52,9 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "base", "whose episodes; see abo
 _OUT = flags.DEFINE_string("out", None, "folder for the demonstrations; it is made")
 _INSTANCES = flags.DEFINE_integer("instances", 100, "of the tasks in turn", lower_bound=1)
 _FIRST = flags.DEFINE_integer("first", 0, "number of the first one", lower_bound=0)
-_EPISODES = flags.DEFINE_integer("episodes", 8, "at most, of an instance", lower_bound=1)
+_EPISODES = flags.DEFINE_integer(
+    "episodes", 8, "at most, of an instance, besides env_errors", lower_bound=1
+)
 _WHOLE = flags.DEFINE_integer("whole", 2, "of them from the start, before branches", lower_bound=1)
 
 
@@ -88,7 +90,7 @@ async def search_all(
 async def collect(
     players: Players, run: Run, cfg: SearchConfig, out: Path, asked: Sequence[int]
 ) -> dict[str, dict[str, int]]:
-    """Fills the folder; returns its counts by task."""
+    """Fills the folder; returns its counts by task, and says what was given up."""
     kinds = run.cfg.kinds
 
     async def search_some(numbers: Sequence[int]) -> list[Found]:
@@ -97,7 +99,7 @@ async def collect(
             players, kinds, numbers, cfg, seed=run.cfg.seed, temperature=temperature
         )
 
-    known = await search_folder.fill(
+    known, given_up = await search_folder.fill(
         out,
         asked,
         search_some,
@@ -105,6 +107,13 @@ async def collect(
         base_hash=players.model.base_hash,
         layout=layout_of(players.model.cfg),
     )
+    if given_up:
+        env_errors = sum(one.env_errors for one in given_up)
+        print(
+            f"{len(given_up)} instances were given up after {env_errors} env_errors and are not "
+            "counted; the same command plays them again",
+            file=sys.stderr,
+        )
     return search_folder.count(known.values())
 
 

@@ -19,6 +19,7 @@ from uirl_jax.metrics import Progress
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.store.files import write_atomically
+from uirl_jax.types import Trajectory
 
 SHARD_INSTANCES = 32  # at most so many are searched again after a kill
 
@@ -31,7 +32,7 @@ class Instance:
     task: str
     solved: bool
     by_branch: bool
-    episodes: int
+    episodes: int  # without env_errors
     env_errors: int
 
 
@@ -43,7 +44,7 @@ async def fill(
     *,
     base_hash: str,
     layout: TokenLayout,
-) -> dict[int, Instance]:
+) -> tuple[dict[int, Instance], list[Instance]]:
     """Searches the instances that the folder lacks, some at a time, and writes what they came to.
 
     Args:
@@ -51,11 +52,14 @@ async def fill(
       search: of some of these numbers, in their order.
       task_of: the name of the task that a number is an instance of.
       base_hash, layout: of the model that samples, for the header of its records.
-    Returns: all instances of the folder by number, also those of other commands.
+    Returns: all instances of the folder by number, also those of other commands; and those that
+      this search gave up because of env_errors. The folder lacks them, so that they are searched
+      again.
     Raises: ConfigError: a file of the folder cannot be read.
     """
     known = read(folder)
     missing = [number for number in asked if number not in known]
+    given_up: list[Instance] = []
     progress = Progress("search", len(asked), first_step=len(asked) - len(missing))
     for start in range(0, len(missing), SHARD_INSTANCES):
         numbers = missing[start : start + SHARD_INSTANCES]
@@ -71,21 +75,34 @@ async def fill(
             )
             for number, one in zip(numbers, found, strict=True)
         ]
-        # A number is in one file only, so that its file's name is free. The shard is written last:
-        # lines without it, of a process that was killed here, do not count (`read`).
-        path = folder / f"{numbers[0]:06d}.json"
-        lines = ",\n".join(json.dumps(dataclasses.asdict(one)) for one in searched)
-        write_atomically(path, f"[\n{lines}\n]\n".encode())
-        successes = [one.shortest for one in found if one.shortest is not None]
-        if successes:
-            write_shard(
-                path.with_suffix(".tfrecord"), successes, base_hash=base_hash, layout=layout
-            )
-        known |= {one.number: one for one in searched}
+        given_up += [one for one, its in zip(searched, found, strict=True) if its.gave_up]
+        kept = [one for one, its in zip(searched, found, strict=True) if not its.gave_up]
+        if kept:
+            successes = [one.shortest for one in found if one.shortest is not None]
+            _write(folder, kept, successes, base_hash=base_hash, layout=layout)
+            known |= {one.number: one for one in kept}
         done = [known[number] for number in asked if number in known]
-        progress.update(len(done), success=sum(one.solved for one in done) / len(done))
+        solved = sum(one.solved for one in done)
+        progress.update(len(done) + len(given_up), success=solved / len(done) if done else None)
     progress.close()
-    return known
+    return known, given_up
+
+
+def _write(
+    folder: Path,
+    instances: Sequence[Instance],
+    successes: Sequence[Trajectory],
+    *,
+    base_hash: str,
+    layout: TokenLayout,
+) -> None:
+    # A number is in one file only, so that the name of the first one is free.
+    path = folder / f"{instances[0].number:06d}.json"
+    lines = ",\n".join(json.dumps(dataclasses.asdict(one)) for one in instances)
+    write_atomically(path, f"[\n{lines}\n]\n".encode())
+    # The shard is last: lines without it, of a process that was killed here, do not count (`read`).
+    if successes:
+        write_shard(path.with_suffix(".tfrecord"), successes, base_hash=base_hash, layout=layout)
 
 
 def read(folder: Path) -> dict[int, Instance]:
@@ -105,7 +122,7 @@ def read(folder: Path) -> dict[int, Instance]:
 
 
 def count(instances: Iterable[Instance]) -> dict[str, dict[str, int]]:
-    """By task: instances, solved ones, those that a branch solved, and episodes."""
+    """By task: instances, solved ones, those that a branch solved, episodes and env_errors."""
     counts: dict[str, collections.Counter[str]] = {}
     for one in instances:
         counts.setdefault(one.task, collections.Counter()).update(
@@ -120,8 +137,9 @@ def count(instances: Iterable[Instance]) -> dict[str, dict[str, int]]:
 
 def format_counts(counts: Mapping[str, Mapping[str, int]]) -> str:
     width = max(len(name) for name in (*counts, "task"))
-    lines = [f"{'task':{width}}  solved      by branch  episodes"]
+    lines = [f"{'task':{width}}  solved      by branch  episodes  env_errors"]
     for name, one in counts.items():
         solved = f"{one['solved']} of {one['instances']}"
-        lines.append(f"{name:{width}}  {solved:10}  {one['by_branch']:9}  {one['episodes']:8}")
+        played = f"{one['episodes']:8}  {one['env_errors']:10}"
+        lines.append(f"{name:{width}}  {solved:10}  {one['by_branch']:9}  {played}")
     return "\n".join(lines)

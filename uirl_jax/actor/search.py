@@ -26,7 +26,7 @@ PlayAll = Callable[[Sequence[tuple[int, Sequence[Turn]]]], Awaitable[Sequence[Tr
 class SearchConfig:
     """How many episodes an instance may cost."""
 
-    episodes: int = 8  # at most
+    episodes: int = 8  # at most; as many may end in env_error besides
     whole: int = 2  # from the start, before failures are branched; and branches at a time
 
     def __post_init__(self) -> None:
@@ -38,31 +38,40 @@ class Found(NamedTuple):
     """What the search of one instance came to."""
 
     shortest: Trajectory | None  # of the successes, by Trajectory.length; None: none succeeded
-    played: int
-    by_branch: bool  # no episode from the start had succeeded before
+    played: int  # without env_errors
+    by_branch: bool  # the shortest success repeats turns of a failed episode
     env_errors: int
+    gave_up: bool = False  # too many env_errors: an unsolved instance could still be solved
 
 
 async def search(play_all: PlayAll, cfg: SearchConfig, rng: np.random.Generator) -> Found:
     """Plays cfg.whole episodes from the start, then as many branches at a time, until one succeeds.
+
+    An env_error is no failure: it is not branched, and another episode is played in its stead.
 
     Args:
       rng: draws which failure is branched, and where.
     """
     failures: list[Trajectory] = []
     played = env_errors = 0
-    while played < cfg.episodes:
+    while played < cfg.episodes and env_errors < cfg.episodes:
         count = min(cfg.whole, cfg.episodes - played)
         starts = [branch(failures, rng) if failures else () for _ in range(count)]
-        episodes = await play_all([(played + n, start) for n, start in enumerate(starts)])
-        successes = [episode for episode in episodes if episode.success]
-        env_errors += sum(e.stop_reason is StopReason.ENV_ERROR for e in episodes)
-        first, played = played == 0, played + count
+        number = played + env_errors
+        episodes = await play_all([(number + n, start) for n, start in enumerate(starts)])
+        ended = [
+            (episode, start)
+            for episode, start in zip(episodes, starts, strict=True)
+            if episode.stop_reason is not StopReason.ENV_ERROR
+        ]
+        played += len(ended)
+        env_errors += count - len(ended)
+        successes = [one for one in ended if one[0].success]
         if successes:
-            shortest = min(successes, key=lambda episode: episode.length)
-            return Found(shortest, played, not first, env_errors)
-        failures += [e for e in episodes if e.stop_reason is not StopReason.ENV_ERROR]
-    return Found(None, played, False, env_errors)
+            shortest, start = min(successes, key=lambda one: one[0].length)
+            return Found(shortest, played, bool(start), env_errors)
+        failures += [episode for episode, _ in ended]
+    return Found(None, played, False, env_errors, gave_up=played < cfg.episodes)
 
 
 def branch(failures: Sequence[Trajectory], rng: np.random.Generator) -> tuple[Turn, ...]:
