@@ -9,18 +9,22 @@ import pytest
 from tests import actor_world as world
 from tests.acting import BASE, RUN, acting, any_click, publish, take
 from tests.field_servers import SHEET
+from tests.recorded_rows import InMemory, click, row
 from uirl_jax.actor import fleet as fleet_module
-from uirl_jax.actor.fleet import MISMATCHED_EPISODES, Fleet
-from uirl_jax.actor.host import ActorConfig
+from uirl_jax.actor.fleet import MISMATCHED_EPISODES, MISMATCHED_ROWS, Fleet
+from uirl_jax.actor.host import ActorConfig, run_tasks
+from uirl_jax.actor.player import Player
 from uirl_jax.errors import ConfigError, VerifierFullError
 from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.store import open_store
-from uirl_jax.types import TaskSpec
+from uirl_jax.types import StopReason, TaskSpec
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server.open_session import ServerLimits
 from uirl_jax.verifiers.server.server import serve
 
 CFG = ActorConfig(2, 3, poll_s=0.01)
 URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+FITS, LARGE = (224, 168), (300, 400)  # pixels of recorded rows, for `SmallRows`
 
 
 def misspelt(index: int, tallies: object = None) -> TaskSpec:
@@ -97,6 +101,60 @@ def test_screen_that_does_not_fit_the_engine_ends_the_episode_and_not_the_run(tm
     assert "event=verifier_mismatch" in capsys.readouterr().out
 
 
+def recorded(*sizes: tuple[int, int]) -> RecordedSets:
+    rows = [row(n, [click(size=size, shade=n)], "train") for n, size in enumerate(sizes)]
+    return RecordedSets({"made": InMemory(rows)})
+
+
+def recorded_row(index: int, tallies: object = None) -> TaskSpec:
+    return TaskSpec("recorded/made", seed=index)
+
+
+def test_recorded_rows_that_do_not_fit_are_abandoned_and_the_others_trained_on(tmp_path, capsys):
+    async def run():
+        publish(tmp_path, 0)
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        engine = SmallRows(lambda turn: "click(60, 40)")
+        async with (
+            serve(recorded=recorded(LARGE, LARGE, *[FITS] * 38)) as port,
+            acting(
+                tmp_path,
+                f"http://127.0.0.1:{port}",
+                engine,
+                cfg=CFG,
+                task_for_group=recorded_row,
+                concurrency=4,
+            ) as (actor, _, _),
+        ):
+            groups = await take(queue, 3, 0, actor=actor)
+            assert min(group[0].task.seed for group in groups) == 2
+
+    asyncio.run(run())
+    printed = capsys.readouterr().out
+    assert printed.count("event=group_abandoned") == 2
+    assert "verifier_down" not in printed and "verifier_mismatch" not in printed
+
+
+def test_recorded_row_that_does_not_fit_is_an_env_error_of_an_evaluation():
+    async def run():
+        engine = SmallRows(lambda turn: "click(60, 40)")
+        async with (
+            serve(recorded=recorded(LARGE, FITS)) as port,
+            Fleet(lambda: [f"http://127.0.0.1:{port}"], world.client) as fleet,
+        ):
+            player = Player(
+                fleet, engine, world.chat(), world.inputs(), world.ROLLOUT, concurrency=2
+            )
+            retries = 2 * MISMATCHED_EPISODES
+            (large,) = await run_tasks(player, [recorded_row(0)], env_retries=retries)
+            (fits,) = await run_tasks(player, [recorded_row(1)])
+        assert large.stop_reason is StopReason.ENV_ERROR
+        assert fits.stop_reason is not StopReason.ENV_ERROR
+        assert player.statistics.read()["actor/env_errors"] == 1 + retries
+
+    asyncio.run(run())
+
+
 def test_full_verifier_is_a_limit_and_not_a_fault(tmp_path, capsys, monkeypatch):
     refused = asyncio.Event()  # an episode has found no room
     full = Fleet.full
@@ -154,12 +212,44 @@ def test_fleet_task_that_worked_before_is_no_mistake_of_the_config():
             fleet.worked(verifiers[0], task_name="a")
             for verifier in verifiers:
                 for _ in range(MISMATCHED_EPISODES):
-                    fleet.mismatched(verifier, "a", "unknown task")
+                    fleet.mismatched(verifier, TaskSpec("a", 0), "unknown task")
             assert verifiers[1].rest_s > 0.0  # tried again after a pause
             with pytest.raises(ConfigError, match="task 'b' cannot be played: unknown task"):
                 for verifier in verifiers:
                     for _ in range(MISMATCHED_EPISODES):
-                        fleet.mismatched(verifier, "b", "unknown task")
+                        fleet.mismatched(verifier, TaskSpec("b", 0), "unknown task")
+
+    asyncio.run(run())
+
+
+def test_fleet_gives_a_recorded_set_up_only_if_no_row_of_many_fits(capsys):
+    async def run():
+        async with Fleet(lambda: URLS[:1], world.client) as fleet:
+            verifier = await fleet.next("recorded/a")
+            for _ in range(2 * MISMATCHED_ROWS):  # retries of one row
+                fleet.mismatched(verifier, TaskSpec("recorded/a", 0), "too large")
+            for seed in range(1, MISMATCHED_ROWS - 1):
+                fleet.mismatched(verifier, TaskSpec("recorded/a", seed), "too large")
+            said = f"'recorded/a' cannot be played: not one of {MISMATCHED_ROWS} rows fits.*: large"
+            with pytest.raises(ConfigError, match=said):
+                fleet.mismatched(verifier, TaskSpec("recorded/a", MISMATCHED_ROWS), "large")
+            fleet.worked(verifier, task_name="recorded/b")
+            for seed in range(2 * MISMATCHED_ROWS):
+                fleet.mismatched(verifier, TaskSpec("recorded/b", seed), "too large")
+            assert verifier.rest_s == 0.0
+
+    asyncio.run(run())
+    assert "verifier_down" not in capsys.readouterr().out
+
+
+def test_fleet_marks_a_verifier_that_lacks_a_recorded_set():
+    async def run():
+        async with Fleet(lambda: URLS, world.client) as fleet:
+            lacks = await fleet.next("recorded/a")
+            for seed in range(MISMATCHED_ROWS):
+                assert lacks in [await fleet.next("recorded/a") for _ in range(6)]
+                fleet.mismatched(lacks, TaskSpec("recorded/a", seed), "unknown task")
+            assert lacks not in [await fleet.next("recorded/a") for _ in range(6)]
 
     asyncio.run(run())
 
@@ -173,7 +263,7 @@ def test_fleet_without_a_url_at_the_moment_ends_no_run():
             verifier = await fleet.next("a")
             urls = []
             for _ in range(2 * MISMATCHED_EPISODES):
-                fleet.mismatched(verifier, "a", "unknown task")
+                fleet.mismatched(verifier, TaskSpec("a", 0), "unknown task")
 
     asyncio.run(run())
 
@@ -185,7 +275,7 @@ def test_fleet_tries_a_marked_verifier_again_after_a_while(monkeypatch):
         async with Fleet(lambda: URLS, world.client) as fleet:
             bad = await fleet.next("a")
             for _ in range(MISMATCHED_EPISODES):
-                fleet.mismatched(bad, "a", "being updated")
+                fleet.mismatched(bad, TaskSpec("a", 0), "being updated")
             assert bad not in [await fleet.next("a") for _ in range(6)]
             assert bad in [await fleet.next("b") for _ in range(6)]
             await asyncio.sleep(0.25)

@@ -17,19 +17,32 @@ from typing import Self
 
 from uirl_jax.errors import ConfigError
 from uirl_jax.metrics import key_values
+from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.containers.containers import Client
+from uirl_jax.verifiers.recorded.rewards import PREFIX as RECORDED
 
 FIRST_REST_S = 0.25
 POLL_S = 0.1
 BROKEN_EPISODES = 3  # a verifier that breaks this many started episodes in a row is paused too
 # A verifier that cannot play a task so many times in a row is not asked for it for a while.
 MISMATCHED_EPISODES = 3
+# Of a recorded set so many different rows: one may be too large for the prompt, or broken.
+MISMATCHED_ROWS = 32
 MISMATCH_REST_S = 60.0
 FULL_PAUSE_S = 1.0  # after a verifier was full, if it does not say how long
 GROW_S = 10.0  # after so long without being full one more episode is tried
 LATENCY_WEIGHT = 0.2  # of the newest episode in the running mean
 MIN_LATENCY_S = 1e-3  # shorter latencies are noise and count as this
+
+
+def is_recorded(task_name: str) -> bool:
+    """Whether a mismatch says something of one row, and nothing of the task's other instances."""
+    return task_name.startswith(RECORDED)
+
+
+def _most_mismatches(task_name: str) -> int:
+    return MISMATCHED_ROWS if is_recorded(task_name) else MISMATCHED_EPISODES
 
 
 @dataclasses.dataclass
@@ -47,13 +60,16 @@ class Verifier:
     capacity: int = 0  # episodes that it takes at a time; 0: no limit is known
     capacity_is_guess: bool = False  # it does not say; more are tried from time to time
     full_until_s: float = 0.0  # time.monotonic(); it was full, and more are not tried before
-    # Task name -> episodes in a row that it and this config could not play together.
-    mismatches: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    # Task name -> seeds of the episodes in a row that it and this config could not play together;
+    # of a recorded set each row once.
+    mismatches: dict[str, list[int]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
     last_mismatch_s: float = 0.0  # time.monotonic()
 
     def fits(self, task_name: str, now_s: float) -> bool:
         """Whether an episode of the task is worth a try there."""
-        known_not_to = self.mismatches[task_name] >= MISMATCHED_EPISODES
+        known_not_to = len(self.mismatches[task_name]) >= _most_mismatches(task_name)
         return not known_not_to or now_s - self.last_mismatch_s >= MISMATCH_REST_S
 
     def takes_another(self, now_s: float) -> bool:
@@ -184,30 +200,39 @@ class Fleet:
             limit = verifier.capacity
             print(key_values("verifier_full", url=verifier.url, episodes_at_most=limit), flush=True)
 
-    def mismatched(self, verifier: Verifier, task_name: str, reason: str) -> None:
+    def mismatched(self, verifier: Verifier, task: TaskSpec, reason: str) -> None:
         """It and this config cannot play the task together; other tasks may work there.
+
+        A recorded row that does not fit is not the verifier's fault: it pauses nothing.
 
         Raises: ConfigError: no verifier can, and none ever could: the config is wrong.
         """
         self.left(verifier)
-        verifier.mismatches[task_name] += 1
+        seeds, most = verifier.mismatches[task.name], _most_mismatches(task.name)
         verifier.last_mismatch_s = time.monotonic()
-        if verifier.mismatches[task_name] == MISMATCHED_EPISODES:
-            line = key_values("verifier_mismatch", url=verifier.url, task=task_name, reason=reason)
-            print(line, flush=True)
+        counted_before = is_recorded(task.name) and task.seed in seeds
+        if len(seeds) < most and not counted_before:
+            seeds.append(task.seed)
+            if len(seeds) == most:
+                line = key_values(
+                    "verifier_mismatch", url=verifier.url, task=task.name, reason=reason
+                )
+                print(line, flush=True)
         verifiers = [self._known.get(url) for url in self._base_urls()]
-        untried = (v is None or v.mismatches[task_name] < MISMATCHED_EPISODES for v in verifiers)
+        untried = (v is None or len(v.mismatches[task.name]) < most for v in verifiers)
         if not verifiers or any(untried):  # none: the bundled server is being restarted
             return
-        if task_name not in self._played:
-            raise ConfigError(f"task {task_name!r} cannot be played: {reason}")
-        self._pause(verifier)
+        if task.name not in self._played:
+            rows = f"not one of {most} rows fits, the last: " if is_recorded(task.name) else ""
+            raise ConfigError(f"task {task.name!r} cannot be played: {rows}{reason}")
+        if not is_recorded(task.name):
+            self._pause(verifier)
 
     def worked(self, verifier: Verifier, turn_s: float | None = None, task_name: str = "") -> None:
         """An episode ended there without env_error; turn_s is the mean wait of its turns."""
         self.left(verifier)
         verifier.broken = 0
-        verifier.mismatches[task_name] = 0
+        verifier.mismatches[task_name].clear()
         self._played.add(task_name)
         self._last_success_s = time.monotonic()
         if verifier.capacity_is_guess and self._last_success_s - verifier.full_until_s > GROW_S:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from uirl_jax.actor.fleet import Fleet
+from uirl_jax.actor.fleet import Fleet, is_recorded
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.errors import VerifierFullError
@@ -25,7 +25,8 @@ MAX_REASONS = 50  # distinct ones that are counted: a verifier's messages may be
 
 class Attempt(NamedTuple):
     trajectory: Trajectory
-    # env_error before the first turn, and no episode ended on any verifier in the meantime.
+    # env_error before the first turn, and no episode ended on any verifier in the meantime. Not if
+    # a recorded row does not fit: played again it would not fit either, however often.
     fleet_down: bool
 
 
@@ -103,13 +104,14 @@ class Player:
                 turn_s = waits_s.get("environment", 0.0) / max(1, turns)
                 self.fleet.worked(verifier, turn_s, task.name)
             elif mismatches:
-                self.fleet.mismatched(verifier, task.name, mismatches[0])
+                self.fleet.mismatched(verifier, task, mismatches[0])
             elif turns:
                 self.fleet.broke(verifier)
             else:
                 self.fleet.failed(verifier)
         self.statistics.add(trajectory, waits_s)
-        fleet_down = not trajectory.turns and not self.fleet.worked_since(started_s)
+        row_unfit = bool(mismatches) and is_recorded(task.name)
+        fleet_down = not (trajectory.turns or row_unfit or self.fleet.worked_since(started_s))
         return Attempt(trajectory, fleet_down)
 
 
