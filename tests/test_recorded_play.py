@@ -23,6 +23,7 @@ from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.rules import no_own_rule
 from uirl_jax.verifiers.recorded import rewards
+from uirl_jax.verifiers.recorded.draw import Draw
 from uirl_jax.verifiers.recorded.in_process import RecordedClient
 from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server.server import serve
@@ -109,8 +110,9 @@ def test_evaluation_counts_by_platform_and_kind_and_writes_it_down():
     rows = InMemory([row(n, [click()], "test", each) for n, each in enumerate(labels)])
     kind = TaskSpec(NAME, 0, max_turns=1)
     tasks = evaluation.eval_tasks([kind], 3)
-    said = ("click(40,60)", "click(0,0)", "nothing")
-    played = [play(rows, text, task=task) for text, task in zip(said, tasks, strict=True)]
+    said = ("click(40,60)", "click(0,0)", "nothing")  # on row 0, 1, 2
+    order = [Draw(rows).pick(task).row for task in tasks]
+    played = [play(rows, said[n], task=task) for n, task in zip(order, tasks, strict=True)]
     result = evaluation.count("after", tasks, played)
     found = result.recorded[NAME]
     assert (found.attempts, found.rows) == (3, 3)

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -54,11 +55,23 @@ def progress_after(session: RecordedTask, *taken: Action) -> dict:
 # ------------------------------------------------------------------------------ seeds to rows
 
 
-def test_evaluation_plays_each_row_of_test_once_in_order():
+def test_evaluation_plays_each_row_of_test_once_and_then_again_in_the_same_order():
     draw = Draw(grounding_set(train=12, test=4))
     played = [draw.pick(task(seeds.eval_seed(n))) for n in range(8)]
-    assert [drawn.row for drawn in played] == [12, 13, 14, 15] * 2
+    assert sorted(drawn.row for drawn in played[:4]) == [12, 13, 14, 15]
+    assert [drawn.row for drawn in played[:4]] == [drawn.row for drawn in played[4:]]
     assert [drawn.round for drawn in played] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("split", "seed_of"), [("test", seeds.eval_seed), ("validation", seeds.tune_seed)]
+)
+def test_the_first_instances_are_of_every_part_of_a_file(split, seed_of):
+    draw = Draw(InMemory([row(n, [click()], split) for n in range(400)]))
+    played = [draw.pick(task(seed_of(n))).row for n in range(100)]
+    of_parts = np.bincount(np.array(played) // 100, minlength=4)  # 25 of each are expected
+    assert min(of_parts) >= 10, of_parts
+    assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(played)) < 5
 
 
 def test_ranges_of_seeds_draw_from_disjoint_rows():

@@ -4,8 +4,12 @@ The ranges of seeds (uirl_jax.seeds) draw from splits of their own, so that an e
 held-out instances really sees rows that no training step saw:
 
     training     split train, without what tuning takes of it; the seed is random already
-    evaluation   split test, in order: instance i is row i mod n, so n episodes play each row once
-    tuning       split validation, in order; of a set without one a twentieth of train, by hash
+    evaluation   split test, shuffled: instance i is row i mod n of it, so n episodes play each
+                 row once
+    tuning       split validation, shuffled; of a set without one a twentieth of train, by hash
+
+The order is that of the hashes of the rows' numbers: the first rows of a file are of its first
+source, and neighbours are questions about one screen.
 
 Of a row with several steps, its hash and the round (i div n) say which: rounds go through them.
 """
@@ -56,8 +60,8 @@ class Draw:
                 splits[TRAIN] = [index for index in splits[TRAIN] if index not in taken]
         self._ranges = (
             (TRAIN_SEEDS, TRAIN, splits[TRAIN]),
-            (EVAL_SEEDS, TEST, splits[TEST]),
-            (TUNE_SEEDS, VALIDATION, splits[VALIDATION]),
+            (EVAL_SEEDS, TEST, sorted(splits[TEST], key=_hash)),
+            (TUNE_SEEDS, VALIDATION, sorted(splits[VALIDATION], key=_hash)),
         )
 
     def pick(self, task: TaskSpec) -> Drawn:
