@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import json
+import threading
 
 import numpy as np
 import pytest
@@ -15,9 +17,11 @@ from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError
 from uirl_jax.evaluation.recorded import from_json
+from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.learner import loop
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.rl.advantages import AdvantageConfig, group_advantages, with_negative_weight
+from uirl_jax.roles.eval import run_suite, without_repeated_rows
 from uirl_jax.run import Run
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
@@ -247,3 +251,43 @@ def test_a_set_with_too_large_a_picture_is_refused_before_the_run(tmp_path, monk
     planned = dataclasses.replace(planned, cfg=dataclasses.replace(cfg, verifier=verifier))
     with pytest.raises(ConfigError, match=r"800x600, at most 100000 pixels .* --longest_px"):
         planned._recorded_sets(inputs)
+
+
+def test_a_suite_plays_each_step_of_a_set_once(tmp_path, monkeypatch, capsys):
+    rows = InMemory([walk_row(0, "test"), row(1, [click()], "test"), walk_row(2, "test")])
+    loaded = []
+
+    def load(paths):
+        loaded.append(paths)
+        return RecordedSets({"made": rows})
+
+    monkeypatch.setattr("uirl_jax.verifiers.recorded.sets.load", load)
+    cfg = run_config([NAME], recorded=rewards.RecordedConfig({"made": "x", "other": "y"}))
+    suite = Suite(
+        "s",
+        (
+            SuiteTask(NAME, instances=500),
+            SuiteTask(NAME, "walk=1", max_turns=20, instances=500),
+            SuiteTask("desktop/click_button", instances=500),
+        ),
+    )
+    distinct = without_repeated_rows(Run(cfg, tmp_path, "id"), suite)
+    assert loaded == [{"made": "x"}]
+    asked = [len(task.specs) for task in distinct.tasks]
+    assert asked == [3 + 1 + 3, 3, 500]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2, "a line for each task that has fewer"
+    assert "task=recorded/made asked=500 played=7" in printed[0]
+    shown = set()
+    for spec in distinct.tasks[0].specs:
+        progress = play(rows, "click(0,0)", task=spec).turns[-1].progress
+        shown.add((progress["row"], progress["step"]))
+    assert len(shown) == 7
+    elsewhere = dataclasses.replace(cfg.verifier, urls=("http://127.0.0.1:1",))
+    of_others = Run(dataclasses.replace(cfg, verifier=elsewhere), tmp_path, "id")
+    assert without_repeated_rows(of_others, suite) == suite
+    with pytest.raises(ConfigError, match=r"suite s-tuning: .* no rows of split 'validation'"):
+        without_repeated_rows(Run(cfg, tmp_path, "id"), suite.on_tuning())
+    run_suite(Run(cfg, tmp_path, "id"), threading.Event(), Suite("t", suite.tasks[:1]), [])
+    asked_for = json.loads((tmp_path / "eval" / "suites" / "t" / "suite.json").read_text())
+    assert len(asked_for["tasks"][0]["seeds"]) == 7

@@ -7,6 +7,7 @@ import pytest
 from uirl_jax.config import suites
 from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError
+from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.browser import miniwob
@@ -48,6 +49,28 @@ def test_tuning_behind_a_suite_plays_as_many_tuning_instances_under_another_name
     assert len(read_suite("miniwob16:tuning").specs) == len(read_suite("miniwob16").specs)
     with pytest.raises(ConfigError, match="no such file"):
         read_suite("nowhere:tuning")
+
+
+def test_suite_without_repeats_keeps_the_first_of_each_kind_that_shows_the_same():
+    suite = Suite(
+        "s",
+        (
+            SuiteTask("a", instances=5, first=2),
+            SuiteTask("a", "walk=1", instances=2),
+            SuiteTask("a", seeds=(eval_seed(0), eval_seed(9))),
+            SuiteTask("b", instances=4),
+        ),
+    )
+
+    def shown_by(spec):  # three rows; what b shows is not known
+        return spec.seed % 3 if spec.name == "a" else None
+
+    distinct = suite.without_repeats(shown_by)
+    assert distinct.tasks == (
+        SuiteTask("a", seeds=tuple(eval_seed(n) for n in (2, 3, 4))),
+        *(suite.tasks[1], suite.tasks[3]),
+    )
+    assert distinct.without_repeats(shown_by) == distinct
 
 
 def test_suites_that_ship_are_whole_and_named_like_their_files():

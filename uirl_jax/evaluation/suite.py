@@ -17,6 +17,7 @@ of `seeds.tune_seed`; `seeds` names instances one by one.
 import collections
 import dataclasses
 import re
+from collections.abc import Callable, Hashable
 from typing import Self
 
 from uirl_jax.errors import ConfigError
@@ -121,6 +122,34 @@ class Suite:
             for task in self.tasks
         ]
         return dataclasses.replace(self, name=f"{self.name}-tuning", tasks=tuple(tasks))
+
+    def without_repeats(self, shown_by: Callable[[TaskSpec], Hashable | None]) -> Self:
+        """The suite without instances that would play what an earlier one plays.
+
+        A recorded set has so many rows; its seeds go through them again and again, and an interval
+        that counted a row twice would be too narrow.
+
+        Args: shown_by: equal for two instances of a task that are the same; None: it is like no
+          other.
+        """
+        seen: set[Hashable] = set()
+
+        def is_new(spec: TaskSpec) -> bool:
+            shown = shown_by(spec)
+            key = (spec.name, spec.variant, spec.max_turns, shown)
+            if shown is not None and key in seen:
+                return False
+            seen.add(key)
+            return True
+
+        tasks = []
+        for task in self.tasks:
+            seeds = tuple(spec.seed for spec in task.specs if is_new(spec))
+            if len(seeds) == len(task.specs):
+                tasks.append(task)
+            elif seeds:
+                tasks.append(dataclasses.replace(task, instances=0, first=0, seeds=seeds))
+        return dataclasses.replace(self, tasks=tuple(tasks))
 
     @property
     def specs(self) -> list[TaskSpec]:

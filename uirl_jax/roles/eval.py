@@ -1,6 +1,7 @@
 """Evaluates policies: of a run on its own held-out instances, or several on a suite."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from uirl_jax import evaluation, metrics
 from uirl_jax.config.schema import TaskConfig
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.players import Adapters, Players
@@ -21,6 +22,9 @@ from uirl_jax.roles.verifier import bundled_server
 from uirl_jax.run import Run
 from uirl_jax.store import open_store
 from uirl_jax.store.files import new_directory
+from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.recorded import sets as recorded_sets
+from uirl_jax.verifiers.recorded.rewards import PREFIX as RECORDED
 
 BEST_FILE = "best/best.json"
 
@@ -91,6 +95,7 @@ def run_suite(
     }
     tasks = tuple(TaskConfig(*kind, rule=rule) for kind, rule in kinds.items())
     run = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, tasks=tasks))
+    suite = without_repeated_rows(run, suite)
     directory = evaluation.open_suite(run.workdir, suite)
     played: dict[str, evaluation.Played] = {}
 
@@ -109,6 +114,42 @@ def run_suite(
     if comparisons:
         print(evaluation.format_comparisons(comparisons))
     print(f"scores: {directory / 'scores.json'}", flush=True)
+
+
+def without_repeated_rows(run: Run, suite: evaluation.Suite) -> evaluation.Suite:
+    """The suite with each step of the run's recorded sets at most once; says what it left out.
+
+    What a server of others has is not known here: its suites are played as they are.
+
+    Raises: ConfigError: a set that cannot be read, or has no rows of the split.
+    """
+    names = {task.name for task in suite.tasks if task.name.startswith(RECORDED)}
+    if not names or not run.cfg.verifier.is_bundled:
+        return suite
+    paths = run.cfg.verifier.recorded.sets
+    sets = recorded_sets.load({name: paths[name] for name in paths if RECORDED + name in names})
+
+    def shown_by(spec: TaskSpec) -> tuple[int, int] | None:
+        return sets.shown(spec) if spec.name in names else None
+
+    try:
+        distinct = suite.without_repeats(shown_by)
+    except VerifierError as error:
+        raise ConfigError(f"suite {suite.name}: {error}") from error
+    asked = collections.Counter(spec.label for spec in suite.specs)
+    played = collections.Counter(spec.label for spec in distinct.specs)
+    for label, instances in asked.items():
+        if played[label] < instances:
+            line = metrics.key_values(
+                "suite_shortened",
+                suite=suite.name,
+                task=label,
+                asked=instances,
+                played=played[label],
+                reason="the set has no more that differ",
+            )
+            print(line, flush=True)
+    return distinct
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.recorded.draw import Draw, Rows
 from uirl_jax.verifiers.recorded.rewards import PREFIX
 from uirl_jax.verifiers.recorded.row import Row
-from uirl_jax.verifiers.recorded.task import RecordedTask
+from uirl_jax.verifiers.recorded.task import RecordedTask, walks
 from uirl_jax.verifiers.tasks import variants
 
 KEPT_ROWS = 64  # of each set; a row is a picture or some
@@ -54,11 +54,30 @@ class RecordedSets:
         rows = [each.rows for each in self._sets.values()]
         return {size for each in rows for index in range(len(each)) for size in each.sizes(index)}
 
+    def shown(self, task: TaskSpec) -> tuple[int, int]:
+        """The row of a task, and a number of its step: two seeds with equal ones show the same.
+
+        Raises: VerifierError: no such set or variant, or no rows for its seed.
+        """
+        found = self._find(task)
+        drawn = found.draw.pick(task)
+        steps = 1 if walks(task) else len(found.rows.sizes(drawn.row))
+        return drawn.row, drawn.round % steps
+
     async def open(self, task: TaskSpec) -> RecordedTask:
         """Starts a task.
 
         Raises: VerifierError: no such set or variant, no rows for its seed, or a broken row.
         """
+        found = self._find(task)
+        drawn = found.draw.pick(task)
+        try:
+            row = await found.row(drawn.row)
+        except (OSError, UirlError) as error:
+            raise VerifierError(f"{task.name}: row {drawn.row} cannot be read: {error}") from error
+        return RecordedTask(task, row, drawn)
+
+    def _find(self, task: TaskSpec) -> _Set:
         found = self._sets.get(task.name)
         if found is None:
             near = variants.nearest(task.name, self._sets) if self._sets else ""
@@ -66,12 +85,7 @@ class RecordedSets:
                 f"unknown task {task.name!r}{near}; recorded sets are named in "
                 "verifier.recorded.sets, or with --recorded-set=NAME=FILE of a server"
             )
-        drawn = found.draw.pick(task)
-        try:
-            row = await found.row(drawn.row)
-        except (OSError, UirlError) as error:
-            raise VerifierError(f"{task.name}: row {drawn.row} cannot be read: {error}") from error
-        return RecordedTask(task, row, drawn)
+        return found
 
 
 def load(paths: Mapping[str, str]) -> RecordedSets:

@@ -47,6 +47,11 @@ class State(enum.StrEnum):
     TERMINATED = "terminated"
 
 
+def walks(task: TaskSpec) -> bool:
+    """Whether an episode goes along all steps of its row. Raises: VerifierError."""
+    return variants.read(task.name, task.variant, VARIANTS).get("walk", 0) == 1
+
+
 class RecordedTask:
     """One episode on a row.
 
@@ -60,16 +65,16 @@ class RecordedTask:
 
     def __init__(self, task: TaskSpec, row: Row, drawn: Drawn) -> None:
         options = variants.read(task.name, task.variant, VARIANTS)
-        walks = options.get("walk", 0) == 1
-        if walks and "step" in options:
+        walking = walks(task)
+        if walking and "step" in options:
             raise VerifierError(f"variant {task.variant!r} of {task.name}: step=one or walk=1")
         if not row.steps:
             raise VerifierError(f"{task.name}: row {row.row_id!r} has no step")
-        shown = None if walks else pick_step(row, drawn)
+        shown = None if walking else pick_step(row, drawn)
         self._row = row
         self._steps = row.steps if shown is None else row.steps[shown : shown + 1]
         self._first = 0 if shown is None else shown  # index in the row of the first of _steps
-        self._max_turns = MAX_TURNS if walks else 1
+        self._max_turns = MAX_TURNS if walking else 1
         self.instruction = history.instruction(row, shown, low=options.get("level") == "low")
         if not self.instruction.strip():
             raise VerifierError(f"{task.name}: row {row.row_id!r} has no instruction")
