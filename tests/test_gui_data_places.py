@@ -241,3 +241,22 @@ def test_a_place_of_a_set_becomes_our_pixels_within_a_pixel(name, data):
         assert all(abs(a - b) <= 1 for a, b in zip(found[what], box, strict=True))
     expected = point if HAS_POINT in has else places.centre(box, SIZE)
     assert abs(step.action.x - expected[0]) <= 1 and abs(step.action.y - expected[1]) <= 1
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_source_is_found_by_a_relative_path(name, tmp_path, monkeypatch):
+    write, _ = WRITERS[name]
+    write(tmp_path / "data/set", Box(10, 10, 30, 30), (20, 20))
+    monkeypatch.chdir(tmp_path)
+    (row,) = rows_of(name.partition(",")[0], Path("data/set"))
+    assert (row.steps[0].width_px, row.steps[0].height_px) == SIZE
+    monkeypatch.chdir(tmp_path / "data/set")
+    assert rows_of(name.partition(",")[0], Path(".")) == [row]
+
+
+def test_a_file_of_odyssey_is_found_by_a_relative_path(tmp_path, monkeypatch):
+    write_odyssey(tmp_path, Box(10, 10, 30, 30), (20, 20))
+    monkeypatch.chdir(tmp_path)
+    rows = rows_of("gui_odyssey", Path("annotations/0001.json"))
+    monkeypatch.chdir(tmp_path / "annotations")
+    assert len(rows) == 1 and rows_of("gui_odyssey", Path("0001.json")) == rows

@@ -83,7 +83,9 @@ class Source:
         if splits is not None and not splits.is_file():
             raise ConfigError(f"--splits={splits}: there is no such file")
         self.path, self.left_out = path, left_out or LeftOut()
-        self.folder = path if path.is_dir() else path.parent
+        # Absolute: a folder made of it stays where it is when it is joined with it again, and the
+        # folder of "." has a name and a parent.
+        self.folder = (path if path.is_dir() else path.parent).resolve()
         self._images, self._splits = images, splits
 
     def files(self, *patterns: str) -> list[Path]:
