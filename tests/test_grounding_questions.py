@@ -337,3 +337,29 @@ def test_record_says_what_the_manifest_says(tmp_path):
         assert (turn.action.kind, turn.action.x, turn.action.y) == ("click", 24, 19)
         assert turn.text == "click(24, 19)"
     assert Question(rows[0]["instruction"], (10, 10, 40, 30), "button", rows[0]["by"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": (320, 210)},
+        {"density": 2},
+        {"sources": {"plain": ["plain"], "pico": ["pico"]}},
+        {"libraries": ["bulma@1"]},
+        {"renderer": "other"},
+        {"questions": 5},
+        {"split": "test"},
+        {"seed": 4},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_records_of_two_folders_have_ids_of_their_own(tmp_path, changes):
+    """Both may be in one set, where a row whose id was there before is dropped."""
+    fill(tmp_path / "one", 3, Drawn())
+    fill(tmp_path / "other", 3, Drawn(), **changes)
+    ids = [
+        record.episode_id
+        for name in ("one", "other")
+        for record in read_shard(shard_path(tmp_path / name, 0))[1]
+    ]
+    assert len(set(ids)) == len(ids)

@@ -133,6 +133,15 @@ def test_shortest_successes_of_each_instance_are_kept():
     assert names_of(keep(keep(found[:3], 1) + found[3:], 1)) == ["short", "other"], "file by file"
 
 
+def test_questions_of_one_screen_are_instances_of_their_own():
+    asked = [
+        dataclasses.replace(played(name, 1, turns=1), instruction=f"Click {name[0]}.")
+        for name in ("a1", "a2", "b1", "b2")
+    ]
+    found = [recorded_demonstrations.Recorded(one, "", Path()) for one in asked]
+    assert names_of(recorded_demonstrations.shortest_successes(found, 1)) == ["a1", "b1"]
+
+
 def test_run_is_distilled_from_its_shortest_successes_in_its_own_words(tmp_path, recorded):
     """What this base sampled keeps its tokens; another base's successes are told again."""
     told = recorded_demonstrations.load([str(recorded)], world.chat(), world.inputs())

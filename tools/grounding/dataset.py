@@ -157,10 +157,12 @@ class Folder:
         middle = ((left + right - 1) // 2, (top + bottom - 1) // 2)
         recording.act(Action("click", x=middle[0], y=middle[1]), progress)
         told = recording.trajectory(progress, success=True, stop_reason=StopReason.COMPLETED)
-        name = f"{self._settings.split}|{self._settings.seed}|{plan.number}|{number}"
+        # Of all settings: questions of two folders in one set must not have the same id.
+        name = [dataclasses.asdict(self._settings), plan.number, number]
+        digest = hashlib.blake2b(json.dumps(name, sort_keys=True).encode(), digest_size=16)
         return dataclasses.replace(
             told,
-            episode_id=hashlib.blake2b(name.encode(), digest_size=16).hexdigest(),
+            episode_id=digest.hexdigest(),
             renderer=self._settings.renderer,
         )
 

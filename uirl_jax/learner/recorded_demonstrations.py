@@ -82,6 +82,7 @@ def shortest_successes(found: Iterable[Recorded], count: int) -> list[Recorded]:
     """The solved episodes, at most `count` of a task instance: fewest turns, then tokens, first.
 
     Left out are held-out and tuning instances, and second copies of an episode, as in replay/.
+    An instance is a task with an instruction: grounding data asks several questions of a screen.
     """
     solved = {
         one.trajectory.episode_id: one
@@ -90,10 +91,11 @@ def shortest_successes(found: Iterable[Recorded], count: int) -> list[Recorded]:
         and not any(one.trajectory.task.seed in seeds for seeds in (EVAL_SEEDS, TUNE_SEEDS))
     }
     kept: list[Recorded] = []
-    taken: collections.Counter[TaskSpec] = collections.Counter()
+    taken: collections.Counter[tuple[TaskSpec, str]] = collections.Counter()
     for one in sorted(solved.values(), key=lambda one: one.trajectory.length):
-        if taken[one.trajectory.task] < count:
-            taken[one.trajectory.task] += 1
+        instance = (one.trajectory.task, one.trajectory.instruction)
+        if taken[instance] < count:
+            taken[instance] += 1
             kept.append(one)
     return kept
 
