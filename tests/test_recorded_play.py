@@ -16,7 +16,7 @@ from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError
-from uirl_jax.evaluation.recorded import from_json
+from uirl_jax.evaluation.recorded import from_json, recorded_results
 from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.learner import loop
 from uirl_jax.learner.algorithm import AlgorithmConfig
@@ -92,6 +92,22 @@ def test_a_walk_of_the_seeds_example_is_walked_to_its_end():
     assert len(trajectory.turns) == 4  # a wrong action costs a turn
     earned = [turn.reward for turn in trajectory.turns]
     assert earned == pytest.approx([0.0, 1 / 3, 1 / 3, 1 / 3 + 0.5])
+
+
+@pytest.mark.parametrize("weight", [1.0, -1.0])
+def test_an_invalid_action_in_a_walk_forfeits_what_was_walked_in_every_account(weight):
+    task = TaskSpec(NAME, 0, "walk=1", max_turns=20)
+    weights = {"match": weight}
+    walked = play(InMemory([walk_row()]), "click(40,60)", "hm", task=task, weights=weights)
+    assert walked.stop_reason is StopReason.FORMAT_ERROR and len(walked.turns) == 2
+    assert walked.reward == pytest.approx(min(0.0, weight / 3))
+    assert walked.turns[-1].progress["parts"]["match"] == pytest.approx(1 / 3)
+    find = score_again.rule_finder("", "", f"match={weight}")
+    (again,) = score_again.score_again([walked], find, score_again.collections.Counter())
+    assert again.reward == pytest.approx((walked.reward, walked.reward))
+    assert again.success == (False, False)
+    (result,) = recorded_results([walked]).values()
+    assert result.attempts == 1 and not any(result.parts.values())
 
 
 def test_stored_progress_is_scored_again_under_other_weights():

@@ -24,7 +24,7 @@ from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, ShardError, UirlError, VerifierError
 from uirl_jax.evaluation.outcome import outcome_of
 from uirl_jax.shards.reader import read_shard
-from uirl_jax.types import Judgement, Rule, TaskSpec, Trajectory
+from uirl_jax.types import Judgement, Rule, StopReason, TaskSpec, Trajectory
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.client import rules
 from uirl_jax.verifiers.recorded.rewards import read_weights, weighted_rule
@@ -77,14 +77,19 @@ def rule_finder(reference: str, changes: str, weights: str = "") -> FindRule:
 def judge(trajectory: Trajectory, rule: Rule) -> tuple[Judgement, int]:
     """Of the first turn after which the rule ends the episode, else of the last; and its number.
 
+    An invalid action forfeits what the turns before it were paid, as in the run (actor.rollout).
+
     Raises: VerifierError: the rule cannot judge what was recorded.
     """
+    turns = len(trajectory.turns)
     judgement = Judgement(False, 0.0, False)
     for number, turn in enumerate(trajectory.turns, start=1):
-        judgement = rule.judge(turn.progress, number)
+        before, judgement = judgement, rule.judge(turn.progress, number)
+        if number == turns and trajectory.stop_reason is StopReason.FORMAT_ERROR:
+            return Judgement(False, min(0.0, before.reward), False), number
         if judgement.done:
             return judgement, number
-    return judgement, len(trajectory.turns)
+    return judgement, turns
 
 
 def score_again(

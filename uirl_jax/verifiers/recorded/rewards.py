@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ConfigError, VerifierError
-from uirl_jax.types import Judgement, Rule, TaskSpec, Trajectory
+from uirl_jax.types import Judgement, Rule, StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers.client.rules import FindOwnRule
 from uirl_jax.verifiers.recorded import rules
 from uirl_jax.verifiers.tasks import variants
@@ -125,9 +125,14 @@ def with_weights(weights: Mapping[str, float], find_own_rule: FindOwnRule) -> Fi
 
 def parts_of(trajectory: Trajectory) -> dict[str, float] | None:
     """Every rule's value after the last turn, 0 for what is no number from 0 to 1; None: of another
-    task, or without a turn."""
+    task, or without a turn.
+
+    All are 0 if an invalid action ended it: it forfeits the steps that were walked before.
+    """
     if not trajectory.task.name.startswith(PREFIX) or not trajectory.turns:
         return None
+    if trajectory.stop_reason is StopReason.FORMAT_ERROR:
+        return dict.fromkeys(rules.NAMES, 0.0)
     told = trajectory.turns[-1].progress.get(PARTS)
     found = told if isinstance(told, Mapping) else {}
     return {name: _usable(found.get(name)) or 0.0 for name in rules.NAMES}
