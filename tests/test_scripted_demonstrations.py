@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny_model
+from tests.recorded_rows import grounding_set
 from tests.sample_trajectories import make_trajectory
 from uirl_jax import seeds
 from uirl_jax.demonstrations.recording import is_example
@@ -18,6 +19,7 @@ from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 
 KINDS = [
     TaskSpec("desktop/click_button", max_turns=2, seed=0),
@@ -129,6 +131,34 @@ def test_what_did_not_solve_its_task_is_not_learnt_from(make, tmp_path, capsys):
         mistaken = make(demonstrator, 6, kinds=hasty, quality=0.5)
         mistaken.keep(tmp_path / "mistaken")
     assert len({one.task for one in mistaken.take(0, 6)}) == 6
+
+
+def rows_of(demonstrations):
+    return [one.turns[-1].progress["row"] for one in demonstrations]
+
+
+def test_each_training_row_of_a_recorded_set_is_demonstrated_before_any_again(
+    make, tmp_path, monkeypatch
+):
+    sets = RecordedSets({"a": grounding_set(train=9, test=3), "b": grounding_set(train=5, test=0)})
+    monkeypatch.setattr("uirl_jax.verifiers.recorded.sets.load", lambda paths: sets)
+    kinds = [TaskSpec("recorded/a", 0), KINDS[0], TaskSpec("recorded/b", 0)]
+    with Demonstrator(recorded={"made": "x"}) as demonstrator:
+        demonstrations = make(demonstrator, 0, kinds=kinds)
+        played = demonstrations.take(0, 54)
+        assert content(demonstrations.take(27, 9)) == content(played[27:36])
+        make(demonstrator, 9, kinds=kinds[:1]).keep(tmp_path)
+        (kept,) = [read_shard(path)[1] for path in tmp_path.iterdir()]
+    a, b = rows_of(played[0::3]), rows_of(played[2::3])
+    every = sorted(f"r{n}" for n in range(9))
+    assert sorted(a[:9]) == sorted(a[9:]) == every and a[:9] != a[9:]
+    for first in (0, 5, 10):
+        assert sorted(b[first : first + 5]) == sorted(f"r{n}" for n in range(5))
+    assert [one.task.seed for one in played[1::3]] == [
+        seeds.train_seed(5, number) for number in range(1, 54, 3)
+    ]
+    assert sorted(rows_of(kept)) == every
+    assert all(one.task.seed in seeds.TRAIN_SEEDS for one in played)
 
 
 @pytest.mark.browser

@@ -93,12 +93,13 @@ class Demonstrator:
         browsers: int = 1,
     ) -> None:
         own = own_tasks.load(task_dirs)
+        self._recorded = recorded_sets.load(recorded or {})
         self._runner = asyncio.Runner()
         self._types = SessionTypes(
             warm_browsers=browsers,
             max_browsers=browsers,
             own=own,
-            recorded=recorded_sets.load(recorded or {}),
+            recorded=self._recorded,
         )
         self._browsers = asyncio.Semaphore(browsers)
 
@@ -108,6 +109,10 @@ class Demonstrator:
     def __exit__(self, *_: object) -> None:
         with self._runner:
             self._runner.run(self._types.close())
+
+    def training_rows(self, task_name: str) -> int:
+        """How many rows of a recorded set training draws from; 0: another task."""
+        return self._recorded.training_rows(task_name)
 
     def demonstrate(
         self,

@@ -2,10 +2,12 @@
 
 Drawn screens cost little, so every step may play new episodes. A browser plays about one episode a
 second: these are played once, stored in the workdir as shards and repeated in another order every
-epoch. verifiers.demonstrations plays them, cold_start trains on them.
+epoch. Of a recorded set every training row is demonstrated once before any is again.
+verifiers.demonstrations plays them, cold_start trains on them.
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,14 +127,26 @@ class ScriptedDemonstrations:
 
     def _play(self, numbers: Sequence[int]) -> list[Trajectory]:
         """Without episodes that have no turn, of scripts that failed at once."""
-        tasks = [
-            dataclasses.replace(
-                self._kinds[number % len(self._kinds)], seed=seeds.train_seed(self._seed, number)
-            )
-            for number in numbers
-        ]
+        tasks = [self._task(number) for number in numbers]
         rngs = [np.random.default_rng([self._seed, number]) for number in numbers]
         played = self._demonstrator.demonstrate_all(
             tasks, self._chat, self._model.inputs, rngs, quality=self._quality
         )
         return [episode for episode in played if episode.turns]
+
+    def _task(self, number: int) -> TaskSpec:
+        kind = self._kinds[number % len(self._kinds)]
+        rows = self._demonstrator.training_rows(kind.name)
+        if not rows:
+            return dataclasses.replace(kind, seed=seeds.train_seed(self._seed, number))
+        # Seeds drawn at random would never meet a third of the rows in as many demonstrations. The
+        # next epoch's seeds are the next round over the steps of each row.
+        epoch, position = divmod(number // len(self._kinds), rows)
+        place = epoch * rows + int(_order(self._seed, epoch, rows)[position])
+        return dataclasses.replace(kind, seed=seeds.TRAIN_SEEDS[place % len(seeds.TRAIN_SEEDS)])
+
+
+@functools.lru_cache(maxsize=8)
+def _order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """int64[rows]: a permutation of the rows."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)

@@ -64,6 +64,11 @@ class Draw:
             (TUNE_SEEDS, VALIDATION, sorted(splits[VALIDATION], key=_hash)),
         )
 
+    @property
+    def training_rows(self) -> int:
+        """How many rows training draws from: so many consecutive seeds are so many rows."""
+        return next(len(rows) for _, split, rows in self._ranges if split == TRAIN)
+
     def pick(self, task: TaskSpec) -> Drawn:
         """The row of an instance.
 
