@@ -2,11 +2,12 @@
 
     bash launch/grounder.sh
 
-draws the screens that this config plays, trains, and evaluates on screens and on component
-libraries that were never trained on (docs/train_a_grounder.md). The model sees small pages and
-clicks with point tokens (docs/page_model.md). The part after the colon is the folder of both sets:
+draws the screens that this config plays, trains, and evaluates on screens and on Bulma, a component
+library that was never trained on (docs/train_a_grounder.md). The model sees small pages and clicks
+with point tokens (docs/page_model.md). The part after the colon is the folder of both sets:
 
-    python -m uirl_jax.main --config=configs/grounder.py:runs/grounding --workdir=runs/grounder
+    python -m uirl_jax.main --workdir=runs/grounder \\
+        --config=configs/grounder.py:runs/grounding-10000
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict
 from configs import miniwob_pages
 
 
-def get_config(folder: str = "runs/grounding") -> ConfigDict:
+def get_config(folder: str = "runs/grounding-10000") -> ConfigDict:
     cfg = miniwob_pages.get_config()
     sets = {name: f"{folder}/{name}/rows.parquet" for name in ("screens", "libraries")}
     cfg.verifier = ConfigDict({"recorded": {"sets": sets, "rewards": {"point_in_box": 1.0}}})

@@ -135,8 +135,8 @@ def test_flags_keys_and_files_of_a_command_exist(command, page):
     assert not wrong, f"{page}: {command}: {wrong}"
 
 
-def launched(tmp_path: Path, script: str, *flags: str, **environment: str) -> tuple[Path, str]:
-    """A copy of the tree, with an environment that is installed; what the script printed."""
+def copied(tmp_path: Path, python_text: str) -> Path:
+    """A copy of the tree, with an environment that is installed; the text is its Python."""
     tree = tmp_path / "uirl_jax"
     tree.mkdir()
     for name in ("configs", "tools", "uirl_jax", "requirements.txt", "pyproject.toml"):
@@ -144,12 +144,17 @@ def launched(tmp_path: Path, script: str, *flags: str, **environment: str) -> tu
     shutil.copytree(ROOT / "launch", tree / "launch")
     python = tree / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.write_text(python_text)
     python.chmod(0o755)
     names = ("requirements.txt", "pyproject.toml")
     content = b"".join((tree / name).read_bytes() for name in names)
     installed = subprocess.run(["cksum"], input=content, capture_output=True, check=True)
     (tree / ".venv" / ".installed").write_bytes(installed.stdout)
+    return tree
+
+
+def launch(tree: Path, script: str, *flags: str, **environment: str) -> str:
+    """What the script printed."""
     done = subprocess.run(
         ["bash", str(tree / "launch" / script), *flags],
         capture_output=True,
@@ -159,7 +164,13 @@ def launched(tmp_path: Path, script: str, *flags: str, **environment: str) -> tu
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "installing" not in done.stdout
-    return tree, done.stdout
+    return done.stdout
+
+
+def launched(tmp_path: Path, script: str, *flags: str, **environment: str) -> tuple[Path, str]:
+    """A copy of the tree, and what the script printed there."""
+    tree = copied(tmp_path, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    return tree, launch(tree, script, *flags, **environment)
 
 
 def test_first_command_trains_and_shows_its_result(tmp_path):
@@ -167,6 +178,35 @@ def test_first_command_trains_and_shows_its_result(tmp_path):
     tree, printed = launched(tmp_path, "local.sh", *flags)
     assert re.search(r"after +\d+\.\d% .* \d/8", printed), printed
     assert (tree / "runs" / "quickstart" / "report.html").is_file()
+
+
+NOTED_PYTHON = """#!/bin/sh
+echo "$@" >>calls
+for argument; do
+  case $argument in --out=*) mkdir -p "${argument#--out=}" ;; esac
+done
+"""
+
+
+@pytest.mark.browser
+def test_grounder_draws_each_number_of_screens_once_into_a_folder_of_its_own(tmp_path):
+    tree = copied(tmp_path, NOTED_PYTHON)
+    for screens in ("20", "3000", "20"):
+        launch(tree, "grounder.sh", UIRL_SCREENS=screens)
+    calls = (tree / "calls").read_text().splitlines()
+    drawing = "-m tools.make_grounding_data --out=runs/grounding"
+    assert [call for call in calls if "make_grounding_data" in call] == [
+        f"{drawing}-20/drawn-libraries --split=test --screens=20 --sources=bulma",
+        f"{drawing}-20/drawn-screens --split=train --screens=20",
+        f"{drawing}-3000/drawn-libraries --split=test --screens=500 --sources=bulma",
+        f"{drawing}-3000/drawn-screens --split=train --screens=3000",
+    ]
+    prepared = [call for call in calls if "prepare_gui_data" in call]
+    assert len(prepared) == 4 and prepared[0].endswith("--out=runs/grounding-20/libraries")
+    trained = [call for call in calls if "uirl_jax.main" in call and "--role" not in call]
+    assert [re.search(r"grounder\.py:(\S+)", call)[1] for call in trained] == [
+        f"runs/grounding-{screens}" for screens in ("20", "3000", "20")
+    ]
 
 
 @pytest.mark.slow

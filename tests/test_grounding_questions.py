@@ -22,7 +22,7 @@ from tools.grounding.screens import Element, Screen
 from tools.grounding.sources import Plan
 from tools.grounding.stream import Stream
 from tools.grounding.themes import THEMES
-from tools.make_grounding_data import read_size
+from tools.make_grounding_data import find_sources, read_size
 from uirl_jax.errors import ConfigError
 from uirl_jax.seeds import TRAIN_SEEDS
 from uirl_jax.shards.reader import read_shard
@@ -226,6 +226,12 @@ def test_wrong_archives_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(libraries.LibraryError, match="no npm"):
         libraries.read_css(library(b""), tmp_path / "empty")
+
+
+def test_a_library_that_is_asked_for_and_cannot_be_had_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"left out: bulma: .*there is no npm"):
+        find_sources("test", ["bulma"], (160, 210), tmp_path / "empty")
 
 
 def test_failing_download_is_one_line(tmp_path, monkeypatch):
