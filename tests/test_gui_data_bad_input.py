@@ -236,6 +236,10 @@ def steps(*, action: object = None, **other) -> dict:
 LINES: dict[str, tuple[object, str]] = {
     "an unknown key": (line(boxes=[1]), "unknown key 'boxes'"),
     "an unknown key of a step": (steps(point=[1, 2]), "step 0: unknown key 'point'"),
+    "a box beside steps": ({**steps(), "box": [6, 8, 30, 20]}, "box stands beside steps: give it"),
+    "an action beside steps": ({**steps(), "action": {"kind": "wait"}}, "action stands beside"),
+    "elements beside steps": ({**steps(), "elements": []}, "elements stands beside steps"),
+    "a picture beside steps": ({**steps(), "image": "a.png"}, "image stands beside steps"),
     "an unknown key of an action": (steps(action={"kind": "wait", "s": 1}), "unknown key 's'"),
     "an unknown unit": (line(coordinates="0-100"), "expected pixels, 0-1 or 0-1000"),
     "a unit that is a list": (line(coordinates=[1]), "expected pixels, 0-1 or 0-1000"),

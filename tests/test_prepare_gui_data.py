@@ -116,6 +116,26 @@ def test_a_wrong_call_is_one_error_and_leaves_nothing(tmp_path, kind, paths, wan
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("where", ["exists", "glob"])
+def test_a_source_that_cannot_be_read_is_named_and_not_the_set(tmp_path, monkeypatch, where):
+    """Also the second of two, which is read while the set is being written."""
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        write_lines(path, [line()])
+    once = getattr(Path, where)
+
+    def refused(path, *args, **options):
+        if path == paths[1]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return once(path, *args, **options)
+
+    monkeypatch.setattr(Path, where, refused)
+    with pytest.raises(UirlError) as told:
+        make_set("jsonl", list(map(str, paths)), tmp_path / "out", Wanted())
+    assert str(told.value) == f"{paths[1]}: Permission denied"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_is_there_or_cannot_be_made_is_one_error(tmp_path):
     with pytest.raises(ConfigError, match="is there already; give another, or delete it"):
         make_set("demo", [], tmp_path, Wanted())

@@ -3,7 +3,7 @@
     python -m tools.prepare_gui_data --kind=demo --rows=100 --out=demo
     python -m tools.prepare_gui_data mine.jsonl --kind=jsonl --out=mine
     python -m tools.prepare_gui_data grounding grounding-test --kind=grounding --out=pointing
-    python -m tools.prepare_gui_data aitw/general --kind=aitw --splits=general.json --out=general
+    python -m tools.prepare_gui_data aitw/general --kind=aitw --splits=standard.json --out=general
 
 --out gets rows.parquet, which tasks `recorded/<set>` play, verl/<split>.parquet for verl's
 RLHFDataset, left_out.jsonl with every row that was left out and why, and summary.json. It is

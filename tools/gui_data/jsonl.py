@@ -30,7 +30,8 @@ from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.recorded.row import Row, Step
 
 _LINE = {"id", "split", "labels", "instruction", "coordinates", "box_form", "steps"}
-_STEP = {"image", "action", "box", "elements", "instruction"}
+_SHOWN = {"image", "action", "box", "elements"}  # of a step, or of a line that is one
+_STEP = {*_SHOWN, "instruction"}
 _ACTION = {field.name for field in dataclasses.fields(Action)}
 
 
@@ -50,6 +51,8 @@ def read(source: Source) -> Iterator[Draft]:
 
 def _row(line: Mapping[str, Any], row_id: str, pictures: Pictures) -> Row:
     _refuse_others(line, _LINE | _STEP)
+    if "steps" in line and (beside := sorted(line.keys() & _SHOWN)):
+        raise RecordError(f"{beside[0]} stands beside steps: give it in each step that it is of")
     form = _form(line)
     steps = value_of(line, "steps", list) if "steps" in line else [line]
     labels = value_of(line, "labels", dict) if "labels" in line else {}

@@ -1,5 +1,6 @@
 """A folder with a set, of the drafts of its sources: rows, splits, files for verl, a summary."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -55,7 +56,8 @@ def make_set(
     """Makes the folder `out`, whole; what its summary.json says, and what was left out.
 
     Raises: ConfigError: sources that do not fit the kind, or pyarrow is missing. RecordError: no
-      row is left. UirlError: it cannot be written. `out` is not there then.
+      row is left. UirlError: it cannot be written, or a source not be read. `out` is not there
+      then.
     """
     if wanted.test_share + wanted.validation_share > 1:
         raise ConfigError("--test_share and --validation_share are more than everything")
@@ -82,11 +84,28 @@ def _drafts(kind: str, paths: Sequence[str], wanted: Wanted, left_out: LeftOut) 
     sets.refuse_online(kind)
     if not paths:
         raise ConfigError(f"--kind={kind} needs a source: the folder of the set, or a file of it")
-    sources = [
-        Source(Path(path), images=wanted.images, splits=wanted.splits, left_out=left_out)
-        for path in paths
-    ]
-    return itertools.chain.from_iterable(sets.READERS[kind](source) for source in sources)
+    sources = []
+    for path in map(Path, paths):
+        with _reading(path):
+            sources.append(
+                Source(path, images=wanted.images, splits=wanted.splits, left_out=left_out)
+            )
+    return _of_sources(kind, sources)
+
+
+def _of_sources(kind: str, sources: Sequence[Source]) -> Iterator[Draft]:
+    for source in sources:
+        with _reading(source.path):
+            yield from sets.READERS[kind](source)
+
+
+@contextlib.contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """What cannot be read is named: whoever writes the set would take it for a fault of its own."""
+    try:
+        yield
+    except OSError as error:
+        raise UirlError(f"{error.filename or source}: {error.strerror or error}") from error
 
 
 def prepare(
