@@ -19,6 +19,8 @@ def get_config(folder: str = "runs/grounding-10000") -> ConfigDict:
     cfg = miniwob_pages.get_config()
     sets = {name: f"{folder}/{name}/rows.parquet" for name in ("screens", "libraries")}
     cfg.verifier = ConfigDict({"recorded": {"sets": sets, "rewards": {"point_in_box": 1.0}}})
+    # The questions mean one element alone, so a failure is one: it counts in full, without the
+    # negative_weight of configs/recorded.py.
     cfg.tasks = (ConfigDict({"name": "recorded/screens", "max_turns": 1}),)
     cfg.curriculum = ConfigDict()
     # One turn: the screen, an instruction, a click of three tokens.
@@ -35,7 +37,5 @@ def get_config(folder: str = "runs/grounding-10000") -> ConfigDict:
     optimizer = {"name": "muon", "lr": 1e-3, "warmup_steps": 20, "schedule": "cosine"}
     cfg.cold_start = ConfigDict({"steps": 1000, "episodes": 20_000, "episodes_per_step": 32})
     cfg.cold_start.update({"train": "all", "optimizer": ConfigDict(optimizer)})
-    # The questions mean one element alone, so a failure is one: unlike in configs/recorded.py it
-    # counts in full.
     cfg.evaluation.episodes = 500
     return cfg

@@ -13,7 +13,7 @@ from tools.gui_data.places import AITW, FRACTIONS, PIXELS, PIXELS_WITH_SIZE, THO
 from tools.gui_data.source import Source
 from uirl_jax.errors import RecordError
 from uirl_jax.types import Action
-from uirl_jax.verifiers.recorded.row import Box, Row, scale_action
+from uirl_jax.verifiers.recorded.row import Box, Row, Size, scale_action
 
 FORMS = {
     "pixels": PIXELS,
@@ -38,12 +38,40 @@ def boxes(draw, size: tuple[int, int]) -> Box:
     return Box(left, top, right, bottom)
 
 
+def write_box(
+    box: Box, form: places.Form, size: Size, *, counted: Size | None = None
+) -> list[float]:
+    """What `read_box` reads as this box; thousandths are rounded to whole ones."""
+    spans = form.spans(size, counted)
+    sides = [at * span / px for at, px, span in zip(box, size * 2, spans * 2, strict=True)]
+    if form.unit == "0-1000":
+        sides = [float(round(side)) for side in sides]
+    a, b, c, d = sides
+    if form.has_size:
+        c, d = c - a, d - b
+    return [b, a, d, c] if form.y_first else [a, b, c, d]
+
+
+def write_point(
+    point: tuple[int, int], form: places.Form, size: Size, *, counted: Size | None = None
+) -> list[float]:
+    """What `read_point` reads as this pixel: its middle, in pixels itself; whole thousandths."""
+    spans = form.spans(size, counted)
+    if form.unit == "pixels" and counted in (None, size):
+        found = [float(at) for at in point]
+    else:
+        found = [(at + 0.5) * span / px for at, px, span in zip(point, size, spans, strict=True)]
+    if form.unit == "0-1000":
+        found = [float(round(at)) for at in found]
+    return found[::-1] if form.y_first else found
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data(), sides, sides, st.sampled_from(sorted(FORMS)))
 def test_boxes_come_back_within_a_pixel_or_half_a_thousandth(data, width, height, name):
     size, form = (width, height), FORMS[name]
     box = data.draw(boxes(size))
-    back = places.read_box(places.write_box(box, form, size), form, size)
+    back = places.read_box(write_box(box, form, size), form, size)
     unit = max(1.0, max(size) / 1000) if form.unit == "0-1000" else 1e-6
     assert all(abs(a - b) <= unit for a, b in zip(box, back, strict=True))
 
@@ -53,7 +81,7 @@ def test_boxes_come_back_within_a_pixel_or_half_a_thousandth(data, width, height
 def test_points_come_back_as_the_same_pixel(data, width, height, name):
     size, form = (width, height), FORMS[name]
     point = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
-    back = places.read_point(places.write_point(point, form, size), form, size)
+    back = places.read_point(write_point(point, form, size), form, size)
     if form.unit == "0-1000":
         assert all(abs(a - b) <= 1 + px / 2000 for a, b, px in zip(point, back, size, strict=True))
     else:
@@ -66,11 +94,11 @@ def test_pixels_of_a_picture_that_was_resized_are_scaled(data, width, height, wa
     size, counted = (width, height), (was_w, was_h)
     box = data.draw(boxes(size))
     for form in (PIXELS, PIXELS_WITH_SIZE):
-        said = places.write_box(box, form, size, counted=counted)
+        said = write_box(box, form, size, counted=counted)
         back = places.read_box(said, form, size, counted=counted)
         assert all(abs(a - b) < 1e-6 for a, b in zip(box, back, strict=True))
     point = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
-    said = places.write_point(point, PIXELS, size, counted=counted)
+    said = write_point(point, PIXELS, size, counted=counted)
     assert places.read_point(said, PIXELS, size, counted=counted) == point
 
 

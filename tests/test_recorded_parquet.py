@@ -72,7 +72,7 @@ def test_rows_round_trip_over_many_groups(tmp_path, monkeypatch):
     random.Random(0).shuffle(order)
     assert [read[number] for number in order] == [rows[number] for number in order]
     assert read.splits == {"train": list(range(0, 50, 2)), "test": list(range(1, 50, 2))}
-    assert read.labels(3) == {"platform": "web", "ui_type": "icon"}
+    assert read[3].labels == {"platform": "web", "ui_type": "icon"}
     assert read.sizes(3) == ((40, 30), (33, 21))
     assert [file.name for file in path.parent.iterdir()] == ["rows.parquet"]
 
@@ -264,16 +264,6 @@ def test_text_that_is_not_utf_8_is_left_out(tmp_path):
     pq.write_table(table, path, use_dictionary=False)
     read = parquet.RowFile(path)
     assert len(read) == 1 == len(read.faults)
-
-
-def test_pictures_that_were_not_checked_raise_when_they_are_asked_for(tmp_path):
-    path = tmp_path / "rows.parquet"
-    broken = BROKEN["picture of another size"][0]
-    write_raw(path, [parquet.to_record(one) for one in (broken, row(1))])
-    read = parquet.RowFile(path, check_pictures=False)
-    assert len(read) == 2 and read[1] == row(1)
-    with pytest.raises(RecordError, match="row 0: step 0: the picture has 41x30"):
-        read[0]
 
 
 def test_a_column_of_another_type_is_one_error(tmp_path):

@@ -28,8 +28,8 @@ from uirl_jax.errors import RecordError
 from uirl_jax.types import Action
 from uirl_jax.verifiers.recorded.checks import MAX_PIXELS, MAX_STEPS
 from uirl_jax.verifiers.recorded.row import Box, Row, Step
+from uirl_jax.verifiers.recorded.rules import SWIPE_LENGTH
 
-TAP_DISTANCE = 0.04  # of the screen, in its own fractions on either axis
 _GESTURE, _TYPE = 4, 3
 _ACTIONS = {
     5: Action("navigate_back"),
@@ -164,7 +164,7 @@ def _action(example: Features, picture: Picture) -> Action:
     if kind != _GESTURE:
         raise RecordError(f"results/action_type={kind} is none of 3, 4, 5, 6, 7, 10, 11")
     touch, lift = (_place(example, name, picture) for name in ("yx_touch", "yx_lift"))
-    if math.dist(touch[0], lift[0]) <= TAP_DISTANCE:
+    if math.dist(touch[0], lift[0]) <= SWIPE_LENGTH:
         return Action("click", x=touch[1][0], y=touch[1][1])
     return Action("drag", x=touch[1][0], y=touch[1][1], x2=lift[1][0], y2=lift[1][1])
 

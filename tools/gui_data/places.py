@@ -1,4 +1,4 @@
-"""Coordinates of the published sets -> pixels of our pictures, and back. Nothing else converts.
+"""Coordinates of the published sets -> pixels of our pictures. Nothing else converts.
 
 A set says a place in one of a few forms: two corners or a corner and a size; x first or y first; in
 pixels, in pixels of a picture that was resized since, as fractions, or in thousandths. Most reports
@@ -94,32 +94,6 @@ def read_point(
     if any(at < -SLACK_PX or at > px + SLACK_PX for at, px in zip(exact, size, strict=True)):
         raise RecordError(_outside(values, form, size))
     return min(max(pixels[0], 0), size[0] - 1), min(max(pixels[1], 0), size[1] - 1)
-
-
-def write_box(box: Box, form: Form, size: Size, *, counted: Size | None = None) -> list[float]:
-    """What `read_box` reads as this box; thousandths are rounded to whole ones."""
-    spans = form.spans(size, counted)
-    sides = [at * span / px for at, px, span in zip(box, size * 2, spans * 2, strict=True)]
-    if form.unit == "0-1000":
-        sides = [float(round(side)) for side in sides]
-    a, b, c, d = sides
-    if form.has_size:
-        c, d = c - a, d - b
-    return [b, a, d, c] if form.y_first else [a, b, c, d]
-
-
-def write_point(
-    point: tuple[int, int], form: Form, size: Size, *, counted: Size | None = None
-) -> list[float]:
-    """What `read_point` reads as this pixel: its middle, in pixels itself; whole thousandths."""
-    spans = form.spans(size, counted)
-    if form.unit == "pixels" and counted in (None, size):
-        found = [float(at) for at in point]
-    else:
-        found = [(at + 0.5) * span / px for at, px, span in zip(point, size, spans, strict=True)]
-    if form.unit == "0-1000":
-        found = [float(round(at)) for at in found]
-    return found[::-1] if form.y_first else found
 
 
 def centre(box: Box, size: Size) -> tuple[int, int]:

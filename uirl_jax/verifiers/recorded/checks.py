@@ -60,12 +60,8 @@ class Faults:
         return self._kept[index]
 
 
-def check_row(row: Row, *, pictures: bool = True) -> None:
-    """Raises RecordError with the reason for a row that cannot be played.
-
-    Args:
-      pictures: compare their headers with the sizes that the steps say.
-    """
+def check_row(row: Row) -> None:
+    """Raises RecordError with the reason for a row that cannot be played."""
     for name in ("row_id", "source"):
         _check_name(name, getattr(row, name))
     if row.split not in SPLITS:
@@ -82,28 +78,27 @@ def check_row(row: Row, *, pictures: bool = True) -> None:
         _check_text(f"label {name}", value, MAX_NAME_CHARS)
     for number, step in enumerate(row.steps):
         try:
-            _check_step(step, pictures=pictures)
+            _check_step(step)
         except (RecordError, ActionError, ImageError) as error:
             raise RecordError(f"step {number}: {error}") from None
-    if pictures and (total := sum(len(step.image) for step in row.steps)) > MAX_ROW_BYTES:
+    if (total := sum(len(step.image) for step in row.steps)) > MAX_ROW_BYTES:
         raise RecordError(f"pictures of {total} bytes, at most {MAX_ROW_BYTES} are allowed a row")
 
 
-def _check_step(step: Step, *, pictures: bool) -> None:
+def _check_step(step: Step) -> None:
     size = (step.width_px, step.height_px)
     for name, side in zip(("width_px", "height_px"), size, strict=True):
         if not isinstance(side, int) or isinstance(side, bool) or side < 1:
             raise RecordError(f"{name}={kinds.quote(side)}, expected a whole number from 1 on")
     if size[0] * size[1] > MAX_PIXELS:
         raise RecordError(f"a screen of {size[0]}x{size[1]}, at most {MAX_PIXELS} pixels")
-    if pictures:
-        if len(step.image) > MAX_IMAGE_BYTES:
-            raise RecordError(f"a picture of {len(step.image)} bytes, at most {MAX_IMAGE_BYTES}")
-        found = image_size(step.image, max_pixels=MAX_PIXELS)
-        if found != size:
-            raise RecordError(
-                f"the picture has {found[0]}x{found[1]} pixels, the row says {size[0]}x{size[1]}"
-            )
+    if len(step.image) > MAX_IMAGE_BYTES:
+        raise RecordError(f"a picture of {len(step.image)} bytes, at most {MAX_IMAGE_BYTES}")
+    found = image_size(step.image, max_pixels=MAX_PIXELS)
+    if found != size:
+        raise RecordError(
+            f"the picture has {found[0]}x{found[1]} pixels, the row says {size[0]}x{size[1]}"
+        )
     kinds.validate(step.action, size)
     _check_text("step instruction", step.instruction)
     if len(step.elements) > MAX_ELEMENTS:

@@ -13,7 +13,7 @@ in `RowFile.faults`; a broken file is one RecordError.
 
 import collections
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +117,17 @@ def to_record(row: Row) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Row:
-    """The row of a record; a step without the column `image` has no picture.
+    """The row of a record.
 
     Raises: RecordError: a value is missing. Values are not checked: that is `check_row`'s.
     """
     steps = []
     for number, step in enumerate(record["steps"] or []):
-        if step is None or step["action"] is None or step.get("image", b"") is None:
+        if step is None or step["action"] is None or step["image"] is None:
             raise RecordError(f"step {number}: the step, its action or its picture is missing")
         steps.append(
             Step(
-                image=step.get("image", b""),
+                image=step["image"],
                 width_px=step["width_px"],
                 height_px=step["height_px"],
                 action=Action(**step["action"]),
@@ -154,11 +154,10 @@ def _box(sides: Mapping[str, Any] | None) -> Box:
 class RowFile:
     """The rows of a file, by number. Threads may share it.
 
-    Opening reads all columns but the pictures, and of those the headers: about a gigabyte a second.
-    What stays in memory is each row's place, split, sizes and labels.
+    Opening reads all columns, of the pictures the headers: about a gigabyte a second. What stays in
+    memory is each row's place, split and sizes.
 
     Args:
-      check_pictures: without it a row whose picture is broken raises when it is asked for.
       kept_groups: how many row groups stay in memory.
 
     Attributes:
@@ -167,9 +166,7 @@ class RowFile:
     Raises: RecordError: no parquet file, or not one of rows. ConfigError: pyarrow is missing.
     """
 
-    def __init__(
-        self, path: str | Path, *, check_pictures: bool = True, kept_groups: int = 16
-    ) -> None:
+    def __init__(self, path: str | Path, *, kept_groups: int = 16) -> None:
         self._path = Path(path)
         self.faults = Faults()
         self._lock = threading.Lock()
@@ -180,19 +177,18 @@ class RowFile:
         check_groups(self._path, self._file.metadata)
         self._places: list[tuple[int, int]] = []  # row group, row in it
         self._splits: list[str] = []
-        self._labels: list[Mapping[str, str]] = []
         self._sizes: list[tuple[tuple[int, int], ...]] = []
-        self._index(check_pictures)
+        self._index()
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index: int) -> Row:
-        """Raises: RecordError: the file was changed, or its pictures were not checked."""
+        """Raises: RecordError: the file was changed."""
         group, place = self._places[index]
         with self._lock:
             if group not in self._groups:
-                self._groups[group] = self._read(group, None)
+                self._groups[group] = self._read(group)
                 if len(self._groups) > self._kept_groups:
                     self._groups.popitem(last=False)
             self._groups.move_to_end(group)
@@ -211,9 +207,6 @@ class RowFile:
         for number, split in enumerate(self._splits):
             found.setdefault(split, []).append(number)
         return found
-
-    def labels(self, index: int) -> Mapping[str, str]:
-        return self._labels[index]
 
     def sizes(self, index: int) -> tuple[tuple[int, int], ...]:
         """(width, height) in pixels of the picture of each step."""
@@ -236,21 +229,20 @@ class RowFile:
                     "tools.prepare_gui_data; convert the file with it"
                 )
 
-    def _index(self, check_pictures: bool) -> None:
+    def _index(self) -> None:
         """Reads every group once, and keeps what is asked of rows without reading them."""
-        alike: dict[Any, Any] = {}  # equal labels and sizes are kept once
+        alike: dict[Any, Any] = {}  # equal splits and sizes are kept once
         ids: set[str] = set()
         number = 0
-        columns = None if check_pictures else self._columns_without_pictures()
         for group in range(self._file.metadata.num_row_groups):
-            table = self._read(group, columns)
+            table = self._read(group)
             for place in range(table.num_rows):
                 row_id = None
                 try:
                     record = table.slice(place, 1).to_pylist()[0]
                     row_id = record["row_id"]
                     row = from_record(record)
-                    check_row(row, pictures=check_pictures)
+                    check_row(row)
                     if row.row_id in ids:
                         raise RecordError("there was a row with this id before")
                 except (RecordError, UnicodeDecodeError) as error:
@@ -259,16 +251,10 @@ class RowFile:
                     ids.add(row.row_id)
                     self._places.append((group, place))
                     self._splits.append(alike.setdefault(row.split, row.split))
-                    labels = tuple(sorted(row.labels.items()))
-                    self._labels.append(alike.setdefault(labels, dict(labels)))
                     sizes = tuple((step.width_px, step.height_px) for step in row.steps)
                     self._sizes.append(alike.setdefault(sizes, sizes))
                 number += 1
 
-    def _columns_without_pictures(self) -> list[str]:
-        paths = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
-        return [path for path in paths if not path.endswith(".image")]
-
-    def _read(self, group: int, columns: Sequence[str] | None) -> Any:
-        names = columns if columns is not None else [field.name for field in schema()]
+    def _read(self, group: int) -> Any:
+        names = [field.name for field in schema()]
         return read_group(self._path, self._file, group, names)
