@@ -1,8 +1,10 @@
 """Recorded tasks through the actor, and what comes after: records, scores, tables, advantages."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import re
 import threading
 
 import numpy as np
@@ -152,6 +154,41 @@ def test_evaluation_counts_by_platform_and_kind_and_writes_it_down():
     assert table[6].split() == ["all", "100.0%", "(1/1)", "0.0%", "(0/2)", "33.3%", "(1/3)"]
     assert table[7] == "mean of the 3 cells: 33.3%"
     assert any(line.split() == ["aitw", "33.3%"] for line in table)
+
+
+def test_a_suite_prints_the_table_of_each_policy(tmp_path, monkeypatch, capsys):
+    rows = InMemory([row(n, [click()], "test", labelled("web", "icon")) for n in range(2)])
+    sets = RecordedSets({"made": rows})
+    monkeypatch.setattr("uirl_jax.verifiers.recorded.sets.load", lambda paths: sets)
+
+    class Clicking:
+        """In place of `Players`: clicks at one place."""
+
+        def __init__(self, text):
+            self._text = text
+
+        async def play_suite(self, suite, directory, contender, stop):
+            async def play_missing(missing, on_done):
+                for number, spec in missing:
+                    ended = await asyncio.to_thread(play, rows, self._text, task=spec)
+                    on_done(dataclasses.replace(ended, group_id=f"{number:08d}"))
+
+            return await evaluation.play_suite(play_missing, suite, directory, contender)
+
+    @contextlib.asynccontextmanager
+    async def playing(run, checkpoint):
+        contender = evaluation.Contender(checkpoint, {}, "hash", world.layout())
+        yield Clicking("click(40,60)" if checkpoint == "good" else "click(0,0)"), contender
+
+    monkeypatch.setattr("uirl_jax.roles.contenders.playing", playing)
+    cfg = run_config([NAME], recorded=rewards.RecordedConfig({"made": "made.parquet"}))
+    suite = Suite("s", (SuiteTask(NAME, instances=2),))
+    for _ in range(2):  # the second reads what the first has played
+        run_suite(Run(cfg, tmp_path, "id"), threading.Event(), suite, ["good", "bad"])
+        printed = capsys.readouterr().out
+        good, bad = printed.index("\ngood\nrecorded/made: 2"), printed.index("\nbad\nrecorded/made")
+        assert re.search(r"web +100\.0% \(2/2\)", printed[good:bad])
+        assert re.search(r"web +0\.0% \(0/2\)", printed[bad:])
 
 
 def test_evaluation_of_other_tasks_and_of_sets_without_labels_has_no_cells():

@@ -25,7 +25,7 @@ from uirl_jax.evaluation.play import (
     evaluate,
 )
 from uirl_jax.evaluation.rates import Rate, rate, wilson_interval
-from uirl_jax.evaluation.recorded import RecordedResult, format_recorded
+from uirl_jax.evaluation.recorded import RecordedResult, format_recorded, recorded_results
 from uirl_jax.evaluation.rescaled import RescaledReward
 from uirl_jax.evaluation.results import (
     CHANCE,
@@ -50,7 +50,13 @@ from uirl_jax.evaluation.statistics import (
     renderers_text,
 )
 from uirl_jax.evaluation.suite import Suite
-from uirl_jax.evaluation.suite_play import Contender, conclude, open_suite, play_suite
+from uirl_jax.evaluation.suite_play import (
+    Contender,
+    conclude,
+    ended_episodes,
+    open_suite,
+    play_suite,
+)
 from uirl_jax.evaluation.tables import (
     format_comparisons,
     format_episodes,
@@ -84,6 +90,7 @@ __all__ = [
     "compare",
     "conclude",
     "count",
+    "ended_episodes",
     "episodes_summary",
     "eval_tasks",
     "evaluate",
@@ -101,6 +108,7 @@ __all__ = [
     "rate",
     "read_decisions",
     "read_results",
+    "recorded_results",
     "rename_stage",
     "renderers_text",
     "score_by_task",

@@ -118,6 +118,16 @@ async def play_suite(
     return played
 
 
+def ended_episodes(directory: Path) -> Iterator[Trajectory]:
+    """The recorded episodes of a contender's directory, each once; of a file at a time."""
+    numbers: set[str] = set()
+    for path in sorted(directory.glob("*.tfrecord")):
+        for trajectory in read_shard(path)[1]:
+            if trajectory.group_id not in numbers:
+                numbers.add(trajectory.group_id)
+                yield trajectory
+
+
 def conclude(
     directory: Path, played: Mapping[str, Played]
 ) -> tuple[dict[str, Scores], list[Comparison]]:
@@ -164,14 +174,11 @@ def _claim(path: Path, content: Mapping[str, Any], other: str) -> None:
 def _read(directory: Path, specs: Sequence[TaskSpec], attempts: int) -> dict[int, Outcome]:
     """What was played before, by number."""
     ended: dict[int, Outcome] = {}
-    for path in sorted(directory.glob("*.tfrecord")):
-        for trajectory in read_shard(path)[1]:
-            number = int(trajectory.group_id) if trajectory.group_id.isdecimal() else -1
-            if not 0 <= number < len(specs) * attempts or (
-                trajectory.task != specs[number // attempts]
-            ):
-                raise UirlError(f"{path}: holds episodes of another suite; remove {directory}")
-            ended.setdefault(number, outcome_of(trajectory))
+    for trajectory in ended_episodes(directory):
+        number = int(trajectory.group_id) if trajectory.group_id.isdecimal() else -1
+        if not 0 <= number < len(specs) * attempts or trajectory.task != specs[number // attempts]:
+            raise UirlError(f"{directory}: holds episodes of another suite; remove it")
+        ended[number] = outcome_of(trajectory)
     return ended
 
 

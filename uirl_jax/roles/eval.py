@@ -113,6 +113,10 @@ def run_suite(
         print(evaluation.format_tasks(by_task))
     if comparisons:
         print(evaluation.format_comparisons(comparisons))
+    if any(task.name.startswith(RECORDED) for task in suite.tasks):
+        for name in played:
+            recorded = evaluation.recorded_results(evaluation.ended_episodes(directory / name))
+            print(f"\n{name}\n{evaluation.format_recorded(recorded)}\n")
     print(f"scores: {directory / 'scores.json'}", flush=True)
 
 
