@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import InvalidRequestError, VerifierError
 from uirl_jax.types import Action, TaskSpec
+from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
 from uirl_jax.verifiers.server.server import serve
 from uirl_jax.verifiers.tasks.desktop import open_session, scripted_action
@@ -431,16 +432,6 @@ def _created(**changes):
         (_created(id=1), "id is not a string"),
         *((_created(id=bad), "expected 1-64 letters") for bad in ("", "../x", "%2e%2e", "a\r\nb")),
         *((_created(id=bad), "expected 1-64 letters") for bad in ("/", "\x00", "a" * 65, "a\n")),
-        (_created(instruction=None), "instruction"),
-        (_created(instruction=""), "instruction"),
-        (_created(instruction="\u202e\x1b"), "instruction"),
-        (_created(instruction="x" * 5000), "instruction"),
-        (_created(screen_width=0), "not positive integers"),
-        (_created(screen_width=True), "not positive integers"),
-        (_created(screen_height="168"), "not positive integers"),
-        (_created(screen_height=10**9), "at most 16000000 pixels"),
-        (_created(renderer=5), "renderer is not a string"),
-        (_created(renderer="\x1b[2J"), "a session's renderer is"),
     ],
 )
 def test_create_with_a_wrong_answer_is_refused(body, word):
@@ -450,8 +441,58 @@ def test_create_with_a_wrong_answer_is_refused(body, word):
             with pytest.raises(VerifierError) as caught:
                 await client.create(TASK)
             assert word in str(caught.value) and str(caught.value).isprintable()
+        assert server.requests == []
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (_created(instruction=None), "instruction"),
+        (_created(instruction=""), "instruction"),
+        (_created(instruction="\u202e\x1b"), "instruction"),
+        (_created(instruction="x" * 5000), "instruction"),
+        (_created(screen_width=0), "not positive integers"),
+        (_created(screen_width=True), "not positive integers"),
+        (_created(screen_height="168"), "not positive integers"),
+        (_created(screen_height=10**9), "at most 16000000 are accepted"),
+        (_created(renderer=5), "renderer is not a string"),
+        (_created(renderer="\x1b[2J"), "a session's renderer is"),
+    ],
+)
+def test_create_deletes_a_session_that_is_described_wrongly(body, word):
+    """Nobody else knows of it, and the server would be full of such sessions."""
+
+    async def run():
+        server = Hostile(b"", create=_json_answer(body))
+        async with server, _client(server) as client:
+            with pytest.raises(VerifierError) as caught:
+                await client.create(TASK)
+            assert word in str(caught.value) and str(caught.value).isprintable()
+        assert {request[:2] for request in server.requests} == {("DELETE", "/session/s1")}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"instruction": ""}, {"instruction": "x" * 5000}, {"screen_height": 10**9}]
+)
+def test_create_of_a_task_that_is_never_accepted_says_so(changes):
+    async def run():
+        server = Hostile(b"", create=_json_answer(_created(**changes)))
+        async with server, _client(server) as client:
+            with pytest.raises(InvalidRequestError):
+                await client.create(TASK)
+
+    asyncio.run(run())
+
+
+def test_a_key_that_is_there_twice_is_found_in_one_pass():
+    """With a pass for each key this takes longer than anybody waits."""
+    text = ",".join(f'"{number}":0' for number in [*range(200_000), 199_999])
+    with pytest.raises(ValueError, match="holds the key '199999' twice"):
+        untrusted_json.parse(f"{{{text}}}".encode())
 
 
 def test_create_with_an_id_that_is_open_already_is_refused():

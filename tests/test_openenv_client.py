@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -53,6 +54,35 @@ BUTTON = TaskSpec("desktop/click_button", seed=3, max_turns=1)
 
 def kind_of(schema):
     return openenv_actions.find_kind(schema["action"], "here")
+
+
+# --------------------------------------------------------------------------------- connecting
+
+
+def test_a_redirect_of_the_socket_is_not_followed():
+    async def run():
+        asked = []
+
+        async def elsewhere(request: web.Request) -> web.StreamResponse:
+            asked.append(request.path)
+            raise web.HTTPFound("/secret")
+
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/schema", openenv_world.always(openenv_world.BROWSERGYM)),
+                web.get("/{path:ws|secret}", elsewhere),
+            ]
+        )
+        async with (
+            TestServer(app) as server,
+            OpenEnvClient(str(server.make_url("")), limits=LIMITS) as client,
+        ):
+            with pytest.raises(InvalidRequestError, match="HTTP 302, redirects are not followed"):
+                await client.create(TASK)
+        assert asked == ["/ws"]
+
+    asyncio.run(run())
 
 
 # ----------------------------------------------------------------------------------- actions

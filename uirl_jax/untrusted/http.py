@@ -3,7 +3,7 @@
 Shared by every client of this package. Each client has its own retries and time-outs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 import yarl
@@ -37,7 +37,11 @@ def check_base_url(base_url: str, what: str, error_type: type[UirlError]) -> yar
 
 
 def open_session(
-    *, max_connections: int, keep_alive_s: float, headers: Mapping[str, str]
+    *,
+    max_connections: int,
+    keep_alive_s: float,
+    headers: Mapping[str, str],
+    middlewares: Sequence[aiohttp.ClientMiddlewareType] = (),
 ) -> aiohttp.ClientSession:
     """The one client session for servers that are not trusted; the caller closes it.
 
@@ -48,6 +52,7 @@ def open_session(
       max_connections: at a time; 0: no limit.
       keep_alive_s: below the time after which the server drops an idle connection.
       headers: of every request, besides Accept-Encoding.
+      middlewares: of every request that has none of its own.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keep_alive_s),
@@ -55,6 +60,7 @@ def open_session(
         trust_env=False,  # no proxy and no netrc from the environment
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity", **headers},
+        middlewares=middlewares,
     )
 
 

@@ -72,11 +72,12 @@ def _short_integer(digits: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"holds the key {printable(twice)!r} twice")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"holds the key {printable(key)!r} twice")
+        found[key] = value
+    return found
 
 
 def _check(value: object) -> None:

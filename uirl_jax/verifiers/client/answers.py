@@ -9,7 +9,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any, TypeGuard, TypeVar
 
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import InvalidRequestError, VerifierError
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.untrusted import text as untrusted_text
 from uirl_jax.verifiers import wire
@@ -33,10 +33,10 @@ class Session:
     judges_every_action: bool = False
 
 
-def read_session(
-    answer: dict[str, Any], where: str, limits: ClientLimits, taken: Container[str]
-) -> Session:
-    """The session that POST /session of dialect g1+ has opened.
+def read_created(
+    answer: dict[str, Any], where: str, taken: Container[str]
+) -> tuple[str, dict[str, Any]]:
+    """Id and description of the session that POST /session of dialect g1+ has opened.
 
     Args:
       where: for errors.
@@ -48,24 +48,39 @@ def read_session(
         raise VerifierError(
             f"{where}: the answer has no `sessions` with one entry; is this a G1+ server?"
         )
-    entry = sessions[0]
-    session_id, instruction = entry.get("id"), entry.get("instruction")
+    session_id = sessions[0].get("id")
     if not isinstance(session_id, str):
         raise VerifierError(f"{where}: a session's id is not a string")
-    read_session_id({"session_ids": [session_id]}, where, taken)
-    most = limits.max_instruction_chars
-    if not isinstance(instruction, str) or len(instruction) > most:
-        raise VerifierError(f"{where}: the instruction is not text of 1-{most} characters")
+    return read_session_id({"session_ids": [session_id]}, where, taken), sessions[0]
+
+
+def read_session(
+    session_id: str, entry: dict[str, Any], where: str, limits: ClientLimits
+) -> Session:
+    """The session that `read_created` describes.
+
+    Raises:
+      InvalidRequestError: a task with such an instruction or screen is never played.
+      VerifierError: it is not described as in dialect g1+.
+    """
+    instruction, most = entry.get("instruction"), limits.max_instruction_chars
+    if not isinstance(instruction, str):
+        raise VerifierError(f"{where}: the instruction is not text")
+    if len(instruction) > most:
+        raise InvalidRequestError(
+            f"{where}: an instruction of {len(instruction)} characters, at most {most} are "
+            "accepted (verifier.limits.max_instruction_chars)"
+        )
     instruction = untrusted_text.readable(instruction)
     if not instruction.strip():
-        raise VerifierError(f"{where}: the instruction is empty")
+        raise InvalidRequestError(f"{where}: the instruction is empty")
     width_px, height_px = entry.get("screen_width"), entry.get("screen_height")
     if not _is_extent(width_px) or not _is_extent(height_px):
         raise VerifierError(f"{where}: screen_width and screen_height are not positive integers")
     if width_px * height_px > limits.max_image_pixels:
-        raise VerifierError(
-            f"{where}: a screen of {width_px}x{height_px} pixels, "
-            f"at most {limits.max_image_pixels} pixels are accepted"
+        raise InvalidRequestError(
+            f"{where}: a screen of {width_px}x{height_px} pixels, at most "
+            f"{limits.max_image_pixels} are accepted (verifier.limits.max_image_pixels)"
         )
     renderer = entry.get("renderer", "")
     if renderer != "":
@@ -86,7 +101,7 @@ def read_session(
 
 
 def read_session_id(answer: dict[str, Any], where: str, taken: Container[str]) -> str:
-    """The one id in `session_ids`. Arguments and errors as of `read_session`."""
+    """The one id in `session_ids`. Arguments and errors as of `read_created`."""
     ids = answer.get("session_ids")
     if not isinstance(ids, list) or len(ids) != 1 or type(ids[0]) not in (int, str):
         raise VerifierError(f"{where}: the answer has no `session_ids` with one entry")

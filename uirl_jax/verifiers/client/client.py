@@ -133,9 +133,13 @@ class VerifierClient:
         own = self._find_own_rule(task)
         if self.dialect.judges:
             query = {"type": task.name, "n": "1", "seed": str(task.seed), "variant": task.variant}
-            session = answers.read_session(
-                await self._post_session(query), self._opening, self._limits, self._open
-            )
+            answer = await self._post_session(query)
+            session_id, entry = answers.read_created(answer, self._opening, self._open)
+            try:
+                session = answers.read_session(session_id, entry, self._opening, self._limits)
+            except VerifierError:
+                await self._delete_unknown(session_id)
+                raise
             if own is not None:
                 instruction = own.instruction or session.instruction
                 session = dataclasses.replace(session, instruction=instruction, judged_here=True)
@@ -157,9 +161,8 @@ class VerifierClient:
             data = await self._fetch_screen(session_id)
             size = self._image_size(data, f"the first screenshot at {self._base}")
         except BaseException:
-            if self.dialect.has_sessions:  # nobody else knows of it
-                with contextlib.suppress(VerifierError):
-                    await asyncio.shield(self.delete(session_id))
+            if self.dialect.has_sessions:
+                await self._delete_unknown(session_id)
             else:  # nothing has happened in the container yet
                 with contextlib.suppress(OSError):
                     self._used.unmark(str(self._base), start_time)
@@ -167,6 +170,11 @@ class VerifierClient:
         session = Session(session_id, rule.instruction, *size, judged_here=True)
         self._open[session_id] = _Open(session, rule, own is not None, start_time=start_time)
         return session
+
+    async def _delete_unknown(self, session_id: str) -> None:
+        """Deletes a session that `create` has opened and does not return."""
+        with contextlib.suppress(VerifierError):
+            await asyncio.shield(self.delete(session_id))
 
     async def look(self) -> tuple[int, int]:
         """Checks the one session of a container as `create` does, without taking it.

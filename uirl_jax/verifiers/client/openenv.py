@@ -34,7 +34,7 @@ from uirl_jax.verifiers import dialects, wire
 from uirl_jax.verifiers.client import answers, openenv_actions, openenv_answers
 from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.client.openenv_answers import Observation
-from uirl_jax.verifiers.client.openenv_socket import Socket
+from uirl_jax.verifiers.client.openenv_socket import Socket, refuse_redirects
 from uirl_jax.verifiers.client.rules import FindOwnRule, no_own_rule
 from uirl_jax.verifiers.client.transport import ClientLimits, Transport
 
@@ -102,6 +102,7 @@ class OpenEnvClient:
             max_connections=0,
             keep_alive_s=self.dialect.keep_alive_s,
             headers=self.transport.headers,
+            middlewares=(refuse_redirects,),
         )
         return self
 

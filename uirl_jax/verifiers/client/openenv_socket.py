@@ -23,6 +23,25 @@ _CLOSE_S = 4.0  # for saying goodbye
 _ENDED = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
 
 
+class _RedirectedError(aiohttp.ClientError):
+    """A server that sends its clients elsewhere. Caught within this file."""
+
+
+async def refuse_redirects(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """The middleware of a client session for `Socket.connect`.
+
+    aiohttp's `ws_connect` follows redirects, to wherever an untrusted server points, and has no
+    option against it.
+    """
+    response = await handler(request)
+    if 300 <= response.status < 400:
+        response.close()
+        raise _RedirectedError(f"HTTP {response.status}, redirects are not followed")
+    return response
+
+
 class Socket:
     """An open WebSocket. `connect` makes it, `close` ends it."""
 
@@ -45,6 +64,7 @@ class Socket:
         timeout_s: float,
     ) -> "Socket":
         """
+        Args: http: with `refuse_redirects`.
         Raises:
           InvalidRequestError: the server refuses the connection, and would again.
           RequestRefusedError: no connection came about.
@@ -54,6 +74,8 @@ class Socket:
             async with asyncio.timeout(timeout_s):
                 # Not compressed: a message is bounded as it comes, and not when it is unpacked.
                 socket = await http.ws_connect(url, max_msg_size=max_bytes, compress=0)
+        except _RedirectedError as error:
+            raise InvalidRequestError(f"{where}: {error}") from error
         except aiohttp.WSServerHandshakeError as error:
             final = 400 <= error.status < 500 and error.status not in (408, 425, 429)
             kind = InvalidRequestError if final else RequestRefusedError
