@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.actor_world import chat, inputs
 from tests.chromium import needs_chromium
+from tests.served import ask, create, served
 from uirl_jax import evaluation
 from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
@@ -193,6 +194,33 @@ def test_task_that_breaks_while_it_is_played_is_a_500(tmp_path, caplog):
 
     asyncio.run(run())
     assert "broken here" in caplog.text
+
+
+def test_repeated_act_whose_screen_could_not_be_drawn_is_not_applied_again(tmp_path):
+    source = textwrap.dedent(DRAWN).replace(
+        "        pass", "        self.acts, self.fails = getattr(self, 'acts', 0) + 1, True"
+    )
+    source = source.replace(
+        "        return Image",
+        "        if vars(self).pop('fails', False):\n"
+        "            raise OSError('no font')\n"
+        "        return Image",
+    )
+    source = source.replace('{"done"', '{"acts": vars(self).get("acts", 0), "done"')
+    folder = write_task(tmp_path / "mine", source)
+
+    async def run():
+        async with served(task_dirs=[folder]) as http:
+            session = await create(http, "own/mine")
+            path = f"/session/{session['id']}"
+            click = {"action_type": "left_click", "x": 1, "y": 1, "request_id": "a"}
+            answers = [await ask(http, "POST", f"{path}/act", json=click) for _ in range(3)]
+            assert [status for status, _, _ in answers] == [500, 200, 200]
+            assert answers[1] == answers[2]
+            assert (await ask(http, "GET", f"{path}/progress"))[1]["acts"] == 1
+            assert (await ask(http, "GET", path))[1]["action_count"] == 1
+
+    asyncio.run(run())
 
 
 def test_server_that_a_run_starts_has_the_tasks_of_its_config(tmp_path):

@@ -72,9 +72,9 @@ class OpenSession:
     action_count: int = 0
     ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    answers: collections.OrderedDict[str, tuple[bytes, str]] = dataclasses.field(
+    answers: collections.OrderedDict[str, tuple[bytes, str] | None] = dataclasses.field(
         default_factory=collections.OrderedDict
-    )  # request_id -> body, content type
+    )  # request_id -> body, content type; None: the action was applied, its screen is not drawn yet
 
     def info(self, stop_time_unix_s: float | None = None) -> dict[str, Any]:
         return {
@@ -92,16 +92,14 @@ class OpenSession:
     async def act(self, call: wire.ActCall) -> web.Response:
         """Applies an action, waits, and answers with the screen. Raises as `apply` does."""
         # Looked up under the lock: a repeated request waits for the first one's answer.
-        if call.request_id in self.answers:
-            body, content_type = self.answers[call.request_id]
+        if (known := self.answers.get(call.request_id)) is not None:
+            body, content_type = known
             return web.Response(body=body, content_type=content_type)
-        await self.apply(call)
+        if call.request_id not in self.answers:
+            await self.apply(call)
         image = await self.task.screenshot(call.image_format)
         answer = _image_response(image, call.image_format)
-        if call.request_id:
-            self.answers[call.request_id] = (image, answer.content_type)
-            if len(self.answers) > _ANSWERS_KEPT:
-                self.answers.popitem(last=False)
+        self._remember(call.request_id, (image, answer.content_type))
         return answer
 
     async def apply(self, call: wire.ActCall) -> None:
@@ -120,9 +118,17 @@ class OpenSession:
                     headers={"Retry-After": str(math.ceil(wait_s))},
                 )
             await self.task.act(call.action)
+            # From here on: where no screen can be drawn, the repeated request is not applied again.
+            self._remember(call.request_id, None)
             self.action_count += 1
             await self.pause(call.delay_s)
         self.touched_s = time.monotonic()
+
+    def _remember(self, request_id: str, answer: tuple[bytes, str] | None) -> None:
+        if request_id:
+            self.answers[request_id] = answer
+            if len(self.answers) > _ANSWERS_KEPT:
+                self.answers.popitem(last=False)
 
     async def pause(self, seconds: float) -> None:
         """Waits for the screen; no longer than the session lasts.
