@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.chromium import needs_chromium, open_page, pool_and_runner
+from tests.served import ask, create, served
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
 from uirl_jax.verifiers.client.client import VerifierClient
@@ -441,6 +442,28 @@ def test_session_in_a_browser_names_its_renderer_and_a_drawn_one_does_not(capfd)
             page = await client.create(TaskSpec("simple_data_entry", 1))
             assert drawn.renderer == "" and len(page.renderer) == 16
             assert f"event=renderer fingerprint={page.renderer} " in capfd.readouterr().out
+
+    asyncio.run(run())
+
+
+def test_fingerprint_that_fails_costs_its_call_alone(monkeypatch):
+    from uirl_jax.verifiers.browser import rendering
+
+    fingerprint = rendering.fingerprint
+
+    async def fail_once(tab):
+        monkeypatch.setattr(rendering, "fingerprint", fingerprint)
+        raise BrowserError("its page crashed")
+
+    monkeypatch.setattr(rendering, "fingerprint", fail_once)
+
+    async def run():
+        async with served(limits=ServerLimits(warm_browsers=0, max_browsers=1)) as http:
+            query = {"type": "simple_data_entry", "seed": 1}
+            refused = await ask(http, "POST", "/session", params=query)
+            assert refused[:2] == (503, {"detail": "its page crashed"})
+            session = await create(http, "simple_data_entry", seed=1)  # the only browser is free
+            assert len(session["renderer"]) == 16
 
     asyncio.run(run())
 

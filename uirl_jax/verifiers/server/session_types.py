@@ -200,9 +200,12 @@ class SessionTypes:
                 self._pool = await self._exit_stack.enter_async_context(
                     pool.BrowserPool(warm=self._warm_browsers, max_browsers=self._max_browsers)
                 )
+            if not self.renderer:
                 tab = await self._pool.acquire()
-                self.renderer = await rendering.fingerprint(tab)
-                await self._pool.release(tab)
+                try:
+                    self.renderer = await rendering.fingerprint(tab)
+                finally:
+                    await self._pool.release(tab)
                 line = key_values(
                     "renderer", fingerprint=self.renderer, chromium=tab.browser.version
                 )
