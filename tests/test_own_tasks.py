@@ -2,12 +2,12 @@
 
 import asyncio
 import io
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import pytest
 from PIL import Image
@@ -41,6 +41,29 @@ DRAWN = """
             pass
         def progress(self):
             return {"done": False, "reward": None}
+"""
+
+# A drawn task of which one method raises, once a test has named it in `broken`.
+BREAKING = """
+    from PIL import Image
+    from uirl_jax.verifiers import own_tasks
+
+    class Task(own_tasks.DrawnTask):
+        broken = ""
+        def __init__(self, rng, options):
+            self.check("__init__")
+            self.instruction, self.width_px, self.height_px = "Wait.", 20, 10
+        def draw(self):
+            self.check("draw")
+            return Image.new("RGB", (20, 10))
+        def act(self, action):
+            self.check("act")
+        def progress(self):
+            self.check("progress")
+            return {"done": False, "reward": None}
+        def check(self, method):
+            if self.broken == method:
+                raise ValueError("broken here")
 """
 
 
@@ -117,11 +140,13 @@ def test_request_never_loads_a_folder(name):
     ("change", "word"),
     [
         (("class Task(", "class Other("), "no class Task"),
-        (("import Image", "import Picture"), r"task\.py line 2: ImportError"),
+        (("import Image", "import Picture"), r"task\.py, line 2: ImportError"),
         (('"Wait."', '""'), "instruction is ''"),
         (("20, 10\n", "20, 0\n"), r"width_px, height_px are \(20, 0\)"),
         (('("RGB", (20, 10))', '("RGB", (20, 11))'), r"draw\(\) returned \(20, 11\)"),
-        (('("RGB", (20, 10))', '("RGB", 1 / 0)'), r"task\.py line 9: ZeroDivisionError"),
+        (('("RGB", (20, 10))', '("RGB", 1 / 0)'), r"task\.py, line 9: ZeroDivisionError"),
+        (('"Wait."', "1 / 0"), r"task\.py, line 7: ZeroDivisionError"),
+        (('"done"', '1 / 0: 0, "done"'), r"task\.py, line 13: ZeroDivisionError"),
         (('"done": False', '"done": 0'), "done=0"),
         (('"done": False', '"done": True'), "reward=None and done=True"),
         (('"reward": None', '"reward": float("nan")'), "reward=nan"),
@@ -174,26 +199,43 @@ def test_page_files_are_those_of_the_folder_and_no_programs(tmp_path):
         own_tasks.load([folder])
 
 
-def test_task_that_breaks_while_it_is_played_is_a_500(tmp_path, caplog):
-    source = DRAWN.replace("pass", 'raise RuntimeError("broken here")')
-    folder = write_task(tmp_path / "mine", source)
+@pytest.mark.parametrize("method", ["__init__", "draw", "act", "progress"])
+def test_task_that_breaks_while_it_is_played_is_a_500_with_its_traceback(tmp_path, caplog, method):
+    """numpy and Pillow raise ValueErrors, which of a caller's parameters are a 422."""
+    own = own_tasks.load([write_task(tmp_path / "mine", BREAKING)])
 
     async def run():
-        async with (
-            serve(task_dirs=[folder]) as port,
-            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
-        ):
-            async with http.post("/session", params={"type": "own/mine"}) as response:
-                session_id = (await response.json())["session_ids"][0]
-            query = {"action_type": "left_click", "x": 1, "y": 1}
-            async with http.get(f"/session/{session_id}/act", params=query) as response:
-                assert response.status == 500
-            async with http.get(f"/session/{session_id}/screenshot") as response:
-                shown = Image.open(io.BytesIO(await response.read()))
-                assert response.status == 200 and shown.size == (20, 10)
+        types = SessionTypes(warm_browsers=0, max_browsers=1, own=own)
+        async with served(types=types) as http:
+            path = f"/session/{(await create(http, 'own/mine'))['id']}"
+            async with http.ws_connect("/ws") as socket:
+                if method == "act":
+                    await socket.send_json({"type": "reset", "data": {"task": "own/mine"}})
+                    assert (await socket.receive_json())["type"] == "observation"
+                own["own/mine"].kind.broken = method
+                click = {"action_type": "left_click", "x": 1, "y": 1}
+                calls = {
+                    "__init__": ("POST", "/session?type=own/mine", {}),
+                    "draw": ("GET", f"{path}/screenshot", {}),
+                    "act": ("POST", f"{path}/act", {"json": click}),
+                    "progress": ("GET", f"{path}/progress", {}),
+                }
+                verb, url, options = calls[method]
+                status, body, _ = await ask(http, verb, url, **options)
+                assert (status, body) == (500, {"detail": "Internal Server Error"})
+                told = {"type": "reset", "data": {"task": "own/mine"}}
+                if method == "act":
+                    told = {"type": "step", "data": click}
+                await socket.send_json(told)
+                answer = await socket.receive_json()
+                assert answer["data"]["code"] == "EXECUTION_ERROR", answer
+            own["own/mine"].kind.broken = ""
+            _, shown, _ = await ask(http, "GET", f"{path}/screenshot")  # the session goes on
+            assert Image.open(io.BytesIO(shown)).size == (20, 10)
 
     asyncio.run(run())
-    assert "broken here" in caplog.text
+    assert len(re.findall(rf'task\.py", line \d+, in {method}\n', caplog.text)) == 2
+    assert re.search(r"UserCodeError: own/mine: .*task\.py, line \d+: ValueError: br", caplog.text)
 
 
 def test_repeated_act_whose_screen_could_not_be_drawn_is_not_applied_again(tmp_path):
@@ -287,6 +329,24 @@ class TestPage:
         progress = asyncio.run(run())
         assert progress["reward"] == quality and progress["done"]
         assert progress["right"] == (3 if quality else 0) and progress["wrong"] == 0
+
+    def test_page_whose_judge_breaks_is_a_500(self, tmp_path, caplog):
+        source = DRAWN.replace("DrawnTask", "PageTask").replace(
+            "def draw", "data = 1\n        def draw"
+        )
+        source = source.replace("progress(self)", "progress(self, state)")
+        source = source.replace("return {", "int(state)\n            return {")
+        page = '<script>"TASK"; let seen = 0; const state = () => seen++ ? "none" : "1";</script>'
+        folder = write_task(tmp_path / "mine", source, page_html=page)
+
+        async def run():
+            async with served(task_dirs=[folder]) as http:
+                session = await create(http, "own/mine")
+                path = f"/session/{session['id']}"
+                assert (await ask(http, "GET", f"{path}/progress"))[0] == 500
+
+        asyncio.run(run())
+        assert "ValueError: invalid literal for int()" in caplog.text
 
     def test_page_without_a_state_is_refused_with_the_reason(self, tmp_path):
         source = DRAWN.replace("DrawnTask", "PageTask").replace(

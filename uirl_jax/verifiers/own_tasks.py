@@ -5,7 +5,8 @@
 The folders named at the server's start are loaded and checked once; a request names a task
 (own/<folder's name>), never a path. task.py is executed: it is trusted like any program. It has a
 class `Task` that extends DrawnTask or PageTask below. docs/own_task.md says how to write one.
-Sessions are in `server.session_types`, browsers in `browser.own_page`.
+Sessions are in `server.session_types`, browsers in `browser.own_page`. Once a folder is loaded, an
+exception of its task.py is a UserCodeError: a ValueError would be taken for a caller's mistake.
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from uirl_jax.errors import ConfigError, VerifierError
+from uirl_jax import user_code
+from uirl_jax.errors import ConfigError, UserCodeError, VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted.text import readable
 from uirl_jax.verifiers.tasks import variants
@@ -110,11 +112,17 @@ class OwnTask:
     files: Mapping[str, bytes]  # what its page may ask for, by the path below the folder
 
     def make(self, task: TaskSpec) -> DrawnTask | PageTask:
-        """An instance. Raises VerifierError for an unknown variant."""
+        """An instance.
+
+        Raises:
+          VerifierError: an unknown variant.
+          UserCodeError: its `__init__` raised.
+        """
         options = variants.read(self.name, task.variant, self.kind.variants)
         text = f"{self.name}|{sorted(options.items())}|{task.seed}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        return self.kind(np.random.default_rng(seed), options)
+        with user_code.blamed(self.name):
+            return self.kind(np.random.default_rng(seed), options)
 
     def page_file(self, path: str, instance: PageTask) -> tuple[bytes, str] | None:
         """A file of the page as (body, content type); "" is the page itself."""
@@ -181,13 +189,13 @@ def _load_one(folder: Path) -> OwnTask:
         files = _read_files(folder) if issubclass(kind, PageTask) else {}
         own = OwnTask(PREFIX + name, kind, files)
         _check(own)
-    except (ConfigError, VerifierError, OSError) as error:
+    except (ConfigError, VerifierError, UserCodeError, OSError) as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # whatever somebody's program raises is told with its line
         lines = [
             f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(source)
         ]
-        line = f" line {lines[-1]}" if lines else ""
+        line = f", line {lines[-1]}" if lines else ""
         raise ConfigError(f"task.py{line}: {type(error).__name__}: {error}") from error
     return own
 
@@ -255,13 +263,21 @@ def _check(own: OwnTask) -> None:
 
 
 def check_screen(name: str, instance: DrawnTask) -> Image.Image:
-    """The screen, RGB; a VerifierError where it is not as large as announced."""
-    image = instance.draw()
+    """The screen, RGB.
+
+    Raises:
+      VerifierError: it is not as large as announced.
+      UserCodeError: `draw` raised, or what it returned cannot be read.
+    """
+    with user_code.blamed(name):
+        image = instance.draw()
+        if isinstance(image, Image.Image):
+            image = image.convert("RGB")  # of a file that was opened, this reads it
     size = (instance.width_px, instance.height_px)
     if not isinstance(image, Image.Image) or image.size != size:
         got = image.size if isinstance(image, Image.Image) else type(image).__name__
         raise VerifierError(f"{name}: draw() returned {got}, expected an image of {size} pixels")
-    return image.convert("RGB")
+    return image
 
 
 def _json(value: object) -> str:

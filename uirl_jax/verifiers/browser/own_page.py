@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from uirl_jax import user_code
 from uirl_jax.types import Action
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
@@ -14,7 +15,10 @@ _URL = "https://own.invalid/"
 
 
 class OwnPage:
-    """A running session (server.session_types.RunningTask)."""
+    """A running session (server.session_types.RunningTask).
+
+    Calls raise UserCodeError where the task's own code raises.
+    """
 
     renderer = ""  # the server sets it
     judges_every_action = False
@@ -52,7 +56,9 @@ class OwnPage:
 
     async def progress(self) -> dict[str, Any]:
         state = await self._tab.evaluate("state()")
-        progress = check_progress(self._own.name, self._task.progress(state))
+        with user_code.blamed(self._own.name):
+            counts = self._task.progress(state)
+        progress = check_progress(self._own.name, counts)
         self._done = self._done or bool(progress["done"])
         return progress
 
@@ -64,7 +70,9 @@ class OwnPage:
     ) -> Action | None:
         """The task's own demonstrator; None where it has none."""
         wrong = bool(rng.random() >= quality)
-        return self._task.script(await self._tab.evaluate("state()"), rng, wrong)
+        state = await self._tab.evaluate("state()")
+        with user_code.blamed(self._own.name):
+            return self._task.script(state, rng, wrong)
 
     def _files(self, url: str) -> tuple[bytes, str] | None:
         if not url.startswith(_URL):

@@ -44,7 +44,7 @@ _STATUSES = {
     415: "the body is compressed",
     422: "what is wrong with the parameters",
     429: "too many sessions, or too many actions a second; nothing was done",
-    500: "the browser of the session is lost, and the session has ended",
+    500: "the browser of the session is lost, and the session has ended; or a task's code failed",
     503: "no browser can be had",
 }
 _EVERYWHERE = (400, 401, 403, 415, 422)

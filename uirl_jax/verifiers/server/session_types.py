@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from uirl_jax import user_code
 from uirl_jax.errors import VerifierError
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
@@ -90,7 +91,10 @@ class DesktopTask:
 
 
 class OwnDrawing:
-    """`own/<name>` without a page: what somebody wrote (own_tasks.DrawnTask)."""
+    """`own/<name>` without a page: what somebody wrote (own_tasks.DrawnTask).
+
+    Every call raises UserCodeError where the task's own code raises.
+    """
 
     renderer = ""
     judges_every_action = False
@@ -104,7 +108,8 @@ class OwnDrawing:
 
     async def act(self, action: Action) -> None:
         if not self._progress()["done"]:
-            self._task.act(action)
+            with user_code.blamed(self._name):
+                self._task.act(action)
 
     async def screenshot(self, image_format: str) -> bytes:
         return encode_image(own_tasks.check_screen(self._name, self._task), image_format)
@@ -119,10 +124,14 @@ class OwnDrawing:
         self, rng: np.random.Generator, quality: float = 1.0
     ) -> Action | None:
         """The task's own demonstrator; None where it has none."""
-        return self._task.script(rng, bool(rng.random() >= quality))
+        wrong = bool(rng.random() >= quality)
+        with user_code.blamed(self._name):
+            return self._task.script(rng, wrong)
 
     def _progress(self) -> dict[str, Any]:
-        return own_tasks.check_progress(self._name, self._task.progress())
+        with user_code.blamed(self._name):
+            progress = self._task.progress()
+        return own_tasks.check_progress(self._name, progress)
 
 
 class SessionTypes:
@@ -168,6 +177,7 @@ class SessionTypes:
 
         Raises:
           VerifierError: no such task or variant.
+          UserCodeError: a task of the user's own raised.
           browser.PoolFullError: no more browser sessions are allowed.
           browser.BrowserError: a browser is needed, and cannot be had.
         """

@@ -96,7 +96,7 @@ CREATE = Call(
     "opens n sessions of one task instance",
     query=("type", "n", "seed", "variant"),
     required=("type",),
-    statuses=(429, 503),
+    statuses=(429, 500, 503),
     answers=_CREATED,
 )
 INFO = Call("GET", _SESSION, "a session, or one that ended", statuses=ON_SESSION, answers=_INFO)
