@@ -23,7 +23,7 @@ from uirl_jax.verifiers.server import session_types
 from uirl_jax.verifiers.server import sessions as sessions_module
 from uirl_jax.verifiers.server.open_session import OpenSession
 from uirl_jax.verifiers.server.server import serve
-from uirl_jax.verifiers.server.session_types import DesktopTask
+from uirl_jax.verifiers.server.session_types import DesktopTask, SessionTypes
 from uirl_jax.verifiers.server.sessions import ServerLimits
 from uirl_jax.verifiers.tasks.desktop import open_session, scripted_action
 from uirl_jax.verifiers.wire import action_fields
@@ -86,6 +86,43 @@ def test_session_lives_through_all_its_calls():
                 assert gone[:2] == (404, {"detail": "Session not found"})
             _, table, _ = await ask(http, "GET", "/status")
             assert set(table) == set(body["session_ids"])
+
+    asyncio.run(run())
+
+
+def test_sessions_of_a_caller_that_is_gone_when_they_open_are_ended():
+    class SlowTypes(SessionTypes):
+        def __init__(self):
+            super().__init__(warm_browsers=0, max_browsers=1)
+            self.asked, self.ready = asyncio.Event(), asyncio.Event()
+
+        async def open(self, task):
+            self.asked.set()
+            await self.ready.wait()
+            return await super().open(task)
+
+    async def run():
+        types = SlowTypes()
+        async with (
+            serve(types=types) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        ):
+            query = {"type": BUTTON, "n": 2}
+            creating = asyncio.create_task(ask(http, "POST", "/session", params=query))
+            await types.asked.wait()
+            creating.cancel()
+            await asyncio.wait([creating])
+            await asyncio.sleep(0.2)  # until the server has seen that the connection is closed
+            types.ready.set()
+            ended = []
+            async with asyncio.timeout(10):
+                while len(ended) < 2:
+                    _, sessions, _ = await ask(http, "GET", "/status")
+                    ended = [session for session in sessions.values() if session["stop_time"]]
+            await create(http)  # of a caller that stays
+            _, sessions, _ = await ask(http, "GET", "/status")
+            assert len(sessions) == 3
+            assert sum(session["stop_time"] is None for session in sessions.values()) == 1
 
     asyncio.run(run())
 

@@ -217,6 +217,11 @@ class Sessions:
             raise ValueError(f"n is {count}, allowed: 1-{self._limits.max_sessions}")
         task = TaskSpec(query.get("type", ""), seed, query.get("variant", ""))
         opened = await self.open(task, count)
+        if request.transport is None or request.transport.is_closing():
+            # Nobody learns their ids, and each would stay, a browser perhaps, for idle_time_s.
+            for session in opened:
+                await self.end(session)
+            raise refusal(web.HTTPBadRequest, "the connection was lost")
         sessions = [
             {
                 "id": session.session_id,
