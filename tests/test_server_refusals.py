@@ -196,6 +196,9 @@ def test_unknown_session_ids_are_never_found(session_id):
         ({"Host": "localhost:99999999"}, 403),
         ({"Origin": "http://127.0.0.1"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "none"}, 200),
         ({}, 200),
     ],
 )

@@ -59,7 +59,10 @@ def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Middle
             # A page in a browser on this machine can reach loopback, directly or by DNS rebinding.
             if _host(request) not in names:
                 raise refusal(web.HTTPForbidden, "the Host header names another host")
-            if "Origin" in request.headers:
+            # A page's GET (a picture, a link) has no Origin, and can act all the same. A person who
+            # opens a URL of the server sends `none`.
+            site = request.headers.get("Sec-Fetch-Site")
+            if "Origin" in request.headers or site in ("cross-site", "same-site"):
                 raise refusal(web.HTTPForbidden, "browsers are not served")
             if expected is not None:
                 given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
