@@ -330,6 +330,30 @@ class TestPage:
         assert progress["reward"] == quality and progress["done"]
         assert progress["right"] == (3 if quality else 0) and progress["wrong"] == 0
 
+    def test_page_takes_no_action_after_the_end_though_nobody_has_asked(self, tmp_path):
+        source = DRAWN.replace("DrawnTask", "PageTask").replace(
+            "def draw", "data = 1\n        def draw"
+        )
+        source = source.replace("progress(self)", "progress(self, state)")
+        source = source.replace(
+            '{"done": False, "reward": None}', '{"clicks": state, "done": state > 1, "reward": 0}'
+        )
+        page = """<script>let clicks = "TASK" - 1; const state = () => clicks;
+            addEventListener("mousedown", () => { clicks += 1; });</script>"""
+        folder = write_task(tmp_path / "mine", source, page_html=page)
+
+        async def run():
+            async with served(task_dirs=[folder]) as http:
+                session = await create(http, "own/mine")
+                path = f"/session/{session['id']}"
+                click = {"action_type": "left_click", "x": 1, "y": 1}
+                for _ in range(4):
+                    assert (await ask(http, "POST", f"{path}/act", json=click))[0] == 200
+                _, progress, _ = await ask(http, "GET", f"{path}/progress")
+                assert progress == {"clicks": 2, "done": True, "reward": 0}
+
+        asyncio.run(run())
+
     def test_page_whose_judge_breaks_is_a_500(self, tmp_path, caplog):
         source = DRAWN.replace("DrawnTask", "PageTask").replace(
             "def draw", "data = 1\n        def draw"

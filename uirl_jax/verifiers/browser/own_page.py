@@ -48,6 +48,10 @@ class OwnPage:
         return session
 
     async def act(self, action: Action) -> None:
+        """Applies an action, unless the episode has ended."""
+        if not self._done:
+            # Not after the action: where the judge fails, an action that failed was not applied.
+            await self.progress()
         if not self._done:
             await self._tab.act(action)
 
