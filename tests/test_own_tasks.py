@@ -330,6 +330,40 @@ class TestPage:
         assert progress["reward"] == quality and progress["done"]
         assert progress["right"] == (3 if quality else 0) and progress["wrong"] == 0
 
+    def test_page_may_go_to_another_document(self, tmp_path):
+        source = DRAWN.replace("DrawnTask", "PageTask").replace(
+            "def draw", "data = 1\n        def draw"
+        )
+        source = source.replace("progress(self)", "progress(self, state)")
+        source = source.replace('{"done"', '{"at": state, "done"').replace("20, 10", "100, 80")
+        style = "form, body { margin: 0 } button { display: block; width: 80px; height: 40px }"
+        page = f"""<!DOCTYPE html><style>{style}</style>
+            <form action="second.html"><button>go</button></form>
+            <button onclick="location.reload()">again</button>
+            <script>"TASK"; const state = () => "first";</script>"""
+        folder = write_task(tmp_path / "mine", source, page_html=page)
+        blue = "<body style='background: #00f'>"
+        (folder / "second.html").write_text(f"{blue}<script>const state = () => 'second';</script>")
+
+        async def run():
+            async with served(task_dirs=[folder]) as http:
+                session = await create(http, "own/mine")
+                path = f"/session/{session['id']}"
+
+                async def act(**fields):
+                    status, shown, _ = await ask(http, "POST", f"{path}/act", json=fields)
+                    assert status == 200, shown
+                    progress = (await ask(http, "GET", f"{path}/progress"))[1]
+                    image = Image.open(io.BytesIO(shown)).convert("RGB")
+                    return progress["at"], image.getpixel((90, 40)) == (0, 0, 255)
+
+                for _ in range(8):  # one in four is over before anybody looks
+                    assert await act(action_type="left_click", x=40, y=60) == ("first", False)
+                    assert await act(action_type="left_click", x=40, y=20) == ("second", True)
+                    assert await act(action_type="navigate_back") == ("first", False)
+
+        asyncio.run(run())
+
     def test_page_takes_no_action_after_the_end_though_nobody_has_asked(self, tmp_path):
         source = DRAWN.replace("DrawnTask", "PageTask").replace(
             "def draw", "data = 1\n        def draw"

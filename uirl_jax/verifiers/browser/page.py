@@ -52,6 +52,15 @@ _SET_UP: tuple[tuple[str, Mapping[str, Any]], ...] = (  # of a page, and of a fr
 _DRAWN = """new Promise(done => {
   requestAnimationFrame(() => requestAnimationFrame(() => done()));
 })"""
+# What a call fails with when the page goes to another document meanwhile. The first two were seen
+# here (156.0.8078.108), the others are V8's for a context that is gone, or not there yet.
+_NAVIGATING = (
+    "Inspected target navigated or closed",
+    "Not attached to an active page",
+    "Execution context was destroyed",
+    "Cannot find default execution context",
+)
+_AGAIN_S = 0.01
 _DRAWN_S = 1.0  # bound: a page may be busy with itself, or have its own requestAnimationFrame
 
 
@@ -123,7 +132,7 @@ class Page:
         self._shot = asyncio.get_running_loop().create_future()
         with contextlib.suppress(TimeoutError):  # a page that draws nothing is shown so
             await asyncio.wait_for(self.evaluate(_DRAWN), _DRAWN_S)
-        await self.send("Page.startScreencast", {"format": image_format, "quality": 90})
+        await self._send_again("Page.startScreencast", {"format": image_format, "quality": 90})
         image = await self._shot
         self._tell(self._session, "Page.stopScreencast", {})
         return image
@@ -136,15 +145,27 @@ class Page:
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression (awaited), as JSON has it.
 
+        Where the page goes to another document, it is evaluated again, in that one.
+
         Raises:
           PageError: it threw; the page is as good as before.
         """
         fields = {"expression": expression, "awaitPromise": True, "returnByValue": True}
-        answer = await self.send("Runtime.evaluate", {**fields, "userGesture": True})
+        answer = await self._send_again("Runtime.evaluate", {**fields, "userGesture": True})
         if "exceptionDetails" in answer:
             thrown = answer["exceptionDetails"].get("exception", {})
             raise PageError(f"the page threw {thrown.get('description', thrown)}"[:500])
         return answer["result"].get("value")
+
+    async def _send_again(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """As `send`, and again while the page is between two documents; the caller bounds that."""
+        while True:
+            try:
+                return await self.send(method, parameters)
+            except CdpError as error:
+                if not str(error).startswith(_NAVIGATING):
+                    raise
+            await asyncio.sleep(_AGAIN_S)
 
     def _told(self, session: str, method: str, fields: dict[str, Any]) -> None:
         """What the page, or a frame or worker of its own process, says by itself."""
