@@ -195,6 +195,18 @@ def _is_trial(message):
     return message["data"].get("action_str") == "mouse_move(1, 1)"
 
 
+def test_picture_does_not_count_as_json():
+    noise = np.random.default_rng(0).integers(0, 256, (90, 90, 3), dtype=np.uint8)
+    png = io.BytesIO()
+    Image.fromarray(noise).save(png, "PNG")
+    picture = base64.b64encode(png.getvalue()).decode()
+    assert len(picture) > LIMITS.max_json_bytes
+    for screenshot in (picture, noise.tolist()):
+        data = json.dumps(observation(screenshot=screenshot, metadata=[0] * 6_000)).encode()
+        seen = openenv_answers.read_observation(data, LIMITS, "here")
+        assert seen.size_px == (90, 90)
+
+
 def with_client(answer, use, *, schema=openenv_world.BROWSERGYM, limits=LIMITS, **options):
     async def run():
         async with (
@@ -259,6 +271,11 @@ BROKEN = {
     "an unknown code": (error("ODD\nONE"), "ODD\\?ONE"),
     "it hangs up": (_close, "closed the connection"),
     "bytes": (_bytes, "expected text"),
+    "much beside pixels": (observation(metadata=[0] * 9_000), "verifier.limits.max_json_bytes"),
+    "much beside base64": (
+        observation(screenshot="A" * 30_000, metadata=[0] * 9_000),
+        r"of 27\d\d\d bytes without its screenshot, at most 20000",
+    ),
     "too long": (_huge, "verifier.limits.max_image_bytes"),
 }
 

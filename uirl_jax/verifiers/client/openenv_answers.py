@@ -33,6 +33,7 @@ from uirl_jax.verifiers.client.image_header import image_size
 from uirl_jax.verifiers.client.transport import ClientLimits
 
 _PIXELS = re.compile(rb'"screenshot"\s*:\s*(?=\[)')
+_BASE64 = re.compile(rb'"screenshot"\s*:\s*"([^"]*)"')
 _DIGITS = b"0123456789"
 _MAX_ERROR_CHARS = 300
 
@@ -73,10 +74,13 @@ def read_observation(data: bytes, limits: ClientLimits, where: str) -> Observati
     Args:
       where: for errors.
     Raises:
-      VerifierError: the message is none, or says that something failed (`read_error`).
+      VerifierError: the message is none, is too long besides its screenshot, or says that
+        something failed (`read_error`).
     """
     data, pixels = _cut_pixels(data, where)
-    message = _read_message(data, "observation", limits, where)
+    base64_picture = _BASE64.search(data)
+    size_bytes = len(data) - (0 if base64_picture is None else len(base64_picture[1]))
+    message = _read_message(data, "observation", limits, where, size_bytes)
     fields, reward, done = message.get("observation"), message.get("reward"), message.get("done")
     if not isinstance(fields, dict):
         raise VerifierError(f"{where}: the answer has no `observation`; is this an OpenEnv server?")
@@ -104,12 +108,18 @@ def read_observation(data: bytes, limits: ClientLimits, where: str) -> Observati
 
 def read_state(data: bytes, limits: ClientLimits, where: str) -> dict[str, Any]:
     """The state in a message. Arguments and errors as of `read_observation`."""
-    return _read_message(data, "state", limits, where)
+    return _read_message(data, "state", limits, where, len(data))
 
 
-def _read_message(data: bytes, kind: str, limits: ClientLimits, where: str) -> dict[str, Any]:
-    if len(data) > limits.max_json_bytes and kind != "observation":
-        raise VerifierError(f"{where}: an answer of {len(data)} bytes, cap {limits.max_json_bytes}")
+def _read_message(
+    data: bytes, kind: str, limits: ClientLimits, where: str, size_bytes: int
+) -> dict[str, Any]:
+    """The `data` of a message; size_bytes: of the message without its screenshot."""
+    if size_bytes > limits.max_json_bytes:  # parsed, it would be many times as large
+        raise VerifierError(
+            f"{where}: an answer of {size_bytes} bytes without its screenshot, at most "
+            f"{limits.max_json_bytes} are accepted (verifier.limits.max_json_bytes)"
+        )
     try:
         message = untrusted_json.parse(data)
     except ValueError as error:
