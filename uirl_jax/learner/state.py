@@ -4,7 +4,7 @@ The frozen tree is not part of the state: it is never donated, checkpointed or c
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
@@ -114,7 +114,11 @@ def learning_rate(schedule: optax.Schedule, state: TrainState) -> float:
 
 
 def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer. Weight decay applies to matrices only."""
+    """Clipping by global norm, then the optimizer. Weight decay applies to matrices only.
+
+    With every optimizer the decay is decoupled: an update takes lr * weight_decay of a matrix off
+    it, beside what the gradient asks for (AdamW, arXiv:1711.05101, algorithm 2).
+    """
 
     def matrices(tree: Any) -> Any:
         return jax.tree.map_with_path(lambda path, leaf: _matrix_axes(path, leaf) is not None, tree)
@@ -137,13 +141,39 @@ def make_optimizer(cfg: OptimizerConfig, total_updates: int) -> optax.GradientTr
         step = optax.adafactor(
             schedule,
             multiply_by_parameter_scale=False,  # LoRA B starts at zero and would stay there
-            weight_decay_rate=cfg.weight_decay or None,
-            weight_decay_mask=matrices,
         )
+        step = _with_decay(step, schedule, cfg.weight_decay, matrices)
     else:
-        decay = optax.add_decayed_weights(cfg.weight_decay, mask=matrices)
-        step = optax.chain(decay, optax.sgd(schedule, momentum=cfg.b1))
+        # identity: checkpoints name the arrays of the state by their place in the chain.
+        step = optax.chain(optax.identity(), optax.sgd(schedule, momentum=cfg.b1))
+        step = _with_decay(step, schedule, cfg.weight_decay, matrices)
     return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), step)
+
+
+def _with_decay(
+    step: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    weight_decay: float,
+    mask: Callable[[Any], Any],
+) -> optax.GradientTransformation:
+    """`step` with decoupled weight decay, and no further state.
+
+    optax.adafactor's own decay is not multiplied by the learning rate; add_decayed_weights before
+    SGD goes through the momentum.
+    """
+    if not weight_decay:
+        return step
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new_state = step.update(grads, state, params)
+        rate = schedule(optax.tree.get_all_with_path(state, "count")[-1][1]) * weight_decay
+
+        def decayed(update: jax.Array, weight: jax.Array, is_decayed: bool) -> jax.Array:
+            return update - rate * weight if is_decayed else update
+
+        return jax.tree.map(decayed, updates, params, mask(params)), new_state
+
+    return optax.GradientTransformation(step.init, update)
 
 
 def _matrix_axes(path: Any, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
