@@ -108,3 +108,25 @@ def test_values_that_once_ran_or_failed_late(key, value, said):
     with pytest.raises(ConfigError) as caught:
         reading.from_config(RunConfig, cfg)
     assert f"config.{key}: got" in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"actor.rollout.temperature": 0.0}, "temperature=0: greedy episodes of an instance"),
+        ({"actor.rollout.temperature": 1e-4}, "actor.rollout.temperature=0.0001: expected 0 (gre"),
+        ({"evaluation.temperature": 1e-9}, "evaluation.temperature=1e-09: expected 0 (greedy) or"),
+        ({"actor.rollout.temperature": 0.0, "learner.steps": 0}, ""),
+        ({"actor.rollout.temperature": 1e-3, "evaluation.temperature": 1e-3}, ""),
+    ],
+)
+def test_temperatures_that_fail_in_the_first_step_are_refused_in_one_line(values, said):
+    cfg = quickstart.get_config()
+    for key, value in values.items():
+        set_number(cfg, key.split("."), value)
+    if not said:
+        reading.from_config(RunConfig, cfg)
+        return
+    with pytest.raises(ConfigError) as caught:
+        reading.from_config(RunConfig, cfg)
+    assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -138,6 +138,7 @@ BROKEN = [
     ({**GOOD, "attempts": 0}, "tasks.json.attempts: got 0"),
     ({**GOOD, "attempts": 4}, "would play the same episode again"),
     ({**GOOD, "temperature": -1}, "tasks.json.temperature: got -1"),
+    ({**GOOD, "temperature": 1e-5}, "temperature=1e-05, expected 0 (greedy) or at least 0.001"),
     ({**GOOD, "temperature": "hot"}, "tasks.json.temperature"),
     ({**GOOD, "a\nb\u202e": 1}, "unknown key"),
 ]

@@ -58,7 +58,7 @@ UNSENT = frozenset({TERMINATE, "answer"})
 class RolloutConfig:
     """Sampling settings and limits of one episode; the task has `max_turns`."""
 
-    # 0 is greedy.
+    # 0 is greedy, for a run that only plays (learner.steps=0); else at least 0.001.
     temperature: float = dataclasses.field(default=1.0, metadata={"min": 0.0, "max": 100.0})
     # Truncate the sampling distribution. The learner's ratios use the full distributions; the
     # importance weights correct for the difference (loss.importance).

@@ -10,7 +10,7 @@ from typing import Literal
 
 from uirl_jax import user_code
 from uirl_jax.actor.rollout import RolloutConfig
-from uirl_jax.engine.requests import EngineConfig
+from uirl_jax.engine.requests import MIN_TEMPERATURE, EngineConfig
 from uirl_jax.errors import ConfigError
 from uirl_jax.evaluation import InstanceSeeds, PublishConfig
 from uirl_jax.families.chat_config import ChatConfig
@@ -125,7 +125,7 @@ class EvaluationConfig:
 
     # Instances of a stage, each played once.
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
-    # 0 is greedy.
+    # 0 is greedy; else at least 0.001.
     temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 100.0})
     random: bool = False  # first evaluate random actions, as the stage `random`
     # Steps between two evaluations while the run trains; 0: only before and after it. The learner
@@ -281,6 +281,7 @@ class RunConfig:
                 f"actor.policy_lag={self.actor.policy_lag}: the learner drops groups that are more "
                 f"than learner.max_staleness={self.learner.max_staleness} versions old"
             )
+        faults += self._faults_of_temperatures()
         faults += self._faults_of_evaluation()
         if self.algorithm.replay and not self.curriculum.instances:
             faults.append(
@@ -300,6 +301,25 @@ class RunConfig:
             )
         if faults:
             raise ConfigError("; ".join(faults))
+
+    def _faults_of_temperatures(self) -> list[str]:
+        """Temperatures that the engine refuses, or that the learner cannot divide logits by."""
+        training = self.actor.rollout.temperature
+        faults = [
+            f"{key}={value:g}: expected 0 (greedy) or at least {MIN_TEMPERATURE:g}"
+            for key, value in (
+                ("actor.rollout.temperature", training),
+                ("evaluation.temperature", self.evaluation.temperature),
+            )
+            if 0 < value < MIN_TEMPERATURE
+        ]
+        if training == 0 and self.learner.steps:
+            faults.append(
+                "actor.rollout.temperature=0: greedy episodes of an instance are all the same, and "
+                "the learner divides logits by the temperature; set one above 0, such as 1.0, or "
+                "learner.steps=0"
+            )
+        return faults
 
     def _faults_of_evaluation(self) -> list[str]:
         """What cannot be evaluated, or kept back, while a run trains."""

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Self
 
+from uirl_jax.engine.requests import MIN_TEMPERATURE
 from uirl_jax.errors import ConfigError
 from uirl_jax.seeds import EVAL_SEEDS, TUNE_SEEDS, eval_seed, tune_seed
 from uirl_jax.types import TaskSpec
@@ -101,6 +102,11 @@ class Suite:
             faults.append(
                 f"attempts={self.attempts} with temperature=0 would play the same episode "
                 "again; set a temperature such as 1.0"
+            )
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            faults.append(
+                f"temperature={self.temperature:g}, expected 0 (greedy) or at least "
+                f"{MIN_TEMPERATURE:g}"
             )
         if faults:
             raise ConfigError("; ".join(faults))
