@@ -225,6 +225,31 @@ def test_engine_call_that_fails_fails_its_requests_and_lives_on(policy, program:
     assert_logprobs(policy, request(0, 5, "a"), asyncio.run(run()))
 
 
+def test_engine_whose_buffers_cannot_be_made_again_fails_all_requests_with_the_cause(policy):
+    broken = new_engine(policy)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise MemoryError("no memory left")
+
+    def fail_again() -> None:
+        assert broken._rounds._cache is None  # freed first: both may not fit
+        raise MemoryError("no memory for a new cache")
+
+    async def run() -> None:
+        async with broken, asyncio.timeout(600):
+            broken._rounds._programs = broken._rounds._programs._replace(prefill=fail)
+            broken._rounds._init_cache = fail_again
+            asked = [request(seed, 5, "a") for seed in range(6)]  # two more than there are slots
+            outcomes = await asyncio.gather(*map(broken.sample, asked), return_exceptions=True)
+            assert [str(outcome) for outcome in outcomes] == ["no memory for a new cache"] * 6
+            with pytest.raises(MemoryError, match="for a new cache"):
+                await broken.sample(asked[0])
+        with pytest.raises(MemoryError, match="for a new cache"):
+            await broken.sample(asked[0])
+
+    asyncio.run(run())
+
+
 def test_engine_close_fails_what_is_not_done_and_opens_again(engine):
     async def run() -> None:
         async with asyncio.timeout(600):

@@ -61,6 +61,7 @@ class Engine:
         self._executor: ThreadPoolExecutor | None = None
         self._task: asyncio.Task[None] | None = None
         self._open = False
+        self._failure: Exception | None = None  # what ended the serving: no round can run any more
 
     async def __aenter__(self) -> Self:
         self._changed = asyncio.Event()  # an engine may be opened again, on another event loop
@@ -102,14 +103,14 @@ class Engine:
           PolicyError: the policy in use gives NaN.
           ValueError: the request contradicts itself.
           RuntimeError: the engine is not open, or closed while the request waited.
-          Exception: whatever made a round fail, a lack of memory for one.
+          Exception: whatever made a round fail, a lack of memory for one. If no further round can
+            run, every later call raises it too.
         """
         inputs = self._model.inputs
         positions_ac = requests.validated_positions(request, self._cfg, inputs)
         if request.stop_strings and self._vocabulary.decode is None:
             raise ValueError("a request with stop strings, and the vocabulary has no decode")
-        if not self._open:
-            raise RuntimeError("sample() outside of `async with engine`")
+        self._check_open("sample() outside of `async with engine`")
         request = await self._with_pixels(request)
         job = Job(
             request,
@@ -131,9 +132,14 @@ class Engine:
         if newest is None or newest.arrays is not None or self._rounds.has_tokens_of(newest.key):
             return request
         read = await self._pixels.read(newest)
-        if not self._open:
-            raise RuntimeError("the engine closed as a request waited")
+        self._check_open("the engine closed as a request waited")
         return dataclasses.replace(request, screens=(*before, read))
+
+    def _check_open(self, fault: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self._open:
+            raise RuntimeError(fault)
 
     def release(self, episode: str) -> None:
         """The episode has no further turn: others may have its slot."""
@@ -202,6 +208,18 @@ class Engine:
     # ---------------------------------------------------------------- the event loop's side
 
     async def _serve(self, executor: ThreadPoolExecutor) -> None:
+        try:
+            await self._run_rounds(executor)
+        except Exception as error:
+            self._failure, self._open = error, False
+            rounds = self._rounds
+            for job in [*rounds.running, *rounds.waiting]:
+                if not job.future.done():
+                    job.future.set_exception(error)
+            rounds.running = []
+            rounds.waiting.clear()
+
+    async def _run_rounds(self, executor: ThreadPoolExecutor) -> None:
         loop, rounds = asyncio.get_running_loop(), self._rounds
         while self._open:
             if not rounds.waiting and not rounds.running:

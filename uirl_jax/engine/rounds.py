@@ -99,6 +99,8 @@ class Rounds:
             table_sharding=self._table_sharding,
             compiler_options=compiler_options(model, by_layer=by_layer),
         )
+        self._cache: Any
+        self._table_md: Any
         self._reset_buffers()
         self.waiting: collections.deque[Job] = collections.deque()
         self.running: list[Job] = []  # the oldest first
@@ -121,7 +123,11 @@ class Rounds:
         self.next_policy = Policy(with_adapters(self._model, self.policy.weights, placed), version)
 
     def run(self) -> list[Outcome]:
-        """Admits what waits, and makes one call of each kind that has something to do."""
+        """Admits what waits, and makes one call of each kind that has something to do.
+
+        Raises: Exception: new buffers cannot be made after a failed call. No further round can run,
+          and the jobs are still in `running` and `waiting`.
+        """
         started_s = time.perf_counter()
         outcomes: list[Outcome]
         try:
@@ -135,9 +141,9 @@ class Rounds:
                 outcomes = self._decode()
         except Exception as error:  # a round fails its own requests; the engine lives on
             self.totals["failed_rounds"] += 1
+            self._reset_buffers()  # a failed call may have taken one with it: they are donated
             outcomes = [(job, error) for job in self.running]
             self.running = []
-            self._reset_buffers()  # a failed call may have taken one with it: they are donated
         spent_s = time.perf_counter() - started_s
         self.seconds["round"] += spent_s
         self.seconds["slots"] += spent_s * (len(self.running) + len(outcomes))
@@ -149,6 +155,8 @@ class Rounds:
         self.pool = SlotPool(
             self._cfg.num_slots, reuse=can.reuse_across_turns, share=can.share_in_group
         )
+        # The old ones go first: the device may have no room for both.
+        self._cache = self._table_md = None
         self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
         self._table = VisualTable(len(self._table_shape))
         empty_md = jnp.zeros(self._table_shape.shape, self._table_shape.dtype)
