@@ -458,6 +458,11 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
         ({"loss": {"kl_estimator": "k4"}}, "kl_estimator"),
         ({"loss": {"importance_floor": 2.5}}, "expected between 0 and loss.importance_cap=2.0"),
         ({"loss": {"importance_floor": 0.5, "importance": "mask"}}, "needs loss.importance='trunc"),
+        ({"loss": {"importance_cap": 0.9, "importance": "mask"}}, "every weight would be 0"),
+        (
+            {"advantage": {"normalise": "group_ratio", "virtual_return": -0.5}},
+            "virtual_return=-0.5: .* needs them to be at least 0",
+        ),
     ],
 )
 def test_config_of_an_algorithm_that_makes_no_sense_is_one_line(section: dict, message: str):

@@ -74,6 +74,11 @@ class AdvantageConfig:
                 f"advantage.virtual_return={self.virtual_return}: adds a virtual episode to each "
                 "group; it needs advantage.credit='episode' and advantages within groups"
             )
+        if self.normalise == "group_ratio" and (self.virtual_return or 0.0) < 0:
+            raise ConfigError(
+                f"advantage.virtual_return={self.virtual_return}: advantage.normalise="
+                "'group_ratio' divides by a mean of returns and needs them to be at least 0"
+            )
         if self.screen_weight and not (
             within_groups and self.credit == "episode" and not self.function
         ):

@@ -52,7 +52,7 @@ class PolicyLossConfig:
     # Importance weights old / behaviour, for the actor's staleness. truncate (TIS): capped. mask:
     # 0 for tokens above the cap or below its inverse. none: rollouts are treated as on-policy.
     importance: Literal["truncate", "mask", "none"] = "truncate"
-    # The cap.
+    # The cap; at least 1 with mask.
     importance_cap: float = dataclasses.field(default=2.0, metadata={"above": 0.0, "max": 1e6})
     # Lower bound of the weights, with truncate. At 0 a stored success (algorithm.replay) that the
     # policy has since made unlikely has almost no weight; at 1 it counts as on-policy, as in ARPO.
@@ -67,6 +67,12 @@ class PolicyLossConfig:
             raise ConfigError(
                 f"loss.importance_floor={self.importance_floor}: expected between 0 and "
                 f"loss.importance_cap={self.importance_cap}"
+            )
+        if self.importance == "mask" and self.importance_cap < 1:
+            raise ConfigError(
+                f"loss.importance_cap={self.importance_cap}: with loss.importance='mask' no ratio "
+                "is both at most this and at least its inverse, so every weight would be 0; set 1 "
+                "or more"
             )
         if self.importance_floor and self.importance != "truncate":
             raise ConfigError(
