@@ -65,3 +65,21 @@ def test_arrays_of_the_state_keep_the_names_that_checkpoints_have(weight_decay):
     assert names("adafactor") == [
         *("1/0/count", "1/0/v_row/kernel", "1/0/v_col/kernel", "1/0/v/kernel", "1/2/count"),
     ]
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+def test_warm_up_rises_from_its_first_part_to_the_rate(kind):
+    cfg = OptimizerConfig(lr=0.4, warmup_steps=4, schedule=kind)
+    schedule = learner_state.make_schedule(cfg, 20)
+    rates = [float(schedule(update)) for update in range(5)]
+    np.testing.assert_allclose(rates, [0.1, 0.175, 0.25, 0.325, 0.4], rtol=1e-6)
+
+
+def test_cosine_ends_at_a_tenth_of_the_rate():
+    for warmup_steps in (0, 4):
+        cfg = OptimizerConfig(lr=0.4, warmup_steps=warmup_steps, schedule="cosine")
+        schedule = learner_state.make_schedule(cfg, 20)
+        assert float(schedule(warmup_steps)) == pytest.approx(0.4)
+        middle = warmup_steps + (20 - warmup_steps) // 2
+        assert float(schedule(middle)) == pytest.approx((0.4 + 0.04) / 2)
+        assert float(schedule(20)) == pytest.approx(0.04)

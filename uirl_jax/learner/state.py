@@ -32,9 +32,9 @@ class OptimizerConfig:
     # None: 1e-4 for adapters, 1e-5 for all weights; the run prints it. 1e-3 suits a model that is
     # trained from scratch.
     lr: float | None = dataclasses.field(default=None, metadata={"min": 0.0, "max": 1.0})
-    # Updates on which the rate rises from 0 to lr.
+    # Updates on which the rate rises to lr, from lr / warmup_steps in the first.
     warmup_steps: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
-    # cosine: down to 0 at the last step.
+    # cosine: after the warm-up down to a tenth of lr at the last step.
     schedule: Literal["constant", "cosine"] = "constant"
     # Of matrices alone; what an update takes off them is lr times this.
     weight_decay: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 10.0})
@@ -95,7 +95,7 @@ def make_schedule(cfg: OptimizerConfig, total_updates: int) -> optax.Schedule:
     assert cfg.lr is not None, "call OptimizerConfig.resolved first"
     if cfg.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
-            init_value=0.0 if cfg.warmup_steps else cfg.lr,
+            init_value=cfg.lr / max(1, cfg.warmup_steps),  # from 0 the first update does nothing
             peak_value=cfg.lr,
             warmup_steps=cfg.warmup_steps,
             decay_steps=max(total_updates, cfg.warmup_steps + 1),
