@@ -87,9 +87,13 @@ class Job:
         self.slot.computed += count
         self.slot.contents_c = self.all_contents()[:-1]
 
-    def cut_at_stop_string(self, decode_text: Callable[[Sequence[int]], str]) -> None:
-        """Ends it behind the first token that completes a stop string."""
-        for count in range(1, len(self.token_ids) + 1):
+    def cut_at_stop_string(self, decode_text: Callable[[Sequence[int]], str], seen: int) -> None:
+        """Ends it behind the first token that completes a stop string.
+
+        Args:
+          seen: number of tokens in which earlier calls have found none.
+        """
+        for count in range(seen + 1, len(self.token_ids) + 1):
             text = decode_text(self.token_ids[:count])
             if any(stop in text for stop in self.request.stop_strings):
                 for values in (self.token_ids, self.logprobs, self.full_logprobs, self.versions):

@@ -334,6 +334,7 @@ class Rounds:
 
     def _advance(self, job: Job, row: int, decoded: Decoded) -> Outcome | None:
         """Adds what a call sampled to a job; what came of it where it has ended."""
+        seen = len(job.token_ids)
         job.add(decoded, row, self.policy.version)
         if not np.isfinite(job.logprobs).all():
             self._leave(job, 0)
@@ -342,7 +343,7 @@ class Rounds:
                 "weights hold NaN or infinity, or overflow; publish another version"
             )
         if job.request.stop_strings and self._vocabulary.decode is not None:
-            job.cut_at_stop_string(self._vocabulary.decode)
+            job.cut_at_stop_string(self._vocabulary.decode, seen)
         if not job.ended:
             return None
         self._leave(job, len(job.contents_c) + len(job.token_ids) - 1)
