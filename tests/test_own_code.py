@@ -45,6 +45,10 @@ def short(group, token_rewards, turn_lengths):
     return [rewards[:-1] for rewards in token_rewards]
 def rows(logprobs_bt, **arrays):
     return logprobs_bt.sum(1), {}
+def unnamed(logprobs_bt, **arrays):
+    return logprobs_bt.sum(), {"tokens": logprobs_bt.sum(), "entropy": logprobs_bt.sum()}
+def halved(logprobs_bt, **arrays):
+    return logprobs_bt.sum(), {"offpolicy/weight": logprobs_bt.sum()}
 def no_rule(task):
     return "click it"
 def no_instruction(task):
@@ -174,18 +178,18 @@ def test_callbacks_of_the_example_end_a_solved_run_and_log_failures(tmp_path, mo
 def test_functions_that_fail_or_answer_wrongly_are_one_error(module):
     one = make_trajectory()
     token_rewards = [np.zeros(2)]
+
+    def loss(ref: str) -> object:
+        own = find_policy_loss(PolicyLossConfig(function=ref))
+        return own(jnp.zeros((2, 3)), weights_bt=jnp.ones((2, 3)))
+
     bad = [
         ("broken", lambda ref: OwnRewards(RewardConfig(functions=(OwnReward(ref),))).add([one])),
         ("nan", lambda ref: OwnRewards(RewardConfig(functions=(OwnReward(ref),))).add([one])),
         ("word", lambda ref: find_callbacks([ref])[0](StepReport(1, {}, []))),
         ("broken", lambda ref: find_callbacks([ref])[0](StepReport(1, {}, []))),
         ("short", lambda ref: find_estimator(AdvantageConfig(function=ref))([], token_rewards, [])),
-        (
-            "rows",
-            lambda ref: find_policy_loss(PolicyLossConfig(function=ref))(
-                jnp.zeros((2, 3)), weights_bt=jnp.ones((2, 3))
-            ),
-        ),
+        *((name, loss) for name in ("rows", "unnamed", "halved")),
         ("no_rule", lambda ref: rules.own_rules({"t": ref})(TaskSpec("t", 0))),
         ("odd", lambda ref: rules.own_rules({"t": ref})(TaskSpec("t", 0)).judge({}, 1)),
     ]
@@ -196,6 +200,8 @@ def test_functions_that_fail_or_answer_wrongly_are_one_error(module):
         assert "\n" not in str(caught.value)
         if name == "broken":
             assert "mine.py, line 6: ZeroDivisionError" in str(caught.value)
+        if name == "unnamed":
+            assert "named group/name, of A-Z a-z 0-9 _ . -, got ['entropy']" in str(caught.value)
 
 
 def test_rule_of_the_example_judges_a_server_that_does_not():

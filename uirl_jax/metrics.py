@@ -24,13 +24,12 @@ from typing import Any, SupportsFloat, TextIO
 from uirl_jax.errors import TrainingError, UirlError
 from uirl_jax.store.files import write_atomically
 from uirl_jax.trackers import TENSORBOARD_DIR, Histogram, TensorBoard, Tracker
+from uirl_jax.types import IN_A_METRIC_NAME, METRIC_NAME
 
 METRICS_FILE = "metrics.jsonl"
 COLD_START_DIR = "cold_start"
 
-_IN_A_NAME = "A-Za-z0-9_.-"
-_NAME = re.compile(f"[{_IN_A_NAME}]+(/[{_IN_A_NAME}]+)+")
-_NOT_IN_A_NAME = re.compile(f"[^{_IN_A_NAME}]+")
+_NOT_IN_A_NAME = re.compile(f"[^{IN_A_METRIC_NAME}]+")
 _PLAIN = re.compile(r"[^\s\"=]+")
 
 
@@ -180,7 +179,7 @@ class MetricsWriter:
                 f"step {step}: {', '.join(broken)}; the run stops here and keeps its last good "
                 "checkpoint: lower the learning rate, or inspect the step's batches"
             )
-        bad_names = [name for name in values if not _NAME.fullmatch(name)]
+        bad_names = [name for name in values if not METRIC_NAME.fullmatch(name)]
         if bad_names:
             raise ValueError(f"metric names must be group/name, got {bad_names}")
         if self.last_step is not None and step <= self.last_step:

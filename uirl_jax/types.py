@@ -5,10 +5,14 @@ numpy only; no files, HTTP or tokenizer. The byte format is in `shards.record`.
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+IN_A_METRIC_NAME = "A-Za-z0-9_.-"
+METRIC_NAME = re.compile(f"[{IN_A_METRIC_NAME}]+(/[{IN_A_METRIC_NAME}]+)+")  # group/name
 
 
 class StopReason(enum.StrEnum):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, UserCodeError
+from uirl_jax.types import METRIC_NAME
 
 # Guards against overflow of exp in float32; a ratio of exp(20) is never meaningful.
 MAX_LOG_RATIO = 20.0
@@ -181,9 +182,25 @@ def find_policy_loss(cfg: PolicyLossConfig) -> PolicyLoss:
                     f"{cfg.function}: the loss and its metrics must be sums over the batch, of "
                     f"shape (); the loss is {jnp.shape(loss)}"
                 )
+            _check_names(metrics, cfg.function)
         return loss, {**metrics, "tokens": (arrays["weights_bt"] > 0).astype(jnp.float32).sum()}
 
     return checked
+
+
+def _check_names(metrics: Mapping[str, jax.Array], function: str) -> None:
+    """Raises UserCodeError: metrics that the step cannot write, or lacks the other half of."""
+    bad_names = [name for name in metrics if name != "tokens" and not METRIC_NAME.fullmatch(name)]
+    if bad_names:
+        raise UserCodeError(
+            f"{function}: metrics are named group/name, of A-Z a-z 0-9 _ . -, got {bad_names}"
+        )
+    pair = {"offpolicy/weight", "offpolicy/weight_squared"}
+    if len(pair & metrics.keys()) == 1:
+        raise UserCodeError(
+            f"{function}: the effective sample size needs both of {sorted(pair)}, got "
+            f"{sorted(pair & metrics.keys())}; return both or none"
+        )
 
 
 def importance_weights(old_to_behaviour_bt: jax.Array, cfg: PolicyLossConfig) -> jax.Array:
