@@ -246,7 +246,20 @@ def edited_meta(step: Path) -> None:
     file.write_text(json.dumps(item))
 
 
-DAMAGES = [empty, truncate_all, drop_data, drop_meta, another_step, edited_meta]
+def drop_chunks(step: Path) -> None:
+    """tensorstore raises a plain Exception."""
+    shutil.rmtree(step / "arrays" / "ocdbt.process_0" / "d")
+
+
+def foreign_metadata(step: Path) -> None:
+    """Orbax raises a KeyError."""
+    (step / "arrays" / "_METADATA").write_text('{"a": 1}')
+
+
+DAMAGES = [
+    *(empty, truncate_all, drop_data, drop_meta, another_step, edited_meta),
+    *(drop_chunks, foreign_metadata),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -272,6 +285,26 @@ def test_restore_past_a_damaged_newest_step_falls_back_and_goes_on(
         restored = checkpointer.restore_latest(ABSTRACT)
         assert (restored.step, restored.skipped) == (4, [])
         assert_same(restored.arrays, make_state(4))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_part_of_a_damaged_step_falls_back_or_is_one_error(three_steps: Path, damage: Any) -> None:
+    damage(three_steps / "3")
+    with Checkpointer(three_steps, read_only=True) as checkpointer:
+        part = checkpointer.read_part("lora/", None)
+        assert part.step == 2
+        assert [reason.split(": ")[0] for reason in part.skipped] == [f"{three_steps}/3"]
+        with pytest.raises(CheckpointError, match=f"^{three_steps}/3: ") as caught:
+            checkpointer.read_part("lora/", 3)
+        assert "\n" not in str(caught.value)
+    for step, other in ((1, drop_meta), (2, drop_chunks)):
+        other(three_steps / str(step))
+    with (
+        Checkpointer(three_steps, read_only=True) as checkpointer,
+        pytest.raises(CheckpointError, match="no checkpoint yet; ") as caught,
+    ):
+        checkpointer.read_part("lora/", None)
+    assert all(f"{three_steps}/{step}: " in str(caught.value) for step in (1, 2, 3))
 
 
 def test_restore_with_all_steps_damaged_raises_and_moves_nothing(three_steps: Path) -> None:

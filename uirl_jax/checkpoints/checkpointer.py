@@ -265,18 +265,19 @@ class Checkpointer:
         skipped: list[str] = []
         for candidate in [step] if step is not None else reversed(self.steps()):
             try:
-                body = self._read_undamaged(candidate)
+                body = self._read_body(candidate) if step is None else self._read_undamaged(step)
                 found = {
                     name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
                     for name, entry in body["arrays"].items()
                 }
                 arrays = self._read_arrays(candidate, body["arrays"], found)
-            except (CheckpointError, ValueError) as error:
+            except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as error:  # as in restore_latest
+                reason = f"{self._directory / str(candidate)}: {one_line(error)}"
                 if step is not None:
-                    raise CheckpointError(
-                        f"{self._directory / str(step)}: {one_line(error)}"
-                    ) from error
-                skipped.append(f"{self._directory / str(candidate)}: {one_line(error)}")
+                    raise CheckpointError(reason) from error
+                skipped.append(reason)
                 continue
             part = {
                 name.removeprefix(prefix): np.asarray(array)
