@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import re
 
 import pytest
 
@@ -43,6 +44,14 @@ def pool_and_runner(**options):
             yield pool, runner
         finally:
             runner.run(pool.__aexit__())
+
+
+def scripted_tasks() -> tuple[str, ...]:
+    """MiniWoB++ tasks that the demonstrator can play: the entries of `experts` in its script."""
+    from uirl_jax.verifiers.browser import MINIWOB_PREFIX, miniwob
+
+    entries = set(re.findall(r'^  "([a-z0-9-]+)": ', miniwob._read_script(), re.MULTILINE))
+    return tuple(t for t in miniwob.task_names() if t.removeprefix(MINIWOB_PREFIX) in entries)
 
 
 def one_page(html: str):

@@ -14,6 +14,7 @@ from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import doctor
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.dialects import DATA_ENTRY
 from uirl_jax.verifiers.server import open_session, server, sessions
 from uirl_jax.verifiers.server.open_session import ActionRate, ServerLimits
 from uirl_jax.verifiers.server.server import serve
@@ -182,15 +183,15 @@ class TestBrowser:
     pytestmark = needs_chromium
 
     def test_single_data_entry_is_done_by_the_client_in_its_dialect(self):
-        from uirl_jax.verifiers.browser.data_entry import NAME, make_sheet
+        from uirl_jax.verifiers.browser.data_entry import make_sheet
 
-        task = TaskSpec(NAME, seed=3, variant="size=small,within=8")
+        task = TaskSpec(DATA_ENTRY, seed=3, variant="size=small,within=8")
         row = make_sheet(task).wanted[0]
 
         async def run():
             types, rng = SessionTypes(warm_browsers=0, max_browsers=1), np.random.default_rng(0)
             async with container("g2b", task) as (base, http), client_of(base, "g2b") as client:
-                session = await client.create(TaskSpec(NAME, 0, f"rows={row + 2}"))
+                session = await client.create(TaskSpec(DATA_ENTRY, 0, f"rows={row + 2}"))
                 assert f"are to be submitted: {row + 2}.\n" in session.instruction
                 local = await types.open(task)  # the demonstrator looks into a page of its own
                 try:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from configs import pix2act_tasks
-from tests.chromium import needs_chromium, pool_and_runner
+from tests.chromium import needs_chromium, pool_and_runner, scripted_tasks
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
 
@@ -78,13 +78,11 @@ def test_task_is_solved_by_screen_mouse_and_keyboard(world, name):
 
 @pytest.mark.slow
 def test_every_scripted_task_is_solved(world):
-    from uirl_jax.verifiers.browser import miniwob
-
     pool, runner = world
 
     async def run():
         failed = []
-        for task in miniwob.scripted_tasks():
+        for task in scripted_tasks():
             name = task.removeprefix("miniwob/")
             turns = pix2act_tasks.MAX_TURNS.get(name, 60)
             for seed in range(3):

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from tests.chromium import scripted_tasks
 from uirl_jax.config import suites
 from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError
 from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers.browser import miniwob
 
 CLICK = {"name": "desktop/click_button", "instances": 2}
 GOOD = {"name": "mine", "tasks": [CLICK]}
@@ -82,7 +82,7 @@ def test_suites_that_ship_are_whole_and_named_like_their_files():
 @pytest.mark.browser  # the pages come with the browser's packages
 def test_suite_of_unseen_tasks_has_ten_of_which_none_is_among_pix2acts():
     unseen = {task.name for task in read_suite("miniwob-unseen").tasks}
-    assert len(unseen) == 10 and unseen <= set(miniwob.scripted_tasks())
+    assert len(unseen) == 10 and unseen <= set(scripted_tasks())
     assert not unseen & {task.name for task in read_suite("pix2act").tasks}
 
 

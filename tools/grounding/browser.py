@@ -15,12 +15,19 @@ from typing import Any
 
 from tools.grounding.pages import Page, compose
 from tools.grounding.screens import Box, Element, Screen, Word
-from tools.grounding.sources import DATA_ENTRY, Plan, miniwob_scale
+from tools.grounding.sources import Plan, miniwob_scale
 from tools.grounding.themes import THEMES
 from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers.browser import BrowserError, data_entry, miniwob, rendering
+from uirl_jax.verifiers.browser import (
+    MINIWOB_PREFIX,
+    BrowserError,
+    data_entry,
+    miniwob,
+    rendering,
+)
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
+from uirl_jax.verifiers.dialects import DATA_ENTRY
 
 _URL = "https://grounding.invalid/"
 _SCREENS_PER_TAB = 1000  # then another process: a leak cannot grow without end
@@ -115,7 +122,7 @@ class Browsers:
             self._idle.put_nowait(shell)
 
     async def _draw(self, plan: Plan, shell: "_Shell") -> Screen:
-        if plan.component.startswith(miniwob.PREFIX):
+        if plan.component.startswith(MINIWOB_PREFIX):
             return await self._draw_miniwob(plan)
         if plan.component == DATA_ENTRY:
             tab = await shell.other_page(_data_entry_page(plan, self._size_px))

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from uirl_jax.seeds import TRAIN_SEEDS
+from uirl_jax.verifiers.browser import MINIWOB_PREFIX
+from uirl_jax.verifiers.dialects import DATA_ENTRY
 
 SPLITS = ("train", "test")
 MINIWOB = "miniwob"
-DATA_ENTRY = "simple_data_entry"
 MINIWOB_PX = (160, 210)
 HELD_OUT_LIBRARY = "bulma"
 # Families of MiniWoB++ pages that only test has; a task belongs to one by the start of its name.
@@ -43,10 +44,10 @@ def miniwob_tasks(split: str) -> tuple[str, ...]:
     """
     from uirl_jax.verifiers.browser import miniwob  # needs the extra `browser`
 
-    names = [name.removeprefix(miniwob.PREFIX) for name in miniwob.task_names()]
+    names = [name.removeprefix(MINIWOB_PREFIX) for name in miniwob.task_names()]
     held_out = [name for name in names if name.startswith(HELD_OUT_FAMILIES)]
     wanted = held_out if split == "test" else [name for name in names if name not in held_out]
-    return tuple(miniwob.PREFIX + name for name in wanted if name not in _CLOCK)
+    return tuple(MINIWOB_PREFIX + name for name in wanted if name not in _CLOCK)
 
 
 def miniwob_scale(size_px: tuple[int, int], density: int = 1) -> int | None:

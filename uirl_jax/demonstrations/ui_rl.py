@@ -26,7 +26,8 @@ from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import decode_image
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.untrusted import json as untrusted_json
-from uirl_jax.verifiers.client.rules import DATA_ENTRY, DataEntryRule
+from uirl_jax.verifiers.client.rules import DataEntryRule
+from uirl_jax.verifiers.dialects import DATA_ENTRY
 
 MAX_BYTES = 512 * 2**20
 _INSTRUCTION = "## User Instruction"  # of UI_TARS_PROMPT; the instruction follows

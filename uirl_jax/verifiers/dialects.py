@@ -24,6 +24,7 @@ DialectName = Literal["g1+", "g1", "g2a", "g2b", "g3", "openenv"]
 OPENENV: DialectName = "openenv"
 _MOUSE = frozenset({"move", "click", "right_click", "double_click", "triple_click"})
 _DESKTOP = _MOUSE | {"type", "keys", "scroll"}
+DATA_ENTRY = "simple_data_entry"  # the task of ui-verifiers' servers; its counts:
 WRONG = "num_incorrect_submissions"
 CORRECT = "num_correct_submissions"  # g2a
 ROWS = "submitted_row_indices"  # g2b

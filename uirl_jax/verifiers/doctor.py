@@ -25,10 +25,9 @@ from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.openenv import OpenEnvClient
-from uirl_jax.verifiers.client.rules import DATA_ENTRY
 from uirl_jax.verifiers.client.token import read_token
 from uirl_jax.verifiers.client.transport import ClientLimits
-from uirl_jax.verifiers.dialects import CORRECT, OPENENV, ROWS
+from uirl_jax.verifiers.dialects import CORRECT, DATA_ENTRY, OPENENV, ROWS
 
 T = TypeVar("T")
 

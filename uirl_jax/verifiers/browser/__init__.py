@@ -7,6 +7,8 @@ tasks. They are imported when a session of such a type is asked for (`server.ses
 
 from uirl_jax.errors import VerifierError
 
+MINIWOB_PREFIX = "miniwob/"  # of the names of MiniWoB++'s tasks
+
 
 class BrowserError(VerifierError):
     """No browser can be started, or the one of a session is lost."""

@@ -23,10 +23,10 @@ from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
+from uirl_jax.verifiers.dialects import DATA_ENTRY
 from uirl_jax.verifiers.tasks import variants
 from uirl_jax.verifiers.tasks.desktop_tasks import click_middle
 
-NAME = "simple_data_entry"
 NUM_ROWS = 100
 _FIRST_ROW = 2  # as the sheet counts: its row 1 holds the names of the columns
 SCREENS_PX = {"full": (1280, 800), "small": (224, 168)}
@@ -68,12 +68,12 @@ def parse_variant(variant: str) -> Options:
 
     Raises: VerifierError as `variants.read` does, and for a row that is not among those `within`.
     """
-    options = Options(**variants.read(NAME, variant, VARIANTS))
+    options = Options(**variants.read(DATA_ENTRY, variant, VARIANTS))
     last = options.within + _FIRST_ROW - 1
     if options.row is not None and options.row > last:
         raise VerifierError(
-            f"variant {variant!r} of {NAME}: row={options.row}, expected at most {last}, the last "
-            f"of within={options.within}"
+            f"variant {variant!r} of {DATA_ENTRY}: row={options.row}, expected at most {last}, the "
+            f"last of within={options.within}"
         )
     return options
 
@@ -98,7 +98,7 @@ class Sheet:
 def make_sheet(task: TaskSpec) -> Sheet:
     """Raises VerifierError for an unknown variant."""
     options = parse_variant(task.variant)
-    text = f"{NAME}|{(options.rows, options.within, options.size)}|{task.seed}"
+    text = f"{DATA_ENTRY}|{(options.rows, options.within, options.size)}|{task.seed}"
     rng = np.random.default_rng(
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
     )

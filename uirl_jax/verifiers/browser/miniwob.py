@@ -9,7 +9,7 @@ a restart costs a tenth of the CPU time.
 
 The reward is the raw one (WOB_RAW_REWARD_GLOBAL), which does not decay with time, and 0 where it is
 negative; it is given at the end. Only 1 is a success, because some tasks pay for parts. Nothing
-changes after the end. docs/bundled_server.md lists the tasks and why some cannot be played.
+changes after the end. docs/miniwob_tasks.md lists the tasks and why some cannot be played.
 """
 
 import functools
@@ -25,13 +25,12 @@ import numpy as np
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
-from uirl_jax.verifiers.browser import BrowserError
+from uirl_jax.verifiers.browser import MINIWOB_PREFIX, BrowserError
 from uirl_jax.verifiers.browser.pool import BrowserPool
 from uirl_jax.verifiers.browser.tab import Tab
 from uirl_jax.verifiers.dialects import AIMED_REWARD
 from uirl_jax.verifiers.tasks import variants
 
-PREFIX = "miniwob/"
 AREA_PX = (160, 210)
 VARIANTS = {"scale": ("1", "2", "3", "4")}  # pixels of the screen for one of the page
 _VIEWPORT_PX = (500, 320)
@@ -43,7 +42,7 @@ _SEED = b"uirlSeedOfTheEpisode"  # where the seed belongs in what is read once f
 # Of these something outlasts the beginning of another episode, or follows a clock: always a fresh
 # page.
 _ALWAYS_FRESH = frozenset(
-    PREFIX + name
+    MINIWOB_PREFIX + name
     for name in (
         *("ascending-numbers", "book-flight", "book-flight-nodelay", "button-delay"),
         *("chase-circle", "choose-date", "choose-date-easy", "choose-date-medium"),
@@ -90,13 +89,9 @@ def find_pages() -> Path:
 @functools.cache
 def task_names() -> tuple[str, ...]:
     """Every task of the package: "miniwob/click-test", ..."""
-    return tuple(sorted(PREFIX + path.stem for path in (find_pages() / "miniwob").glob("*.html")))
-
-
-def scripted_tasks() -> tuple[str, ...]:
-    """Those that the demonstrator can play: the entries of `experts` in its script."""
-    entries = set(re.findall(r'^  "([a-z0-9-]+)": ', _read_script(), re.MULTILINE))
-    return tuple(name for name in task_names() if name.removeprefix(PREFIX) in entries)
+    return tuple(
+        sorted(MINIWOB_PREFIX + path.stem for path in (find_pages() / "miniwob").glob("*.html"))
+    )
 
 
 @functools.cache
@@ -229,7 +224,7 @@ class MiniWob:
             into a field that it fills in it clicks rightly. By the session, not by the click: of
             several clicks, all right, hardly any would be.
         """
-        name = json.dumps(self._task.name.removeprefix(PREFIX))
+        name = json.dumps(self._task.name.removeprefix(MINIWOB_PREFIX))
         if self._careless is None:
             self._careless = bool(rng.random() >= quality)
         careless = json.dumps(self._careless)

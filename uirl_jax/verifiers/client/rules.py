@@ -26,11 +26,10 @@ import numpy as np
 from uirl_jax import user_code
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Judgement, Rule, TaskSpec
-from uirl_jax.verifiers.dialects import CORRECT, ROWS, WRONG
+from uirl_jax.verifiers.dialects import CORRECT, DATA_ENTRY, ROWS, WRONG
 
 FindOwnRule = Callable[[TaskSpec], Rule | None]
 
-DATA_ENTRY = "simple_data_entry"
 FIRST_ROW = 2  # of the sheet, below its head; the server counts it as 0
 LAST_ROW = 101
 _MAX_SUBMISSIONS = 100_000

@@ -18,12 +18,11 @@ from uirl_jax.errors import VerifierError
 from uirl_jax.metrics import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import own_tasks, wire
+from uirl_jax.verifiers.browser import MINIWOB_PREFIX
+from uirl_jax.verifiers.dialects import DATA_ENTRY
 from uirl_jax.verifiers.recorded import rewards
 from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.tasks import desktop, variants
-
-SIMPLE_DATA_ENTRY = "simple_data_entry"
-MINIWOB = "miniwob/"
 
 
 class RunningTask(Protocol):
@@ -168,7 +167,7 @@ class SessionTypes:
         names = [*desktop.TASKS, *self._own, *self._recorded.names]
         with contextlib.suppress(BrowserError):
             pool.find_chromium()
-            names.append(SIMPLE_DATA_ENTRY)
+            names.append(DATA_ENTRY)
             names += miniwob.task_names()
         return tuple(names)
 
@@ -189,9 +188,9 @@ class SessionTypes:
         instance = own.make(task) if own is not None else None
         if own is not None and isinstance(instance, own_tasks.DrawnTask):
             return OwnDrawing(own, instance)
-        in_browser = task.name == SIMPLE_DATA_ENTRY or task.name.startswith(MINIWOB)
+        in_browser = task.name == DATA_ENTRY or task.name.startswith(MINIWOB_PREFIX)
         if own is None and not in_browser:
-            known = (*desktop.TASKS, SIMPLE_DATA_ENTRY, f"{MINIWOB}<task>", *self._own)
+            known = (*desktop.TASKS, DATA_ENTRY, f"{MINIWOB_PREFIX}<task>", *self._own)
             known += self._recorded.names
             hint = ""
             if task.name.startswith(own_tasks.PREFIX):
@@ -201,7 +200,7 @@ class SessionTypes:
         from uirl_jax.verifiers.browser import data_entry, miniwob, own_page, pool, rendering
 
         # Checked before a browser is started for nothing.
-        if task.name == SIMPLE_DATA_ENTRY:
+        if task.name == DATA_ENTRY:
             data_entry.parse_variant(task.variant)
         elif own is None:
             miniwob.parse_variant(task.name, task.variant)
@@ -223,7 +222,7 @@ class SessionTypes:
         opened: RunningTask
         if own is not None and isinstance(instance, own_tasks.PageTask):
             opened = await own_page.OwnPage.open(self._pool, own, instance)
-        elif task.name == SIMPLE_DATA_ENTRY:
+        elif task.name == DATA_ENTRY:
             opened = await data_entry.DataEntry.open(self._pool, task)
         else:
             opened = await miniwob.MiniWob.open(self._pool, task)
