@@ -203,8 +203,7 @@ def test_picture_does_not_count_as_json():
     assert len(picture) > LIMITS.max_json_bytes
     for screenshot in (picture, noise.tolist()):
         data = json.dumps(observation(screenshot=screenshot, metadata=[0] * 6_000)).encode()
-        seen = openenv_answers.read_observation(data, LIMITS, "here")
-        assert seen.size_px == (90, 90)
+        assert openenv_answers.read_observation(data, LIMITS, "here").size_px == (90, 90)
 
 
 def with_client(answer, use, *, schema=openenv_world.BROWSERGYM, limits=LIMITS, **options):
@@ -425,6 +424,11 @@ def test_task_that_the_server_does_not_play_is_refused():
             await client.create(TaskSpec(TASK.name, 1, variant="scale=2"))
 
     with_client(scripted(), use)
+
+
+def test_renderer_that_is_no_fingerprint_is_refused():
+    with pytest.raises(VerifierError, match=r"renderer is '\.\./x'"):
+        with_client(scripted(reset=observation(renderer="../x")), _create)
 
 
 def test_observation_without_screen_or_goal_is_refused():

@@ -82,11 +82,6 @@ def read_session(
             f"{where}: a screen of {width_px}x{height_px} pixels, at most "
             f"{limits.max_image_pixels} are accepted (verifier.limits.max_image_pixels)"
         )
-    renderer = entry.get("renderer", "")
-    if renderer != "":
-        if not isinstance(renderer, str):
-            raise VerifierError(f"{where}: a session's renderer is not a string")
-        renderer = check_id(renderer, f"{where}: a session's renderer")
     judges_every_action = entry.get("judges_every_action", False)
     if not isinstance(judges_every_action, bool):
         raise VerifierError(f"{where}: a session's judges_every_action is not a boolean")
@@ -95,9 +90,20 @@ def read_session(
         instruction,
         width_px,
         height_px,
-        renderer=renderer,
+        renderer=read_renderer(entry, where),
         judges_every_action=judges_every_action,
     )
+
+
+def read_renderer(entry: dict[str, Any], where: str) -> str:
+    """The fingerprint that a session has in its description; empty where it has none.
+
+    Raises: VerifierError
+    """
+    renderer = entry.get("renderer", "")
+    if not isinstance(renderer, str):
+        raise VerifierError(f"{where}: a session's renderer is not a string")
+    return check_id(renderer, f"{where}: a session's renderer") if renderer else ""
 
 
 def read_session_id(answer: dict[str, Any], where: str, taken: Container[str]) -> str:

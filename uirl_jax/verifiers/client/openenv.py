@@ -30,7 +30,7 @@ from uirl_jax.types import Action, Rule, TaskSpec
 from uirl_jax.untrusted import text as untrusted_text
 from uirl_jax.untrusted.http import open_session
 from uirl_jax.untrusted.json import printable
-from uirl_jax.verifiers import dialects, wire
+from uirl_jax.verifiers import dialects
 from uirl_jax.verifiers.client import answers, openenv_actions, openenv_answers
 from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.client.openenv_answers import Observation
@@ -286,11 +286,7 @@ class OpenEnvClient:
                 f"{where}: the environment tells no goal of task {task.name!r}: give the task a "
                 "rule with an instruction (docs/own_code.md)"
             )
-        renderer = seen.fields.get("renderer", "")
-        if not isinstance(renderer, str) or not (
-            renderer == "" or wire.SESSION_ID.fullmatch(renderer)
-        ):
-            raise VerifierError(f"{where}: the renderer is not 1-64 letters, digits, _ or -")
+        renderer = answers.read_renderer(seen.fields, where)
         width_px, height_px = seen.size_px
         session = Session(
             uuid.uuid4().hex, instruction, width_px, height_px, rule is not None, renderer
