@@ -81,6 +81,40 @@ def test_holder_gives_up_before_another_may_take_the_lease(opened):
         service.set_faults()
 
 
+def test_renewal_goes_on_while_a_check_reads_slowly(opened, monkeypatch):
+    store, service = opened
+    held = store.claim(NAME, "me")
+    has_read, renewed = threading.Event(), threading.Event()
+    faults: list[Exception] = []
+    read_version = store.read_version
+
+    def read_slowly(name: str, **options: bool) -> tuple[bytes, str]:
+        found = read_version(name, **options)
+        has_read.set()
+        renewed.wait(20)
+        return found
+
+    def check() -> None:
+        try:
+            held.check()
+        except Exception as error:
+            faults.append(error)
+
+    monkeypatch.setattr(store, "read_version", read_slowly)
+    checking = threading.Thread(target=check)
+    checking.start()
+    assert has_read.wait(20)
+    started_s = time.monotonic()
+    held.renew()
+    assert time.monotonic() - started_s < 10  # not after the read
+    renewed.set()
+    checking.join()
+    assert not faults
+    service.reset()
+    held.renew()  # with the version of the first renewal, not the older one that was read
+    assert service.counters()["requests"] == {"put": 1}
+
+
 def test_holder_that_was_killed_on_this_host_is_replaced_at_once(opened, monkeypatch):
     _, service = opened
     code = """

@@ -149,7 +149,9 @@ class CountedLease:
         """Reads the lease from the storage. Raises: as `renew`."""
         with self._lock:
             self._raise_if_lost()
-            content, version = self._store.read_version(self._name)
+        # Without the lock: renewals go on while a slow read is tried again, for up to a minute.
+        content, version = self._store.read_version(self._name)
+        with self._lock:
             self._compare(content, version)
             self._raise_if_lost()
 
@@ -178,7 +180,7 @@ class CountedLease:
         found = _parse(self._store.location(self._name), content) if version else None
         if found is None or found.nonce != self._content.nonce:
             self._lost_to = found.holder if found and found.holder else "nobody: it was deleted"
-        else:
+        elif found.counter >= self._content.counter:  # else a renewal has followed the read
             self._content, self._version = found, version
 
     def _raise_if_lost(self) -> None:
