@@ -1,5 +1,7 @@
 """Copies of a process's own files in a bucket: sent when due, fetched by a fresh directory."""
 
+import threading
+
 import pytest
 
 from tests.buckets import bucket_store
@@ -147,6 +149,46 @@ def test_process_that_lost_its_lease_copies_nothing(tmp_path, opened):
     assert in_bucket(service)["metrics.jsonl"] == b"of the next one"
     with pytest.raises(RestartError, match="lease of this learner was lost"):
         mirror.copy_now(directory, lambda _: store, "metrics.jsonl")
+
+
+def test_process_that_lost_its_lease_deletes_nothing(tmp_path, opened):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    own = mirror.Own("learner", ("eval/*",), lease=LEARNER_LEASE)
+    copies, held = mirror.Copies(directory, store, own), store.claim(LEARNER_LEASE, "me")
+    write(directory, "eval/old.json", b"o")
+    copies.try_once()
+    held.release()
+    BucketStore(ADDRESS).claim(LEARNER_LEASE, "the next one")
+    (directory / "eval/old.json").unlink()
+    copies.try_once(is_last=True)  # has nothing to upload
+    assert in_bucket(service)["eval/old.json"] == b"o"
+
+
+def test_older_copy_that_is_still_under_way_never_replaces_a_newer_one(
+    tmp_path, opened, monkeypatch
+):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    copies = mirror.Copies(directory, store, LEARNER)
+    write(directory, "metrics.jsonl", b"1\n")
+    upload, has_read, newer_is_there = store.upload, threading.Event(), threading.Event()
+
+    def upload_slowly(path, name: str, mark: str) -> str:
+        write(tmp_path, "as read", path.read_bytes())
+        has_read.set()
+        newer_is_there.wait(0.5)
+        return upload(tmp_path / "as read", name, mark)
+
+    monkeypatch.setattr(store, "upload", upload_slowly)
+    thread = threading.Thread(target=copies.try_once)
+    thread.start()
+    assert has_read.wait(20)
+    write(directory, "metrics.jsonl", b"1\n2\n")
+    mirror.copy_now(directory, lambda _: BucketStore(ADDRESS), "metrics.jsonl")
+    newer_is_there.set()
+    thread.join()
+    assert in_bucket(service)["metrics.jsonl"] == b"1\n2\n"
 
 
 def test_directory_that_others_need_whole_is_fetched_once_it_is_complete(tmp_path, opened):

@@ -39,6 +39,7 @@ EVERY_S = 10.0  # between two copies of one name
 BYTES_PER_S = 1e5  # of one name, on average: a log of 3 MB is copied every 30 s
 TAIL_BYTES = 64 << 10
 WHOLE = "cold_start/model/"  # appears at once, and others need it whole
+_UPLOADS: dict[tuple[str, str], threading.Lock] = {}
 _LISTED = ".files"  # a directory is complete in the bucket once its list is there
 
 
@@ -127,8 +128,9 @@ def copy_now(directory: Path, open_store: Callable[[Path], Store], name: str) ->
     """
     if linked_address(directory):
         store = cast(CopyStore, open_store(directory))
-        learner_fence(store)
-        store.upload(directory / name, name, _mark_of(directory))
+        with _uploads(directory, name):
+            learner_fence(store)
+            store.upload(directory / name, name, _mark_of(directory))
 
 
 def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
@@ -223,20 +225,28 @@ class Copies:
                 continue
             if not is_last and now_s < self._due_s.get(name, 0.0):
                 continue
-            if not changed and self._lease:
-                self._store.fence(self._lease)
-            self._versions[name] = self._store.upload(path, name, self._mark)
+            if not changed:
+                self._fence()
+            with _uploads(self._directory, name):
+                stamp = _stamp(path)
+                self._versions[name] = self._store.upload(path, name, self._mark)
             self._sent[name], changed = stamp, True  # as it was before: it may have grown since
             self._due_s[name] = now_s + max(EVERY_S, stamp[1] / BYTES_PER_S)
         self._list_whole()
         gone = [name for name in self._versions if name not in here and self._owns(name)]
         if gone:
+            self._fence()
             self._store.delete(*gone)
             for name in gone:
                 del self._versions[name]
                 self._sent.pop(name, None)
         if changed or gone:
             self._save()
+
+    def _fence(self) -> None:
+        """Raises: LeaseHeldError: the next holder of the lease writes these names."""
+        if self._lease:
+            self._store.fence(self._lease)
 
     def _note(self, name: str, path: Path, version: str) -> None:
         self._versions[name], self._sent[name] = version, _stamp(path)
@@ -246,6 +256,7 @@ class Copies:
         name = f"{WHOLE.rstrip('/')}{_LISTED}"
         parts = sorted(key.removeprefix(WHOLE) for key in self._sent if key.startswith(WHOLE))
         if parts and name not in self._due_s:
+            self._fence()
             self._store.put(name, json.dumps(parts).encode())
             self._due_s[name] = 0.0
 
@@ -288,6 +299,15 @@ class Copies:
     def _save(self) -> None:
         state = {"versions": self._versions, "tails": self._tails}
         files.write_atomically(self._state_path, json.dumps(state).encode())
+
+
+def _uploads(directory: Path, name: str) -> threading.Lock:
+    """Held from reading a file to its arrival in the bucket.
+
+    `copy_now` and the thread of `copied` send metrics.jsonl; without it the thread's older content
+    could arrive last, and a checkpoint's step would lack its line.
+    """
+    return _UPLOADS.setdefault((os.path.abspath(directory), name), threading.Lock())
 
 
 def _mark_of(directory: Path) -> str:
