@@ -138,6 +138,26 @@ def test_engine_stop_string_ends_with_the_token_that_completes_it(policy):
     assert cut.stopped and len(cut.logprobs) == len(cut.token_ids)
 
 
+def test_engine_text_that_cannot_be_decoded_fails_its_request_alone(policy):
+    calls = iter(range(100))
+
+    def decode(ids: object) -> str:
+        if next(calls) == 1:
+            raise LookupError("no such token")
+        return "stop"
+
+    broken = new_engine(policy, decode=decode)
+    asked = [dataclasses.replace(request(seed), stop_strings=("stop",)) for seed in range(2)]
+
+    async def run() -> list[SampleResult | BaseException]:
+        async with broken, asyncio.timeout(60):
+            return await asyncio.gather(*map(broken.sample, asked), return_exceptions=True)
+
+    first, second = asyncio.run(run())
+    assert len(first.token_ids) == 1
+    assert str(second) == "no such token"
+
+
 def test_engine_top_p_and_top_k_record_both_logprobs(engine, policy):
     one = dataclasses.replace(request(3, 6, "a"), top_k=5, top_p=0.7)
     asked = [dataclasses.replace(one, seed=seed) for seed in range(6)]
@@ -204,6 +224,23 @@ def test_engine_policy_that_gives_nan_fails_its_requests_and_lives_on(engine, po
     asyncio.run(run())
 
 
+def test_engine_slots_that_held_nan_serve_shorter_contexts_of_a_good_policy(engine, policy):
+    spoilt = jax.tree.map(lambda leaf: leaf * jnp.nan, policy.trainable)
+    asked = [request(seed, 5, "a") for seed in range(CFG.num_slots)]
+
+    async def run() -> list[SampleResult]:
+        async with engine, asyncio.timeout(600):
+            engine.set_policy(spoilt, 8)
+            long = [request(seed, 20, "a") for seed in range(CFG.num_slots)]  # in every slot
+            outcomes = await asyncio.gather(*map(engine.sample, long), return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [PolicyError] * len(long)
+            engine.set_policy(policy.trainable, 7)
+            return await asyncio.gather(*map(engine.sample, asked))
+
+    for one, result in zip(asked, asyncio.run(run()), strict=True):
+        assert_logprobs(policy, one, result)
+
+
 @pytest.mark.parametrize("program", ["encode", "prefill", "decode"])
 def test_engine_call_that_fails_fails_its_requests_and_lives_on(policy, program: str):
     broken = new_engine(policy)
@@ -225,7 +262,7 @@ def test_engine_call_that_fails_fails_its_requests_and_lives_on(policy, program:
     assert_logprobs(policy, request(0, 5, "a"), asyncio.run(run()))
 
 
-def test_engine_whose_buffers_cannot_be_made_again_fails_all_requests_with_the_cause(policy):
+def test_engine_whose_buffers_cannot_be_made_again_fails_what_waits_and_comes(policy):
     broken = new_engine(policy)
 
     def fail(*arguments: object, **options: object) -> None:
@@ -241,7 +278,10 @@ def test_engine_whose_buffers_cannot_be_made_again_fails_all_requests_with_the_c
             broken._rounds._init_cache = fail_again
             asked = [request(seed, 5, "a") for seed in range(6)]  # two more than there are slots
             outcomes = await asyncio.gather(*map(broken.sample, asked), return_exceptions=True)
-            assert [str(outcome) for outcome in outcomes] == ["no memory for a new cache"] * 6
+            assert [str(outcome) for outcome in outcomes] == [
+                *["no memory left"] * 4,
+                *["no memory for a new cache"] * 2,
+            ]
             with pytest.raises(MemoryError, match="for a new cache"):
                 await broken.sample(asked[0])
         with pytest.raises(MemoryError, match="for a new cache"):

@@ -99,9 +99,11 @@ class Rounds:
             table_sharding=self._table_sharding,
             compiler_options=compiler_options(model, by_layer=by_layer),
         )
-        self._cache: Any
+        self._prefix_lm = model.family.prefix_lm
+        self._cache: Any  # None: to be made by the next round, as `_table_md`
         self._table_md: Any
-        self._reset_buffers()
+        self._drop_buffers()
+        self._make_buffers()
         self.waiting: collections.deque[Job] = collections.deque()
         self.running: list[Job] = []  # the oldest first
         self.totals: collections.Counter[str] = collections.Counter()
@@ -125,11 +127,12 @@ class Rounds:
     def run(self) -> list[Outcome]:
         """Admits what waits, and makes one call of each kind that has something to do.
 
-        Raises: Exception: new buffers cannot be made after a failed call. No further round can run,
-          and the jobs are still in `running` and `waiting`.
+        Raises: Exception: the buffers cannot be made again after a failed call. No further round
+          can run; the jobs are still in `running` and `waiting`.
         """
         started_s = time.perf_counter()
-        outcomes: list[Outcome]
+        self._make_buffers()
+        outcomes: list[Outcome] = []
         try:
             self.drop_cancelled()
             self._take_policy()
@@ -138,29 +141,33 @@ class Rounds:
                 self._encode()
                 self._copy_prefixes()
                 self._prefill()
-                outcomes = self._decode()
+                self._decode(outcomes)
         except Exception as error:  # a round fails its own requests; the engine lives on
             self.totals["failed_rounds"] += 1
-            self._reset_buffers()  # a failed call may have taken one with it: they are donated
-            outcomes = [(job, error) for job in self.running]
+            outcomes += [(job, error) for job in self.running]
             self.running = []
+            self._drop_buffers()  # a failed call may have taken one with it: they are donated
         spent_s = time.perf_counter() - started_s
         self.seconds["round"] += spent_s
         self.seconds["slots"] += spent_s * (len(self.running) + len(outcomes))
         return outcomes
 
-    def _reset_buffers(self) -> None:
+    def _drop_buffers(self) -> None:
+        """They go before the next round makes others: the device may have no room for both."""
+        self._cache = self._table_md = None
         can = self._model.family.capabilities
-        self._prefix_lm = self._model.family.prefix_lm
         self.pool = SlotPool(
             self._cfg.num_slots, reuse=can.reuse_across_turns, share=can.share_in_group
         )
-        # The old ones go first: the device may have no room for both.
-        self._cache = self._table_md = None
-        self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
         self._table = VisualTable(len(self._table_shape))
-        empty_md = jnp.zeros(self._table_shape.shape, self._table_shape.dtype)
-        self._table_md = jax.device_put(empty_md, self._table_sharding)
+
+    def _make_buffers(self) -> None:
+        """Those that are missing."""
+        if self._cache is None:
+            self._cache = jax.jit(self._init_cache, out_shardings=self._cache_sharding)()
+        if self._table_md is None:
+            empty_md = jnp.zeros(self._table_shape.shape, self._table_shape.dtype)
+            self._table_md = jax.device_put(empty_md, self._table_sharding)
 
     def _init_cache(self) -> Any:
         cfg = self._cfg
@@ -192,8 +199,11 @@ class Rounds:
         if self.next_policy is self.policy:
             return
         self.policy = self.next_policy
-        if self._cfg.keep_stale_cache:
-            return
+        if not self._cfg.keep_stale_cache:
+            self._forget_computed()
+
+    def _forget_computed(self) -> None:
+        """What runs is prefilled again."""
         self.pool.forget()
         for job in self.running:
             self._give_images_back(job)
@@ -306,12 +316,16 @@ class Rounds:
         self.totals["prefill_tokens"] += sum(counts)
         self._count_seconds("prefill", started_s, self._cache)
 
-    def _decode(self) -> list[Outcome]:
-        """Some tokens for every request whose context is in the cache."""
+    def _decode(self, outcomes: list[Outcome]) -> None:
+        """Some tokens for every request whose context is in the cache.
+
+        Args:
+          outcomes: gets those that end, each as it ends: what fails after it cannot take it back.
+        """
         cfg = self._cfg
         live = [job for job in self.running if not job.slot.pending][: cfg.batch_sizes[-1]]
         if not live:
-            return []
+            return
         started_s = time.perf_counter()
         rows, row_of = decode_rows(live, cfg)
         # With contexts to prefill, one token and back to them: neither waits long for the other.
@@ -329,8 +343,15 @@ class Rounds:
         self.totals["decode_steps"] += int(decoded.count_b.max())
         self.totals["decode_rows"] += len(rows.slot_b) * int(decoded.count_b.max())
         self.totals["tokens_sampled"] += int(decoded.count_b.sum())
-        outcomes = [self._advance(job, row, decoded) for job, row in zip(live, row_of, strict=True)]
-        return [outcome for outcome in outcomes if outcome is not None]
+        for job, row in zip(live, row_of, strict=True):
+            outcome = self._advance(job, row, decoded)
+            if outcome is not None:
+                outcomes.append(outcome)
+        if any(isinstance(outcome, PolicyError) for _, outcome in outcomes):
+            # NaN stays behind a shorter context that gets the slot, where a weight of 0 does not
+            # hide it: 0 * NaN is NaN.
+            self._cache = None
+            self._forget_computed()
 
     def _advance(self, job: Job, row: int, decoded: Decoded) -> Outcome | None:
         """Adds what a call sampled to a job; what came of it where it has ended."""
@@ -360,6 +381,7 @@ class Rounds:
 
     def compile_all(self) -> None:
         """Everything that any request could need."""
+        self._make_buffers()
         with self._on_mesh():
             self._cache, self._table_md = call_everything(
                 self._programs,
