@@ -164,14 +164,14 @@ def _with_decay(
     if not weight_decay:
         return step
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new_state = step.update(grads, state, params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        stepped, new_state = step.update(updates, state, params)
         rate = schedule(optax.tree.get_all_with_path(state, "count")[-1][1]) * weight_decay
 
-        def decayed(update: jax.Array, weight: jax.Array, is_decayed: bool) -> jax.Array:
-            return update - rate * weight if is_decayed else update
+        def decayed(change: jax.Array, weight: jax.Array, is_decayed: bool) -> jax.Array:
+            return change - rate * weight if is_decayed else change
 
-        return jax.tree.map(decayed, updates, params, mask(params)), new_state
+        return jax.tree.map(decayed, stepped, params, mask(params)), new_state
 
     return optax.GradientTransformation(step.init, update)
 
