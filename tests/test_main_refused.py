@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.roles.all import _is_json_object
-from uirl_jax.run import open_run
+from uirl_jax.run import PLACEMENT, open_run
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
 
@@ -148,6 +149,12 @@ def test_open_run_with_more_steps_carries_on_a_run_that_is_otherwise_the_same(
     with pytest.raises(ConfigError, match=message):
         open_run(tmp_path, more)
     assert open_run(tmp_path, cfg) == run_id
+
+
+def test_page_on_restarts_names_every_key_that_may_differ():
+    page = Path(__file__).parents[1] / "docs" / "how_runs_survive_kills.md"
+    line = next(line for line in page.read_text().splitlines() if "| `config.json` |" in line)
+    assert all(f"`{key}`" in line for key in ("learner.steps", *PLACEMENT))
 
 
 @pytest.mark.parametrize(
