@@ -83,7 +83,7 @@ def test_main_without_a_step_to_learn_measures_its_model_once(
 
 
 def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path, model_dir):
-    """A learning rate near the end of float32: the second update is infinite."""
+    """Weights that each update multiplies by 1e10: the norm of the second update is infinite."""
     config = ROOT / "tests" / "overflowing_config.py"
     process = run(tmp_path / "run", model_dir, config=config)
     assert process.returncode != 0
