@@ -98,14 +98,15 @@ def test_processes_train_as_one_process_does(
     values = values_of(model_dir, STEPS, **mesh)
     assert train(workdir, values, processes=processes, devices=devices) == [0] * processes
     # Sums over devices are added in another order: 1e-7 of a loss. Adam divides small gradients by
-    # their own size: 3e-5 of an adapter was seen at ten times this learning rate.
+    # their own size, in the first updates most: 2e-5 of one value of an adapter was seen, where an
+    # update changes it by up to the learning rate, 1e-3.
     losses = losses_of(workdir)
     assert len(losses) == STEPS
     np.testing.assert_allclose(losses, losses_of(long_undisturbed), atol=1e-5)
     for (leaf, array), expected in zip(
         state_of(workdir).items(), state_of(long_undisturbed).values(), strict=True
     ):
-        np.testing.assert_allclose(array, expected, atol=1e-5, err_msg=leaf)
+        np.testing.assert_allclose(array, expected, atol=5e-5, err_msg=leaf)
     if mesh == {"mesh.data": 2}:  # the same mesh as one process's
         assert_equal(workdir, long_undisturbed)
     assert sorted(path.name for path in (workdir / "decisions").iterdir()) == [
