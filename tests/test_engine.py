@@ -264,6 +264,7 @@ def test_engine_call_that_fails_fails_its_requests_and_lives_on(policy, program:
 
 def test_engine_whose_buffers_cannot_be_made_again_fails_what_waits_and_comes(policy):
     broken = new_engine(policy)
+    working = broken._rounds._programs, broken._rounds._init_cache
 
     def fail(*arguments: object, **options: object) -> None:
         raise MemoryError("no memory left")
@@ -288,6 +289,8 @@ def test_engine_whose_buffers_cannot_be_made_again_fails_what_waits_and_comes(po
             await broken.sample(asked[0])
 
     asyncio.run(run())
+    broken._rounds._programs, broken._rounds._init_cache = working
+    assert len(sample_all(broken, [request(0, 5)])[0].token_ids) > 0  # opened again
 
 
 def test_engine_close_fails_what_is_not_done_and_opens_again(engine):

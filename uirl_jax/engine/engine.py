@@ -68,7 +68,7 @@ class Engine:
         # One thread: rounds run one after the other, and XLA already uses every core within one.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._pixels.open()
-        self._open = True
+        self._open, self._failure = True, None
         self._task = asyncio.create_task(self._serve(self._executor), name="engine")
         return self
 
