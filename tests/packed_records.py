@@ -47,13 +47,17 @@ def screenshot(rng: np.random.Generator) -> tuple[str, bytes]:
 
 @functools.cache
 def records() -> tuple[list[Trajectory], list[float]]:
-    """Four groups of four: one prompt and screenshot a group, then one turn or two each."""
+    """Four groups of four, one turn or two each: three of one prompt and screenshot a group, and
+    one whose members ask something else each about the same screenshot.
+    """
     rng = np.random.default_rng(0)
     trajectories = []
     for number in range(4):
         first = screenshot(rng)
         prompt = [*rng.integers(1, 60, 5), *[PLACEHOLDER] * 4, *rng.integers(1, 60, 3)]
         for member in range(4):
+            if number == 3:
+                prompt = [*prompt[:9], *rng.integers(1, 60, 3)]
             images, context, turns = dict([first]), prompt, []
             for _ in range(1 + (number + member) % 2):
                 sampled = rng.integers(4, 60, int(rng.integers(2, 6)))  # 3 is forbidden

@@ -64,6 +64,9 @@ class InMemory:
     def sizes(self, index: int) -> list[tuple[int, int]]:
         return [(step.width_px, step.height_px) for step in self._rows[index].steps]
 
+    def screen(self, index: int) -> bytes:
+        return self._rows[index].steps[0].image
+
 
 def grounding_set(train: int = 12, test: int = 4, **options) -> InMemory:
     """One click each."""

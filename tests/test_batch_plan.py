@@ -29,7 +29,7 @@ def piece(number: int, length: int, keys: tuple[str, ...]) -> packing.Piece:
     mask_t = np.r_[0, 0, np.ones(length - 2)].astype(np.float32)
     numbers_t = np.arange(length, dtype=np.int32)
     arrays = (numbers_t, mask_t, mask_t, numbers_t, numbers_t[None])
-    return packing.Piece(*arrays, keys, 1, 0, trajectory=number, sequence=0, first_token=0)
+    return packing.Piece(*arrays, keys, 1, 0, 0, trajectory=number, sequence=0, first_token=0)
 
 
 def planned(lengths_and_keys, parts: tuple[int, int], **changes) -> list[BatchPlan]:

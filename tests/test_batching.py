@@ -329,6 +329,38 @@ def test_share_prompts_only_where_the_same_screenshot_stands_behind_the_same_tok
     np.testing.assert_array_equal(alone.prefix_segments_bt, alone.segment_ids_bt)
 
 
+def test_share_prompts_of_questions_about_one_screenshot_holds_the_screenshot_once():
+    """Two questions, and two members of a group with a third: each prompt is what it was alone."""
+    shot = png(1)
+    records = [
+        *group([8, 9, 9, 1, 2], [[50, 51]], shot),
+        *group([8, 9, 9, 3, 4, 5], [[60]], shot),
+        *group([8, 9, 9, 6, 7], [[52], [53]], shot),
+        *group([8, 9, 9, 1, 2], [[54]], png(2)),
+    ]
+    batch = batch_of(records, row_lengths=(40,), pack=True, share_prompts=True)
+    ids_t, segments_t = batch.token_ids_bt[0], batch.segment_ids_bt[0]
+    prefixes_t = batch.prefix_segments_bt[0]
+    held = {
+        tuple(ids_t[at].tolist()): (segments_t[at] - prefix + 1).tolist()
+        for prefix in set(prefixes_t[segments_t > 0])
+        for at in [(prefixes_t == prefix) & (segments_t > 0)]
+    }
+    assert held == {
+        # The group's prompt whole; what the two others have in common ends with the screenshot.
+        (8, 9, 9, 6, 7, 52, 7, 53): [1, 1, 1, 1, 2, 2, 3, 3],
+        (8, 9, 9, 1, 2, 50, 51, 3, 4, 5, 60): [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3],
+        (8, 9, 9, 1, 2, 54): [1] * 6,
+    }
+    assert (batch.vision_index_bt[0] >= 0).sum() == 3 * 2
+    # A question's instruction goes on where the screenshot ended.
+    at = np.flatnonzero(np.isin(ids_t, [3, 1]))
+    alone = batch_of(records[1:2], row_lengths=(40,), pack=True, share_prompts=True)
+    wanted = alone.positions_abt[:, 0, 3]
+    for column in at:
+        np.testing.assert_array_equal(batch.positions_abt[:, 0, column], wanted)
+
+
 def test_share_prompts_of_a_group_that_fills_more_than_a_row_repeats_the_prompt():
     records = group([1, 2, 3, 4, 5], [[50 + n] * 3 for n in range(4)])
     batch = batch_of(records, row_lengths=(12,), pack=True, share_prompts=True)

@@ -72,8 +72,9 @@ def test_layouts_of_the_test_above_do_what_they_say():
     for layout in ("packed", "prompts shared"):
         (batch,) = batching.make_batches(trajectories, inputs=INPUTS, cfg=LAYOUTS[layout])
         slots[layout] = np.count_nonzero(batch.segment_ids_bt)
-    # Twelve of sixteen prompts of 11 tokens are gone.
-    assert slots["packed"] - slots["prompts shared"] == 12 * 11
+    # Nine of twelve prompts of 11 tokens are gone, and three of four screenshots with what is
+    # before them, 9 tokens.
+    assert slots["packed"] - slots["prompts shared"] == 9 * 11 + 3 * 9
 
 
 def test_compiled_step_holds_no_array_of_rows_by_tokens_by_vocabulary(monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny_model
-from tests.recorded_rows import grounding_set
+from tests.recorded_rows import InMemory, click, grounding_set, row
 from tests.sample_trajectories import make_trajectory
 from uirl_jax import seeds
 from uirl_jax.demonstrations.recording import is_example
@@ -159,6 +159,24 @@ def test_each_training_row_of_a_recorded_set_is_demonstrated_before_any_again(
     ]
     assert sorted(rows_of(kept)) == every
     assert all(one.task.seed in seeds.TRAIN_SEEDS for one in played)
+
+
+def test_rows_about_one_screen_are_demonstrated_together(make, monkeypatch):
+    questions = InMemory([row(n, [click(shade=n % 4)]) for n in range(12)])
+    sets = RecordedSets({"a": questions})
+    monkeypatch.setattr("uirl_jax.verifiers.recorded.sets.load", lambda paths: sets)
+    with Demonstrator(recorded={"made": "x"}) as demonstrator:
+        demonstrations = make(demonstrator, 0, kinds=[TaskSpec("recorded/a", 0)])
+        epochs = [rows_of(demonstrations.take(first, 12)) for first in (0, 12, 24)]
+    orders = []
+    for played in epochs:
+        assert sorted(played) == sorted(f"r{n}" for n in range(12))
+        screens = [int(name[1:]) % 4 for name in played]
+        assert all(
+            screens[first] == screens[first + 1] == screens[first + 2] for first in (0, 3, 6, 9)
+        )
+        orders.append(tuple(screens[::3]))
+    assert len(set(orders)) == 3
 
 
 @pytest.mark.browser

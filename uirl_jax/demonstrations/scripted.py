@@ -110,9 +110,9 @@ class Demonstrator:
         with self._runner:
             self._runner.run(self._types.close())
 
-    def training_rows(self, task_name: str) -> int:
-        """How many rows of a recorded set training draws from; 0: another task."""
-        return self._recorded.training_rows(task_name)
+    def training_screens(self, task_name: str) -> tuple[tuple[int, ...], ...]:
+        """Rows of a recorded set that training draws from, by screen; empty: another task."""
+        return self._recorded.training_screens(task_name)
 
     def demonstrate(
         self,

@@ -7,7 +7,6 @@ verifiers.demonstrations plays them, cold_start trains on them.
 """
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +58,7 @@ class ScriptedDemonstrations:
         self._seed = seed
         self._quality = quality
         self._kept: list[Trajectory] = []
+        self._orders: dict[tuple[str, int], np.ndarray] = {}  # by recorded set and epoch
 
     def keep(self, directory: Path, stop: threading.Event | None = None) -> None:
         """Plays the episodes of the fixed set that are not in `directory` yet, and reads the rest.
@@ -136,17 +136,22 @@ class ScriptedDemonstrations:
 
     def _task(self, number: int) -> TaskSpec:
         kind = self._kinds[number % len(self._kinds)]
-        rows = self._demonstrator.training_rows(kind.name)
-        if not rows:
+        screens = self._demonstrator.training_screens(kind.name)
+        if not screens:
             return dataclasses.replace(kind, seed=seeds.train_seed(self._seed, number))
         # Seeds drawn at random would never meet a third of the rows in as many demonstrations. The
         # next epoch's seeds are the next round over the steps of each row.
+        rows = sum(map(len, screens))
         epoch, position = divmod(number // len(self._kinds), rows)
-        place = epoch * rows + int(_order(self._seed, epoch, rows)[position])
+        place = epoch * rows + int(self._order(kind.name, epoch, screens)[position])
         return dataclasses.replace(kind, seed=seeds.TRAIN_SEEDS[place % len(seeds.TRAIN_SEEDS)])
 
+    def _order(self, name: str, epoch: int, screens: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """int64[rows]: the rows of a recorded set, its screens in another order each epoch.
 
-@functools.lru_cache(maxsize=8)
-def _order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    """int64[rows]: a permutation of the rows."""
-    return np.random.default_rng([seed, epoch]).permutation(rows)
+        Rows about one screen stay together: a step computes the screen once for all of them.
+        """
+        if (name, epoch) not in self._orders:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(screens))
+            self._orders[name, epoch] = np.concatenate([screens[number] for number in order])
+        return self._orders[name, epoch]

@@ -180,7 +180,7 @@ def _piece(
     # sequence keeps.
     prompt_length = max(int(np.argmax(sequence.completion_mask_t > 0)) - 1, 0)
     ends_v = np.cumsum([screen.tokens for screen in seen])
-    in_prompt = np.count_nonzero(sequence.token_ids_t[:prompt_length] == inputs.image_token_id)
+    visual_v = np.flatnonzero(sequence.token_ids_t[:prompt_length] == inputs.image_token_id)
     return packing.Piece(
         sequence.token_ids_t,
         sequence.completion_mask_t,
@@ -189,7 +189,8 @@ def _piece(
         positions_at,
         sequence.image_keys,
         prompt_length,
-        prompt_images=int(np.searchsorted(ends_v, in_prompt)) + 1 if in_prompt else 0,
+        screens_length=int(visual_v[-1]) + 1 if len(visual_v) else 0,
+        prompt_images=int(np.searchsorted(ends_v, len(visual_v))) + 1 if len(visual_v) else 0,
         trajectory=0,
         sequence=0,
         first_token=first_token,

@@ -1,4 +1,5 @@
-"""Sequences into rows of one length; a prompt that several of them begin with is stored once.
+"""Sequences into rows of one length; what several of them begin with is stored once: a prompt, or
+the screenshot before it.
 
 Called by `plan`, which decides where the rows go; of screenshots it knows the keys alone.
 """
@@ -22,6 +23,7 @@ class Piece(NamedTuple):
     positions: np.ndarray  # [A,T]
     image_keys: tuple[str, ...]
     prompt_length: int  # tokens that may stand in a row once for several sequences
+    screens_length: int  # of these, the tokens up to the end of the last screenshot
     prompt_images: int  # screenshots among them
     trajectory: int  # number of the trajectory
     sequence: int  # number of the sequence in the trajectory
@@ -101,8 +103,7 @@ def fill_rows(
             f"a sequence has {longest} tokens, row_lengths accepts at most "
             f"{row_lengths[-1]}: add a longer one, or keep fewer screenshots in the context"
         )
-    prompts = _shared_prompts(pieces) if share_prompts else [None] * len(pieces)
-    wanted = list(zip(pieces, prompts, strict=True))
+    wanted = _shared_prompts(pieces) if share_prompts else [(piece, None) for piece in pieces]
     if pack:
         # Sequences of one prompt stay together; long ones go first, short ones fill what is left.
         tokens = collections.Counter[bytes | None]()
@@ -142,18 +143,40 @@ def _best_row(
     return min(fitting, key=lambda row: (row.needs(piece, prompt), row.free))
 
 
-def _shared_prompts(pieces: Sequence[Piece]) -> list[bytes | None]:
-    """What names a piece's prompt, where another piece begins with the same one."""
-    names = []
-    for piece in pieces:
-        length = piece.prompt_length
-        # Placeholders are alike: which screenshots they stand for is part of the name.
-        names.append(
-            piece.token_ids[:length].tobytes()
-            + piece.positions[:, :length].tobytes()
-            + "".join(piece.image_keys[: piece.prompt_images]).encode()
-            if length
-            else None
-        )
+def _shared_prompts(pieces: Sequence[Piece]) -> list[tuple[Piece, bytes | None]]:
+    """With each piece what names the tokens that another one begins with, too; None: there is none.
+
+    Members of a group share their prompts. Prompts that differ may have the same screenshots before
+    the instruction: the questions that a recorded set asks about one screen.
+    """
+    prompts = _repeated([_name(piece, piece.prompt_length) for piece in pieces])
+    screens = _repeated(
+        [
+            _name(piece, piece.screens_length) if prompt is None else None
+            for piece, prompt in zip(pieces, prompts, strict=True)
+        ]
+    )
+    return [
+        (piece, prompt)
+        if screen is None
+        else (piece._replace(prompt_length=piece.screens_length), screen)
+        for piece, prompt, screen in zip(pieces, prompts, screens, strict=True)
+    ]
+
+
+def _repeated(names: Sequence[bytes | None]) -> list[bytes | None]:
+    """The names, None for those that stand there once."""
     count = collections.Counter(names)
     return [name if count[name] > 1 else None for name in names]
+
+
+def _name(piece: Piece, length: int) -> bytes | None:
+    """What names the first `length` tokens of a piece, which hold all screenshots of its prompt."""
+    # Placeholders are alike: which screenshots they stand for is part of the name.
+    return (
+        piece.token_ids[:length].tobytes()
+        + piece.positions[:, :length].tobytes()
+        + "".join(piece.image_keys[: piece.prompt_images]).encode()
+        if length
+        else None
+    )

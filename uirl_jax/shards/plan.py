@@ -31,8 +31,9 @@ class BatchConfig:
     """The fixed shapes that a batch may have; of each ascending tuple the smallest that fits.
 
     With `pack`, sequences share rows; with `share_prompts`, also what they begin with: the members
-    of a group read one screenshot and one instruction, and a row then holds them once. That pays
-    where an episode is one short turn: for a group of 8 behind 1,000 visual tokens a quarter of the
+    of a group read one screenshot and one instruction, questions of a recorded set about one screen
+    the screenshot alone, and a row then holds that once. That pays where an episode is one short
+    turn: for a group of 8 behind 1,000 visual tokens a quarter of the
     time (v5e, by the planner); with ten turns the same time and three times the memory.
     """
 
@@ -55,7 +56,8 @@ class BatchConfig:
         default=(256,), metadata={"min": 1, "max": 1_000_000}
     )
     pack: bool = True  # several sequences in a row; else one each
-    # A group's prompt stands in a row once; for episodes of one turn.
+    # A group's prompt stands in a row once, and a screenshot that several prompts begin with; for
+    # episodes of one turn.
     share_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ source, and neighbours are questions about one screen.
 Of a row with several steps, its hash and the round (i div n) say which: rounds go through them.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -41,6 +42,10 @@ class Rows(Protocol):
         """(width, height) in pixels of each step's picture."""
         ...
 
+    def screen(self, index: int, /) -> bytes:
+        """What names the picture of its first step."""
+        ...
+
 
 class Drawn(NamedTuple):
     row: int  # its index in the set
@@ -51,6 +56,7 @@ class Draw:
     """The instances of one set."""
 
     def __init__(self, rows: Rows) -> None:
+        self._rows = rows
         splits = {name: list(rows.splits.get(name, ())) for name in (TRAIN, VALIDATION, TEST)}
         if not splits[VALIDATION]:
             tuning = [index for index in splits[TRAIN] if _hash(index) % TUNING_SHARE == 0]
@@ -64,10 +70,17 @@ class Draw:
             (TUNE_SEEDS, VALIDATION, sorted(splits[VALIDATION], key=_hash)),
         )
 
-    @property
-    def training_rows(self) -> int:
-        """How many rows training draws from: so many consecutive seeds are so many rows."""
-        return next(len(rows) for _, split, rows in self._ranges if split == TRAIN)
+    @functools.cached_property
+    def training_screens(self) -> tuple[tuple[int, ...], ...]:
+        """The rows that training draws from, those that begin on one screen together.
+
+        A row is its place: row p is what the p-th seed of training stands for.
+        """
+        rows = next(rows for _, split, rows in self._ranges if split == TRAIN)
+        found: dict[bytes, list[int]] = {}
+        for place, row in enumerate(rows):
+            found.setdefault(self._rows.screen(row), []).append(place)
+        return tuple(map(tuple, found.values()))
 
     def pick(self, task: TaskSpec) -> Drawn:
         """The row of an instance.

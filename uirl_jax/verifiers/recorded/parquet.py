@@ -12,6 +12,7 @@ in `RowFile.faults`; a broken file is one RecordError.
 """
 
 import collections
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -155,7 +156,7 @@ class RowFile:
     """The rows of a file, by number. Threads may share it.
 
     Opening reads all columns, of the pictures the headers: about a gigabyte a second. What stays in
-    memory is each row's place, split and sizes.
+    memory is each row's place, split, sizes, and a hash of its first picture.
 
     Args:
       kept_groups: how many row groups stay in memory.
@@ -178,6 +179,7 @@ class RowFile:
         self._places: list[tuple[int, int]] = []  # row group, row in it
         self._splits: list[str] = []
         self._sizes: list[tuple[tuple[int, int], ...]] = []
+        self._screens: list[bytes] = []
         self._index()
 
     def __len__(self) -> int:
@@ -211,6 +213,10 @@ class RowFile:
     def sizes(self, index: int) -> tuple[tuple[int, int], ...]:
         """(width, height) in pixels of the picture of each step."""
         return self._sizes[index]
+
+    def screen(self, index: int) -> bytes:
+        """What names the picture of the first step; rows about one screen have the same."""
+        return self._screens[index]
 
     def _check_schema(self) -> None:
         found, wanted = self._file.schema_arrow, schema()
@@ -253,6 +259,8 @@ class RowFile:
                     self._splits.append(alike.setdefault(row.split, row.split))
                     sizes = tuple((step.width_px, step.height_px) for step in row.steps)
                     self._sizes.append(alike.setdefault(sizes, sizes))
+                    screen = hashlib.blake2b(row.steps[0].image, digest_size=8).digest()
+                    self._screens.append(alike.setdefault(screen, screen))
                 number += 1
 
     def _read(self, group: int) -> Any:

@@ -54,9 +54,9 @@ class RecordedSets:
         rows = [each.rows for each in self._sets.values()]
         return {size for each in rows for index in range(len(each)) for size in each.sizes(index)}
 
-    def training_rows(self, name: str) -> int:
-        """Of a task by its name; 0: it is none of these."""
-        return self._sets[name].draw.training_rows if name in self._sets else 0
+    def training_screens(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Of a task by its name, as draw.Draw has them; empty: it is none of these."""
+        return self._sets[name].draw.training_screens if name in self._sets else ()
 
     def shown(self, task: TaskSpec) -> tuple[int, int]:
         """The row of a task, and a number of its step: two seeds with equal ones show the same.
