@@ -179,6 +179,34 @@ def test_rows_about_one_screen_are_demonstrated_together(make, monkeypatch):
     assert len(set(orders)) == 3
 
 
+def test_rows_about_one_screen_come_in_another_order_each_epoch(make, monkeypatch):
+    sets = RecordedSets({"a": InMemory([row(n, [click()]) for n in range(12)])})
+    monkeypatch.setattr("uirl_jax.verifiers.recorded.sets.load", lambda paths: sets)
+    with Demonstrator(recorded={"made": "x"}) as demonstrator:
+        demonstrations = make(demonstrator, 0, kinds=[TaskSpec("recorded/a", 0)])
+        epochs = [rows_of(demonstrations.take(first, 12)) for first in (0, 12, 24)]
+    assert len(set(map(tuple, epochs))) == 3
+
+
+def test_rows_of_several_steps_are_by_themselves(make):
+    # Their first screens are one, but an episode shows any of their steps.
+    several = [row(n, [click(), click(shade=n)]) for n in range(4)]
+    draw = RecordedSets({"a": InMemory([*several, row(4, [click()]), row(5, [click()])])})
+    assert draw.training_screens("recorded/a") == ((0,), (1,), (2,), (3,), (4, 5))
+
+
+def test_a_fixed_set_of_recorded_rows_is_of_many_screens(make, monkeypatch, tmp_path):
+    questions = InMemory([row(n, [click(shade=n // 8)]) for n in range(64)])
+    monkeypatch.setattr(
+        "uirl_jax.verifiers.recorded.sets.load", lambda paths: RecordedSets({"a": questions})
+    )
+    with Demonstrator(recorded={"made": "x"}) as demonstrator:
+        demonstrations = make(demonstrator, 8, kinds=[TaskSpec("recorded/a", 0)])
+        demonstrations.keep(tmp_path)
+        kept = rows_of(demonstrations.take(0, 8))
+    assert len({int(name[1:]) // 8 for name in kept}) > 3  # in the order by screens: 1
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize(
     ("script", "said"),

@@ -22,6 +22,7 @@ class OwnInputs:
 
     position_axes = 1
     shares_rows = False
+    prefix_lm = False
 
     def __init__(self, cfg: OwnConfig) -> None:
         self.image_token_id = cfg.image_token_id

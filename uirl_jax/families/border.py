@@ -71,6 +71,7 @@ class Inputs(Protocol):
       image_token_id: the placeholder in token ids, one for each visual token.
       position_axes: A, rows of `positions`: 3 for M-RoPE, else 1.
       shares_rows: several screens may lie in one row of the vision tower.
+      prefix_lm: as Family.prefix_lm.
     """
 
     @property
@@ -81,6 +82,9 @@ class Inputs(Protocol):
 
     @property
     def shares_rows(self) -> bool: ...
+
+    @property
+    def prefix_lm(self) -> bool: ...
 
     def plan_screen(self, size_px: Size) -> Screen:
         """A screen of that size without arrays. Raises: ImageError for a size without a plan."""

@@ -147,11 +147,16 @@ class ScriptedDemonstrations:
         return dataclasses.replace(kind, seed=seeds.TRAIN_SEEDS[place % len(seeds.TRAIN_SEEDS)])
 
     def _order(self, name: str, epoch: int, screens: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """int64[rows]: the rows of a recorded set, its screens in another order each epoch.
+        """int64[rows]: the rows of a recorded set, in another order each epoch.
 
-        Rows about one screen stay together: a step computes the screen once for all of them.
+        Rows about one screen stay together: a step computes the screen once for all of them. Not
+        in a fixed set, which is mixed again: it shall be of as many screens as there are.
         """
         if (name, epoch) not in self._orders:
-            order = np.random.default_rng([self._seed, epoch]).permutation(len(screens))
-            self._orders[name, epoch] = np.concatenate([screens[number] for number in order])
+            rng = np.random.default_rng([self._seed, epoch])
+            together = [(row,) for rows in screens for row in rows] if self._episodes else screens
+            order = rng.permutation(len(together))
+            self._orders[name, epoch] = np.concatenate(
+                [rng.permutation(together[n]) for n in order]
+            )
         return self._orders[name, epoch]

@@ -181,6 +181,8 @@ def _piece(
     prompt_length = max(int(np.argmax(sequence.completion_mask_t > 0)) - 1, 0)
     ends_v = np.cumsum([screen.tokens for screen in seen])
     visual_v = np.flatnonzero(sequence.token_ids_t[:prompt_length] == inputs.image_token_id)
+    # Where a prompt's tokens see each other, a screenshot's depend on the instruction behind it.
+    alike = 0 if inputs.prefix_lm or not len(visual_v) else int(visual_v[-1]) + 1
     return packing.Piece(
         sequence.token_ids_t,
         sequence.completion_mask_t,
@@ -189,7 +191,7 @@ def _piece(
         positions_at,
         sequence.image_keys,
         prompt_length,
-        screens_length=int(visual_v[-1]) + 1 if len(visual_v) else 0,
+        screens_length=alike,
         prompt_images=int(np.searchsorted(ends_v, len(visual_v))) + 1 if len(visual_v) else 0,
         trajectory=0,
         sequence=0,

@@ -30,6 +30,7 @@ class Idefics2Inputs:
     table_side: int  # of the square table of positions
     position_axes = 1
     shares_rows = False
+    prefix_lm = False
 
     def plan_screen(self, size_px: Size) -> Screen:
         image_px = resized(size_px, self.images)

@@ -26,6 +26,7 @@ class QwenInputs:
     image_token_id: int
     position_axes = 3
     shares_rows = True
+    prefix_lm = False
 
     def plan_screen(self, size_px: Size) -> Screen:
         return self._screen(size_px, image_grid(size_px, self.images))

@@ -72,14 +72,16 @@ class Draw:
 
     @functools.cached_property
     def training_screens(self) -> tuple[tuple[int, ...], ...]:
-        """The rows that training draws from, those that begin on one screen together.
+        """The rows that training draws from, those of one step about one screen together.
 
-        A row is its place: row p is what the p-th seed of training stands for.
+        A row is its place: row p is what the p-th seed of training stands for. A row of several
+        steps, which shows one of them, is by itself.
         """
         rows = next(rows for _, split, rows in self._ranges if split == TRAIN)
-        found: dict[bytes, list[int]] = {}
+        found: dict[bytes | int, list[int]] = {}
         for place, row in enumerate(rows):
-            found.setdefault(self._rows.screen(row), []).append(place)
+            alone = len(self._rows.sizes(row)) > 1
+            found.setdefault(place if alone else self._rows.screen(row), []).append(place)
         return tuple(map(tuple, found.values()))
 
     def pick(self, task: TaskSpec) -> Drawn:
