@@ -35,8 +35,7 @@ def get_config(folder: str = "runs/grounding-10000") -> ConfigDict:
     cfg.learner.batch.row_lengths = (320,)
     cfg.learner.batch.image_rows = (4,)
     optimizer = {"name": "muon", "lr": 2e-3, "warmup_steps": 20, "schedule": "cosine"}
-    # 30,000 rows that training has of 10,000 screens, each twice. They are played as
-    # they are needed, in 0.1 s a step.
+    # 30,000 rows that training has of 10,000 screens, each twice; played as they are needed.
     cfg.cold_start = ConfigDict({"steps": 1000, "episodes": 0, "episodes_per_step": 64})
     cfg.cold_start.update({"train": "all", "optimizer": ConfigDict(optimizer)})
     cfg.evaluation.episodes = 500

@@ -12,7 +12,13 @@ from aiohttp import web
 from tests import actor_world as world
 from tests.field_servers import SHEET, Container, Proxy, Sessions, serving
 from uirl_jax import actions
-from uirl_jax.errors import ActionError, ActUncertainError, ConfigError, VerifierError
+from uirl_jax.errors import (
+    ActionError,
+    ActUncertainError,
+    ConfigError,
+    InvalidRequestError,
+    VerifierError,
+)
 from uirl_jax.store import open_store
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import dialects, doctor
@@ -409,9 +415,9 @@ def test_data_entry_rule_draws_rows_by_seed_and_refuses_other_words():
     assert all(2 <= row <= 101 for seed in range(50) for row in rows(seed))
     assert data_entry_rule(TaskSpec("simple_data_entry", 3, "rows=7")).rows == (7,)
     for variant in ("rows=1-5", "rows=5-4", "count=0", "count=200", "bonus=1", "wrong=-1", "turn"):
-        with pytest.raises(VerifierError, match="variant"):
+        with pytest.raises(InvalidRequestError, match="variant"):
             find_rule(TaskSpec("simple_data_entry", 0, variant))
-    with pytest.raises(VerifierError, match="neither what it asks for"):
+    with pytest.raises(InvalidRequestError, match="neither what it asks for"):
         find_rule(TaskSpec("desktop/click_button", 0))
 
 

@@ -41,6 +41,7 @@ from uirl_jax.store.lease import only_learner
             "'head' is unknown, expected some of",
         ),
         (["--config.model.quantize=int4"], "expected 'none' or 'int8'"),
+        (["--role=eval", "--stage=After-2"], "--stage=After-2: names files, expected"),
         (["--workdir="], "--workdir is empty"),
         (["--workdir=s3://bucket/run"], "runs are in a directory or in gs://"),
         (["--workdir=gs://b/run"], "--workdir=gs://b/run: "),

@@ -260,6 +260,21 @@ def test_command_keeps_successes_that_a_cold_start_reads(tmp_path):
     assert "another search, in whole; give another --out" in said
 
 
+def test_command_plays_the_policy_that_a_run_published(tmp_path):
+    run = [
+        sys.executable,
+        "-m",
+        "uirl_jax.main",
+        "--config=quickstart",
+        f"--workdir={tmp_path}/run",
+    ]
+    small = ("--config.learner.steps=1", "--config.evaluation.episodes=0")
+    subprocess.run([*run, *small], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    flags = ("--config=configs/quickstart.py", f"--workdir={tmp_path}/run", "--checkpoint=policy")
+    printed = command(*flags, f"--out={tmp_path}/demos", "--instances=8", "--episodes=4")
+    assert "cold_start.demonstrations" in printed
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -47,7 +47,7 @@ from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.training import TrainingConfig, step_config
 from uirl_jax.models import sharding, weights
 from uirl_jax.roles.learner import training_of
-from uirl_jax.run import CONFIG_FILE, Run, check_user_code, completed
+from uirl_jax.run import Run, check_user_code, completed, run_id_of
 from uirl_jax.shards import batching
 from uirl_jax.shards.plan import BatchConfig
 from uirl_jax.shards.reader import read_shard
@@ -210,9 +210,6 @@ def open_scored_run(workdir: Path) -> tuple[Run, PolicyModel, jax.sharding.Mesh]
     Raises: UirlError: no run, or a base that cannot be loaded.
     """
     cfg = read_run(workdir)
-    run_id = json.loads((workdir / CONFIG_FILE).read_text(encoding="utf-8")).get("run_id")
-    if not isinstance(run_id, str):
-        raise ConfigError(f"{workdir / CONFIG_FILE}: has no run_id")
     check_user_code(cfg, learns=True)
     cfg = completed(cfg)
     try:
@@ -220,7 +217,7 @@ def open_scored_run(workdir: Path) -> tuple[Run, PolicyModel, jax.sharding.Mesh]
     except ConfigError:
         print("the config's mesh does not fit this machine: one device is used", file=sys.stderr)
         mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    run = Run(cfg, workdir, run_id)
+    run = Run(cfg, workdir, run_id_of(workdir))
     return run, run.load_base(mesh), mesh
 
 

@@ -31,7 +31,7 @@ from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError, RestartError, StoppedError, UirlError
-from uirl_jax.evaluation import SUMMARY_FILE
+from uirl_jax.evaluation import STAGE_NAME, SUMMARY_FILE
 from uirl_jax.learner import cluster
 from uirl_jax.learner.bookkeeping import CHECKPOINTS
 from uirl_jax.learner.cluster import ALONE, Cluster
@@ -149,6 +149,10 @@ def _check_checkpoint_flags(learns: bool) -> None:
         contenders.check_names(_CHECKPOINT.value)
     else:
         _checkpoint_step()
+    if _STAGE.value and not STAGE_NAME.fullmatch(_STAGE.value):
+        raise ConfigError(
+            f"--stage={_STAGE.value}: names files, expected 1 to 64 of a-z, 0-9 and _"
+        )
     if source and "://" not in source and not (Path(source) / CHECKPOINTS).is_dir():
         raise ConfigError(f"--resume_from={source}: has no {CHECKPOINTS}/; give a run's workdir")
 

@@ -62,6 +62,20 @@ CONFIG_FILE = "config.json"
 PLACEMENT = ("mesh", "cluster", "tracking", "cold_start.browsers")
 
 
+def run_id_of(workdir: Path) -> str:
+    """The id of the run in a workdir. Raises: ConfigError: it has none."""
+    store = open_store(workdir)
+    try:
+        run_id = json.loads(store.read(CONFIG_FILE))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{store.location(CONFIG_FILE)}: is not a run's config ({error})"
+        ) from None
+    if not isinstance(run_id, str):
+        raise ConfigError(f"{store.location(CONFIG_FILE)}: its run_id is not a text")
+    return run_id
+
+
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     """Returns the run's id; the first role writes config.json.
 

@@ -39,7 +39,7 @@ def prepare_bucket(directory: str) -> None:
         )
     if directory.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
         raise CheckpointError(
-            f"{directory}: needs gcsfs, which is not installed; pip install 'uirl_jax[gcs]'"
+            f"{directory}: needs gcsfs, which is not installed; pip install -e '.[gcs]'"
         )
     if directory.startswith("gs://"):
         from fsspec import config

@@ -19,6 +19,7 @@ from uirl_jax.evaluation.paired import Comparison, compare
 from uirl_jax.evaluation.pictures import pictures
 from uirl_jax.evaluation.play import (
     KEPT_EPISODES,
+    STAGE_NAME,
     InstanceSeeds,
     RunTasks,
     eval_tasks,
@@ -73,6 +74,7 @@ __all__ = [
     "FATES",
     "KEPT_EPISODES",
     "RUN_STAGES",
+    "STAGE_NAME",
     "SUMMARY_FILE",
     "Comparison",
     "Contender",

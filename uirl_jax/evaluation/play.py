@@ -27,7 +27,7 @@ KEPT_EPISODES = 12
 InstanceSeeds = Literal["held_out", "tuning"]
 RunTasks = Callable[[Sequence[TaskSpec]], Sequence[Trajectory] | Awaitable[Sequence[Trajectory]]]
 
-_STAGE = re.compile(r"[a-z0-9_]{1,64}")
+STAGE_NAME = re.compile(r"[a-z0-9_]{1,64}")
 _RUN_SEED_STRIDE = 100_000  # maximum number of instances in one evaluation
 
 
@@ -78,7 +78,7 @@ async def evaluate(
         UirlError: the disk is full.
         ValueError: a trajectory of a task that is not in `tasks`, or several of one task.
     """
-    if not _STAGE.fullmatch(stage):
+    if not STAGE_NAME.fullmatch(stage):
         raise ValueError(f"stage {stage!r}: expected 1 to 64 of a-z 0-9 _, for a file name")
     outcome = run_tasks(tasks)
     trajectories = await outcome if inspect.isawaitable(outcome) else outcome

@@ -46,7 +46,7 @@ class SquareInputs(abc.ABC):
     more_tokens: ClassVar[int] = 0  # visual tokens of a screen besides those of its patches
     position_axes = 1
     shares_rows = False
-    prefix_lm: ClassVar[bool] = False
+    prefix_lm = False
 
     @abc.abstractmethod
     def margins(self, size_px: Size) -> Margins:

@@ -30,7 +30,7 @@ class Florence2Inputs(SquashedInputs):
     images: ImageConfig
     end_token_id: int  # ends what the encoder reads, and opens what the decoder does
     more_tokens: ClassVar[int] = 1
-    prefix_lm: ClassVar[bool] = True
+    prefix_lm = True
 
     def positions(self, token_ids_t: np.ndarray, screens: Sequence[Screen]) -> np.ndarray:
         """int32[1,T]. The decoder's tokens are those behind the first two end tokens that touch,

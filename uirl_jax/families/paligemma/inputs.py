@@ -14,7 +14,7 @@ class PaliGemmaInputs(SquashedInputs):
 
     images: ImageConfig
     first_position: ClassVar[int] = 1
-    prefix_lm: ClassVar[bool] = True
+    prefix_lm = True
 
 
 def make_inputs(cfg: PaliGemmaConfig) -> PaliGemmaInputs:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from uirl_jax import user_code
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import InvalidRequestError, VerifierError
 from uirl_jax.types import Judgement, Rule, TaskSpec
 from uirl_jax.verifiers.dialects import CORRECT, DATA_ENTRY, ROWS, WRONG
 
@@ -98,10 +98,10 @@ def find_rule(task: TaskSpec) -> Rule:
     """The built-in rule of a task instance.
 
     Raises:
-      VerifierError: there is none for such a task, or its variant is not as above.
+      InvalidRequestError: there is none for such a task, or its variant is not as above.
     """
     if task.name != DATA_ENTRY:
-        raise VerifierError(
+        raise InvalidRequestError(
             f"task {task.name!r}: a server of this dialect says neither what it asks for nor what "
             f"it pays; name a function that does in the task's `rule` (docs/own_code.md). Only "
             f"{DATA_ENTRY} has a built-in rule"
@@ -162,7 +162,10 @@ def own_rule(task: TaskSpec, reference: str, find: Callable[[TaskSpec], Rule]) -
 
 
 def data_entry_rule(task: TaskSpec) -> DataEntryRule:
-    """The rule of simple_data_entry for one instance. Raises: VerifierError: its variant."""
+    """The rule of simple_data_entry for one instance.
+
+    Raises: InvalidRequestError: its variant.
+    """
     given = {"rows": f"{FIRST_ROW}-{LAST_ROW}", "count": "1", "partial": "0"}
     # Not free unless somebody says so: three wrong submissions and a right one must not pay like
     # the right one alone.
@@ -171,7 +174,7 @@ def data_entry_rule(task: TaskSpec) -> DataEntryRule:
         key, _, value = (piece.strip() for piece in part.partition("="))
         pattern = _ROWS if key == "rows" else _COST
         if key not in given or not pattern.fullmatch(value):
-            raise VerifierError(
+            raise InvalidRequestError(
                 f"variant {task.variant!r} of {task.name}: {part!r} is none of "
                 f"{', '.join(given)} with a number (rows: two, as in 2-101)"
             )
@@ -180,7 +183,7 @@ def data_entry_rule(task: TaskSpec) -> DataEntryRule:
     pool = range(int(low), int(high or low) + 1)
     count = float(given["count"])
     if not pool or pool[0] < FIRST_ROW or not 1 <= count <= len(pool) or count != int(count):
-        raise VerifierError(
+        raise InvalidRequestError(
             f"variant {task.variant!r} of {task.name}: {given['count']} of rows {given['rows']}, "
             f"expected at least one of the rows from {FIRST_ROW} on"
         )
