@@ -140,6 +140,9 @@ def test_request_never_loads_a_folder(name):
     ("change", "word"),
     [
         (("class Task(", "class Other("), "no class Task"),
+        (("def act(", "def acts("), "class Task has no act of its own"),
+        (("def draw(", "def drawn("), "class Task has no draw of its own"),
+        (("def __init__(", "def begin("), "class Task has no __init__ of its own"),
         (("import Image", "import Picture"), r"task\.py, line 2: ImportError"),
         (('"Wait."', '""'), "instruction is ''"),
         (("20, 10\n", "20, 0\n"), r"width_px, height_px are \(20, 0\)"),

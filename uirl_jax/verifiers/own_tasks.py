@@ -213,6 +213,13 @@ def _run(source: Path, name: str) -> type[DrawnTask] | type[PageTask]:
         raise ConfigError(
             "task.py has no class Task that extends own_tasks.DrawnTask or own_tasks.PageTask"
         )
+    base, wanted = (DrawnTask, ("draw", "act")) if issubclass(kind, DrawnTask) else (PageTask, ())
+    if lacks := [
+        name
+        for name in ("__init__", *wanted, "progress")
+        if getattr(kind, name) is getattr(base, name)
+    ]:
+        raise ConfigError(f"task.py: class Task has no {', '.join(lacks)} of its own")
     return kind
 
 
