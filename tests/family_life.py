@@ -5,11 +5,13 @@ import threading
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 from PIL import Image
 
 import uirl_jax
 from tests import tiny_config
-from tools import export
+from tools import export, make_base_model
+from tools.tiny_architectures import BASES
 from uirl_jax import evaluation
 from uirl_jax.config import reading, schema
 from uirl_jax.families import loading
@@ -17,6 +19,26 @@ from uirl_jax.families.table import family_of
 from uirl_jax.models import weights
 from uirl_jax.roles.all import run_all
 from uirl_jax.run import Run, open_run
+
+# Patches of a screen of 224x168 pixels.
+ROW_PATCHES = {
+    "qwen2_5_vl": 192,
+    "qwen3_vl": 140,
+    "llava": 64,
+    "idefics2": 192,
+    "paligemma": 64,
+    "florence2": 49,
+}
+
+
+def write_tiny_model(family: str, directory: Path) -> None:
+    """The family's small base model, before its training."""
+    base = BASES[family]
+    tokenizer = base.tokenizer.train_tokenizer(make_base_model.tokenizer_texts(base)[:200], 512)
+    model = base.family.make_model(base.config(tokenizer), lora=None, rngs=nnx.Rngs(0))
+    make_base_model.write_model(base, model, tokenizer, directory)
+    # In float32: bfloat16 would round the merged adapters of an export.
+    loading.save_model(base.family, model, directory)
 
 
 def signs(tokens: list[np.ndarray]) -> list[np.ndarray]:

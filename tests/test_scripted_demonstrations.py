@@ -188,11 +188,11 @@ def test_rows_about_one_screen_come_in_another_order_each_epoch(make, monkeypatc
     assert len(set(map(tuple, epochs))) == 3
 
 
-def test_rows_of_several_steps_are_by_themselves(make):
+def test_rows_of_several_steps_are_by_themselves():
     # Their first screens are one, but an episode shows any of their steps.
     several = [row(n, [click(), click(shade=n)]) for n in range(4)]
-    draw = RecordedSets({"a": InMemory([*several, row(4, [click()]), row(5, [click()])])})
-    assert draw.training_screens("recorded/a") == ((0,), (1,), (2,), (3,), (4, 5))
+    sets = RecordedSets({"a": InMemory([*several, row(4, [click()]), row(5, [click()])])})
+    assert sets.training_screens("recorded/a") == ((0,), (1,), (2,), (3,), (4, 5))
 
 
 def test_a_fixed_set_of_recorded_rows_is_of_many_screens(make, monkeypatch, tmp_path):

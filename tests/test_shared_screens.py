@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.family_life import ROW_PATCHES, write_tiny_model
 from tests.recorded_rows import InMemory, click, row
-from tests.test_family_life import ROW_PATCHES, write_tiny_model
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat

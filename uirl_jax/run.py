@@ -64,16 +64,18 @@ PLACEMENT = ("mesh", "cluster", "tracking", "cold_start.browsers")
 
 def run_id_of(workdir: Path) -> str:
     """The id of the run in a workdir. Raises: ConfigError: it has none."""
-    store = open_store(workdir)
+    return _stored(open_store(workdir))[0]
+
+
+def _stored(store: Store) -> tuple[str, dict[str, Any]]:
+    """The id and the config of a workdir's run. Raises: ConfigError: it has none."""
     try:
-        run_id = json.loads(store.read(CONFIG_FILE))["run_id"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = json.loads(store.read(CONFIG_FILE))
+        return content["run_id"], content["config"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{store.location(CONFIG_FILE)}: is not a run's config ({error})"
+            f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
         ) from None
-    if not isinstance(run_id, str):
-        raise ConfigError(f"{store.location(CONFIG_FILE)}: its run_id is not a text")
-    return run_id
 
 
 def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
@@ -92,13 +94,7 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     store = open_store(workdir)
     content = {"run_id": uuid.uuid4().hex, "config": resolved}
     store.put_new(CONFIG_FILE, _to_json(content))  # if two roles start together, one writes it
-    try:
-        found = json.loads(store.read(CONFIG_FILE))
-        run_id, known = found["run_id"], found["config"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{store.location(CONFIG_FILE)}: is not a run's config ({error}); use another --workdir"
-        ) from None
+    run_id, known = _stored(store)
     known = _with_defaults(known)
     differences = sorted(_differences(known, resolved, "config"))
     extends = _extends(known, resolved, differences)

@@ -220,8 +220,8 @@ def validated_positions(request: SampleRequest, cfg: EngineConfig, inputs: Input
     if largest > cfg.image_row_patches:
         raise ConfigError(
             f"a screenshot of {largest} patches is larger than a row of the vision tower, "
-            f"{cfg.image_row_patches}: set screen_px to the largest "
-            "screen, or engine.image_row_patches, or lower max_pixels"
+            f"{cfg.image_row_patches}: raise engine.image_row_patches (or screen_px, from which it "
+            "follows), or lower max_pixels"
         )
     if not len(request.context_ids):
         raise ValueError("a request with an empty context")

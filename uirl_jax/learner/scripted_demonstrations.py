@@ -149,8 +149,8 @@ class ScriptedDemonstrations:
     def _order(self, name: str, epoch: int, screens: Sequence[tuple[int, ...]]) -> np.ndarray:
         """int64[rows]: the rows of a recorded set, in another order each epoch.
 
-        Rows about one screen stay together: a step computes the screen once for all of them. Not
-        in a fixed set, which is mixed again: it shall be of as many screens as there are.
+        Rows about one screen stay together: a step computes the screen once for all of them. A
+        fixed set, which `take` mixes again, has them apart, so that it shows more screens.
         """
         if (name, epoch) not in self._orders:
             rng = np.random.default_rng([self._seed, epoch])

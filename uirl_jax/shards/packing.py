@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     positions: np.ndarray  # [A,T]
     image_keys: tuple[str, ...]
     prompt_length: int  # tokens that may stand in a row once for several sequences
-    screens_length: int  # of these, those up to the last screenshot; 0: they depend on what follows
+    screens_length: int  # up to the last screenshot; 0: none, or what follows changes it
     prompt_images: int  # screenshots among them
     trajectory: int  # number of the trajectory
     sequence: int  # number of the sequence in the trajectory
