@@ -26,6 +26,7 @@ from PIL import Image
 
 from uirl_jax.errors import ActionError, VerifierError
 from uirl_jax.types import Action, TaskSpec
+from uirl_jax.untrusted.http import port_number
 from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.client import openenv_actions
 from uirl_jax.verifiers.server.open_session import ServerLimits
@@ -176,7 +177,7 @@ async def run(port: int, make_env: MakeEnv, max_sessions: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, default=8200)
+    parser.add_argument("--port", type=port_number, default=8200)
     parser.add_argument("--chromium", default="", help="in place of the one of Playwright 1.44")
     parser.add_argument("--max-sessions", type=int, default=2, help="each is a browser")
     args = parser.parse_args()

@@ -143,5 +143,5 @@ def test_s3_is_refused_for_checkpoints():
 
 def test_bucket_without_gcsfs_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match=r"pip install 'uirl_jax\[gcs\]'"):
+    with pytest.raises(CheckpointError, match=r"pip install -e '\.\[gcs\]'"):
         Checkpointer(DIRECTORY)

@@ -14,6 +14,7 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import GCSStore, S3Store
 
 from tools.bucket_emulator import Faults, emulator
+from tools.bucket_emulator.__main__ import main
 from tools.bucket_emulator.objects import Condition
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +171,23 @@ def test_json_api_preconditions_listing_and_resumable_upload(service):
 )
 def test_what_the_service_refuses_is_refused(service, path, body, status):
     assert ask(service.address, path, body)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--port=70000", "'70000' is no port; expected 0 to 65535"),
+        ("--faults=all", "--faults=all: "),
+        ('--faults={"internl": 0.1}', "internl"),
+        ('--faults={"internal": 3}', "internal=3, expected 0 to 1"),
+        ('--faults={"internal": "x"}', "not supported between"),
+    ],
+)
+def test_flag_that_says_nothing_is_one_line(flag, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bucket_emulator", flag])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_google_write_with_the_header_of_s3_is_refused(service):

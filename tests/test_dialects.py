@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import struct
 import zlib
 
@@ -17,6 +18,7 @@ from uirl_jax.errors import (
     ActUncertainError,
     ConfigError,
     InvalidRequestError,
+    NotFoundError,
     VerifierError,
 )
 from uirl_jax.store import open_store
@@ -232,8 +234,20 @@ def test_container_that_is_starting_is_waited_for(monkeypatch):
                 await creation
             hasty = ClientLimits(create_timeout_s=0.2, attempts=1)
             async with client_of(f"{proxy}/proxy/never", "g3", limits=hasty) as client:
-                with pytest.raises(VerifierError, match=r"no session after 0\.2 s; .*HTTP 404"):
+                said = r"no session after 0\.2 s; .*HTTP 404.*doctor .* says which dialect"
+                with pytest.raises(VerifierError, match=said):
                     await client.create(TASK)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("dialect", ["g1+", "g1"])
+def test_server_without_the_call_is_told_by_a_way_to_its_dialect(dialect):
+    async def run():
+        async with serving(Container("g2b")) as url, client_of(url, dialect) as client:
+            said = rf"HTTP 40[45].*; a server of the dialect {re.escape(dialect)} has this call; .*"
+            with pytest.raises(NotFoundError, match=f"{said}doctor {url} says which dialect"):
+                await client.create(TASK)
 
     asyncio.run(run())
 

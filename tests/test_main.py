@@ -141,6 +141,9 @@ def test_main_step_that_finds_nothing_to_learn_ends(tmp_path, model_dir, objecti
         return
     assert process.returncode == 0, process.stderr[-2000:]
     assert "event=nothing_to_learn step=1 groups=20 mean_reward=0\n" in process.stdout
+    # Of no episodes nothing is evaluated, and nothing said.
+    assert "event=evaluated" not in process.stdout and "95 % interval" not in process.stdout
+    assert not list((tmp_path / "eval").glob("*.json"))
     assert metric_by_step(tmp_path, "records/trained") == [10 * GROUPS * MEMBERS]
     assert metric_by_step(tmp_path, "groups/with_signal") == [0.0]
     assert metric_by_step(tmp_path, "groups/useless") == [10 * GROUPS]

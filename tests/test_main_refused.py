@@ -41,6 +41,18 @@ from uirl_jax.store.lease import only_learner
             "'head' is unknown, expected some of",
         ),
         (["--config.model.quantize=int4"], "expected 'none' or 'int8'"),
+        (
+            [
+                f"--config.model.path={SHIPPED_MODEL}",
+                "--config.cold_start.steps=1",
+                "--config.cold_start.demonstrations=('/nowhere',)",
+            ],
+            "cold_start.demonstrations: /nowhere: no *.tfrecord there",
+        ),
+        (
+            ["--role=eval", "--config.evaluation.episodes=0"],
+            "evaluation.episodes=0: there is nothing to evaluate",
+        ),
         (["--role=eval", "--stage=After-2"], "--stage=After-2: names files, expected"),
         (["--workdir="], "--workdir is empty"),
         (["--workdir=s3://bucket/run"], "runs are in a directory or in gs://"),

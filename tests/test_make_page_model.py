@@ -549,3 +549,14 @@ def test_boxes_to_tick_stand_in_columns():
         lefts = [item.box[0] for item in page.items if item.kind in ("check", "radio")]
         columns += any(lefts.count(left) > 2 for left in lefts)
     assert columns > 5
+
+
+@pytest.mark.parametrize("tool", [make_base_model, make_page_model])
+def test_folder_that_cannot_be_made_is_told_before_the_training(
+    tool, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", [tool.__name__, f"--out={tmp_path}/file/model"])
+    with pytest.raises(SystemExit, match="2"):
+        tool.main()
+    assert capsys.readouterr().err.endswith(f"--out={tmp_path}/file/model: Not a directory\n")

@@ -19,6 +19,7 @@ from uirl_jax import evaluation
 from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.learner.cold_start import ColdStartConfig, check_sources
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.client.client import VerifierClient
@@ -295,6 +296,15 @@ def test_config_with_a_task_in_no_folder_is_refused():
     for name in ("own/thermostat", "own/groceries"):
         with pytest.raises(ConfigError, match=rf"'{name}' is not in verifier\.task_dirs"):
             cfg(name, task_dirs=("examples/own_tasks/other",))
+
+
+def test_cold_start_of_a_task_without_a_script_is_refused(tmp_path):
+    folder = write_task(tmp_path / "mine", DRAWN)
+    names, cfg = ("own/mine", "own/thermostat", "desktop/click_button"), ColdStartConfig(steps=1)
+    with pytest.raises(ConfigError, match="own/mine: class Task has no script of its own"):
+        check_sources(cfg, names, [folder, THERMOSTAT])
+    check_sources(cfg, names[1:], [folder, THERMOSTAT])
+    check_sources(ColdStartConfig(), names, [folder])  # no cold start
 
 
 class TestPage:

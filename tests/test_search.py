@@ -273,6 +273,8 @@ def test_command_plays_the_policy_that_a_run_published(tmp_path):
     flags = ("--config=configs/quickstart.py", f"--workdir={tmp_path}/run", "--checkpoint=policy")
     printed = command(*flags, f"--out={tmp_path}/demos", "--instances=8", "--episodes=4")
     assert "cold_start.demonstrations" in printed
+    said = command(*flags, f"--out={tmp_path}/run", ok=False)
+    assert f"--out={tmp_path}/run: is the workdir of a run" in said
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from uirl_jax.errors import ConfigError, UirlError
 from uirl_jax.players import Players
 from uirl_jax.roles import contenders
 from uirl_jax.roles.eval import own_verifier
-from uirl_jax.run import Run, check_model, check_user_code, completed, run_id_of
+from uirl_jax.run import Run, check_model, check_user_code, completed, is_run, run_id_of
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec, Trajectory, Turn
@@ -134,6 +134,8 @@ def run_search(cfg: RunConfig, workdir: Path, out: Path, limits: SearchConfig) -
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out={out}: {error.strerror}") from error
+    if is_run(out):
+        raise ConfigError(f"--out={out}: is the workdir of a run; give a folder of its own")
     _check_same(out, asked)
     # A published policy is taken from its own run alone.
     run = Run(cfg, workdir, run_id_of(workdir) if _WORKDIR.value else uuid.uuid4().hex)

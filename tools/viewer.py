@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from uirl_jax.errors import ConfigError, UirlError
+from uirl_jax.untrusted.http import port_number
 from uirl_jax.watch import viewer
 from uirl_jax.watch.follow import Follower
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workdir", required=True, help="of a run: a directory, gs:// or s3://")
     parser.add_argument("--host", default="127.0.0.1", help="any other than loopback needs a token")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--port", type=port_number, default=0, help="0: any free one")
     parser.add_argument(
         "--token_file", default="", help=f"at least 16 characters; or ${TOKEN_VARIABLE}"
     )

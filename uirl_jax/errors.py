@@ -69,6 +69,10 @@ class InvalidRequestError(RequestRefusedError):
     """A request that the verifier will refuse again: a 4xx that no waiting changes."""
 
 
+class NotFoundError(InvalidRequestError):
+    """HTTP 404 or 405: the server has no such call, or no such session."""
+
+
 class VerifierFullError(RequestRefusedError):
     """The verifier has no room for another session at present.
 

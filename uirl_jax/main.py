@@ -35,6 +35,7 @@ from uirl_jax.evaluation import STAGE_NAME, SUMMARY_FILE
 from uirl_jax.learner import cluster
 from uirl_jax.learner.bookkeeping import CHECKPOINTS
 from uirl_jax.learner.cluster import ALONE, Cluster
+from uirl_jax.learner.cold_start import check_sources
 from uirl_jax.metrics import METRICS_FILE
 from uirl_jax.roles import contenders
 from uirl_jax.roles.actor import run_actor_role
@@ -42,7 +43,7 @@ from uirl_jax.roles.all import run_all
 from uirl_jax.roles.eval import run_eval_role, run_suite
 from uirl_jax.roles.learner import check_batches, make_mesh, run_learner_role
 from uirl_jax.roles.verifier import run_verifier_role
-from uirl_jax.run import Run, check_model, check_user_code, completed, open_run
+from uirl_jax.run import Run, check_model, check_user_code, completed, is_run, open_run
 from uirl_jax.store import StoreUnavailableError, mirror, open_store
 from uirl_jax.store.lease import LEARNER, only_learner
 
@@ -212,6 +213,10 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
         # Before config.json is written: the corrected command can then use the workdir.
         if learns:
             make_mesh(cfg.mesh)
+        if _ROLE.value == "eval" and not (cfg.evaluation.episodes or _TASKS.value):
+            raise ConfigError(
+                "evaluation.episodes=0: there is nothing to evaluate; set it, or --tasks"
+            )
         whole = cfg
         if _ROLE.value != "verifier":
             check_user_code(cfg, learns=learns)
@@ -219,6 +224,9 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
             check_model(whole)
         if learns:
             check_batches(whole, make_mesh(cfg.mesh))
+            if not is_run(workdir):  # else it may have them all, and their folders may be gone
+                names = {kind.name for kind in cfg.kinds}
+                check_sources(cfg.cold_start, names, cfg.verifier.task_dirs)
         if leads or not learns:
             run_id = open_run(workdir, cfg, learns=learns)
             group.tell("run", run_id)

@@ -120,13 +120,15 @@ class Players:
         """Evaluates the engine's current policy on held-out instances; once per stage.
 
         Args:
-          tasks: the instances (`evaluation.eval_tasks`).
+          tasks: the instances (`evaluation.eval_tasks`); of none, nothing is written or printed.
           engine: replaces this object's engine.
         Raises: StoppedError: `stop` was set; the same command starts the stage again.
         """
         known = evaluation.read_results(self.workdir)
         if stage in known:
             return known[stage]
+        if not tasks:
+            return evaluation.count(stage, tasks, [])
         started_s = time.monotonic()
         player = self.player("eval", temperature=temperature, engine=engine)
         progress = metrics.Progress(f"evaluation {stage}", len(tasks))

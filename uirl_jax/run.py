@@ -62,6 +62,15 @@ CONFIG_FILE = "config.json"
 PLACEMENT = ("mesh", "cluster", "tracking", "cold_start.browsers")
 
 
+def is_run(workdir: Path) -> bool:
+    """Whether a role has written the workdir's config.json."""
+    try:
+        open_store(workdir).read(CONFIG_FILE)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def run_id_of(workdir: Path) -> str:
     """The id of the run in a workdir. Raises: ConfigError: it has none."""
     return _stored(open_store(workdir))[0]

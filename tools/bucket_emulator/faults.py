@@ -31,6 +31,19 @@ class Faults:
     slow_s: float = 0.5
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in (
+            "too_many",
+            "internal",
+            "unavailable",
+            "false_conflict",
+            "lost_answer",
+            "hang",
+            "slow_body",
+        ):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}={getattr(self, name)!r}, expected 0 to 1")
+
 
 HARD = Faults(
     too_many=0.02,

@@ -123,7 +123,7 @@ class ActorSection:
 class EvaluationConfig:
     """Evaluation before, during and after training."""
 
-    # Instances of a stage, each played once.
+    # Instances of a stage, each played once; 0: nothing is evaluated.
     episodes: int = dataclasses.field(default=200, metadata={"min": 0, "max": 100_000})
     # 0 is greedy; else at least 0.001.
     temperature: float = dataclasses.field(default=0.0, metadata={"min": 0.0, "max": 100.0})

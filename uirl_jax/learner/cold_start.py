@@ -10,7 +10,7 @@ published.
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
 from uirl_jax.store.files import new_directory
 from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
+from uirl_jax.verifiers import own_tasks
 
 MODEL_DIR = Path("cold_start") / "model"  # in the workdir
 
@@ -70,6 +71,26 @@ class ColdStartConfig:
                 f"cold_start.keep_shortest={self.keep_shortest}: selects from "
                 "cold_start.demonstrations, and there are none; name a run's kept/ and shards/"
             )
+
+
+def check_sources(cfg: ColdStartConfig, names: Collection[str], task_dirs: Sequence[str]) -> None:
+    """Checks what can be told of the demonstrations before anything is played or written.
+
+    Args: names: of the tasks that scripts demonstrate.
+    Raises: ConfigError: a folder without demonstrations, or a task of one's own without a script.
+    """
+    if not cfg.steps:
+        return
+    if cfg.demonstrations:
+        recorded_demonstrations.check_folders(cfg.demonstrations)
+        return
+    own = own_tasks.load(task_dirs)
+    if silent := sorted(name for name in names if name in own and not own[name].has_script):
+        raise ConfigError(
+            f"cold_start: {', '.join(silent)}: class Task has no script of its own that "
+            "demonstrates it; write one, or record demonstrations with python -m tools.record_demo "
+            "and name their folder in cold_start.demonstrations"
+        )
 
 
 def run_cold_start(

@@ -50,10 +50,10 @@ def load(
     """
     found: list[Recorded] = []
     demonstrations, faults = [], []
-    for folder in map(Path, folders):
-        paths = sorted(path for path in folder.rglob("*.tfrecord") if not path.name.startswith("."))
+    for folder in folders:
+        paths = _shards(folder)
         if not paths:
-            faults.append(f"{folder}: no *.tfrecord there; python -m tools.record_demo writes them")
+            faults.append(_none_in(folder))
         for path in paths:
             try:
                 header, records = read_shard(path)
@@ -76,6 +76,20 @@ def load(
     if faults:
         raise ConfigError("cold_start.demonstrations: " + "; ".join(faults))
     return demonstrations
+
+
+def check_folders(folders: Sequence[str]) -> None:
+    """Checks that each folder has demonstrations, without reading them. Raises: ConfigError."""
+    if faults := [_none_in(folder) for folder in folders if not _shards(folder)]:
+        raise ConfigError("cold_start.demonstrations: " + "; ".join(faults))
+
+
+def _shards(folder: str) -> list[Path]:
+    return sorted(path for path in Path(folder).rglob("*.tfrecord") if path.name[0] != ".")
+
+
+def _none_in(folder: str) -> str:
+    return f"{folder}: no *.tfrecord there; python -m tools.record_demo writes them"
 
 
 def shortest_successes(found: Iterable[Recorded], count: int) -> list[Recorded]:

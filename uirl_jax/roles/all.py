@@ -140,8 +140,9 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     content = json.loads(summary_path.read_text(encoding="utf-8"))
     watch.write_report(run.workdir)
     print()
-    print(evaluation.format_table(list(results.values())))
-    print()
+    if results:
+        print(evaluation.format_table(list(results.values())))
+        print()
     print(f"episodes: {evaluation.format_episodes(content['episodes'])}")
     print(
         f"training: {metrics.format_duration(content['train_seconds'])}, "

@@ -181,7 +181,9 @@ def scalars_of(result: evaluation.EvalResult) -> dict[str, float]:
 
 
 def note_result(run: Run, step: int, result: evaluation.EvalResult) -> None:
-    """Writes an evaluation into metrics.jsonl and TensorBoard, once."""
+    """Writes an evaluation into metrics.jsonl and TensorBoard, once; of no episodes, nothing."""
+    if not (result.attempts or result.missing):
+        return
     known = any(
         row["step"] == step and "eval/success" in row for row in metrics.read_metrics(run.workdir)
     )

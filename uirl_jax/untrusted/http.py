@@ -3,6 +3,7 @@
 Shared by every client of this package. Each client has its own retries and time-outs.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 
 import aiohttp
@@ -34,6 +35,13 @@ def check_base_url(base_url: str, what: str, error_type: type[UirlError]) -> yar
     if url.query_string or url.fragment:
         raise error_type(f"{what} {shown!r} has a query or a fragment; {expected}")
     return url.with_path(url.path.rstrip("/"))
+
+
+def port_number(text: str) -> int:
+    """The port that a command line names; argparse prints the error of another text."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 0 to 65535")
+    return int(text)
 
 
 def open_session(

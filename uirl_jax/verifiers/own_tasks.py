@@ -111,6 +111,10 @@ class OwnTask:
     kind: type[DrawnTask] | type[PageTask]
     files: Mapping[str, bytes]  # what its page may ask for, by the path below the folder
 
+    @property
+    def has_script(self) -> bool:
+        return self.kind.script not in (DrawnTask.script, PageTask.script)
+
     def make(self, task: TaskSpec) -> DrawnTask | PageTask:
         """An instance.
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 from uirl_jax.errors import (
     ActUncertainError,
     ImageError,
+    NotFoundError,
     RequestRefusedError,
     UserCodeError,
     VerifierError,
@@ -129,7 +130,21 @@ class VerifierClient:
 
         Where the server is the one session there is, it waits until that is ready, and refuses one
         that was used before.
+
+        Raises: NotFoundError: the server lacks a call; it says how to find out its dialect.
         """
+        try:
+            return await self._create(task)
+        except NotFoundError as error:
+            raise NotFoundError(f"{error}; {self._which_dialect()}") from error
+
+    def _which_dialect(self) -> str:
+        return (
+            f"a server of the dialect {self.dialect.name} has this call; "
+            f"python -m uirl_jax.verifiers.doctor {self._base} says which dialect this one has"
+        )
+
+    async def _create(self, task: TaskSpec) -> Session:
         own = self._find_own_rule(task)
         if self.dialect.judges:
             query = {"type": task.name, "n": "1", "seed": str(task.seed), "variant": task.variant}
@@ -314,8 +329,9 @@ class VerifierClient:
                         last = error
                     await asyncio.sleep(_READY_POLL_S)
         except TimeoutError:
+            hint = f"; {self._which_dialect()}" if isinstance(last, NotFoundError) else ""
             raise VerifierError(
-                f"{self._base}: no session after {self._limits.create_timeout_s:g} s; {last}"
+                f"{self._base}: no session after {self._limits.create_timeout_s:g} s; {last}{hint}"
             ) from None
         if counts:
             progress = await self.transport.json("GET", ("progress",), again_if="failed")

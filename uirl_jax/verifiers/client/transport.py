@@ -16,6 +16,7 @@ import aiohttp
 
 from uirl_jax.errors import (
     InvalidRequestError,
+    NotFoundError,
     RequestRefusedError,
     VerifierError,
     VerifierFullError,
@@ -225,8 +226,9 @@ class Transport:
                     refused = response.status == 429 and wait_s > 0.0
                     raise _TryAgain(f"HTTP {response.status}", refused=refused, wait_s=wait_s)
                 if response.status != 200:
-                    refused = 400 <= response.status < 500
-                    kind = InvalidRequestError if refused else VerifierError
+                    kind = InvalidRequestError if 400 <= response.status < 500 else VerifierError
+                    if response.status in (404, 405):
+                        kind = NotFoundError
                     detail = _reason(await _refusal(response))
                     raise kind(f"{where}: HTTP {response.status}{detail}")
                 check_encoding(response, where, VerifierError)

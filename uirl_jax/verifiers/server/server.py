@@ -31,6 +31,7 @@ from aiohttp.typedefs import Handler, Middleware
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec
+from uirl_jax.untrusted.http import port_number
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.recorded import rewards
 from uirl_jax.verifiers.recorded import sets as recorded_sets
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--port", type=port_number, default=0, help="0: any free one")
     parser.add_argument("--port-file", type=Path, help="the port is written there, in one piece")
     parser.add_argument("--token-file", type=Path, help="callers must send what it holds")
     parser.add_argument("--allow-host", action="append", default=[], help="a further Host name")
@@ -295,7 +296,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.single is None and (args.seed or args.variant):
         parser.error("--seed and --variant are those of --single=TYPE")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s verifier %(message)s")
+    # Forced: as a run's --role=verifier it would be silent, because absl has handlers of its own.
+    form = "%(asctime)s %(levelname)s verifier %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, force=True)
     try:
         token = None
         if args.token_file is not None:
