@@ -4,9 +4,9 @@
     python -m uirl_jax.main --config=configs/pix2act_pages.py --workdir=runs/pix2act
 
 `:base` is a cold start on 150 correct demonstrations of each task, played first (Chromium), of a
-model in models/tiny-pages (docs/page_model.md); also of the four tasks that miniwob_pages.py has and
-the list has not, so that RL on either set can start from the result. As in miniwob_pages.py only the
-newest of the screenshots is seen; of earlier turns the actions are left.
+model in models/tiny-pages (docs/page_model.md); also of the four tasks that miniwob_pages.py has
+and the list has not, so that RL on either set can start from the result. As in miniwob_pages.py
+only the newest of the screenshots is seen; of earlier turns the actions are left.
 docs/pix2act.md says how the suite is counted: `--role=eval --tasks=pix2act`. The cold start was
 run with 100 demonstrations a task, RL for 23 steps with other settings, without a gain.
 """

@@ -16,8 +16,10 @@ export ALLOW_MULTIPLE_LIBTPU_LOAD=1
 # Tests compile far more than they run: tests/test_packed_step.py takes 57 s of the processor for 97.
 export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 marks="not slow and not gpu and not tpu_aot and not browser"
+more=()
 if [ "${CI:-}" = "true" ]; then
   marks="not slow and not gpu"
+  more=(--durations=40) # which tests to shorten when the whole takes too long
   install_browser .venv
   install_libtpu .venv
 fi
@@ -26,4 +28,4 @@ fi
 .venv/bin/ruff check .
 .venv/bin/basedpyright --pythonpath .venv/bin/python
 # Two processes: most tests keep one core busy. The tests of a file stay together, they share models.
-.venv/bin/python -m pytest -n 2 --dist loadfile -m "$marks" "$@"
+.venv/bin/python -m pytest -n 2 --dist loadfile -m "$marks" "${more[@]}" "$@"

@@ -200,6 +200,10 @@ def test_help_shows_examples(capsys):
     ("arguments", "said"),
     [
         (["list", "nowhere"], "nowhere: no such file or directory"),
+        (
+            ["list", "gs://b/run"],
+            "gs://b/run: this command reads files of this machine; copy the run",
+        ),
         (["verify", "."], "holds no shard"),
         (["repair", "nowhere", "--out=x"], "No such file"),
     ],

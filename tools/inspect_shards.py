@@ -35,6 +35,12 @@ def find_shards(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
+        kind, _, key = str(path).partition(":/")
+        if kind in ("gs", "s3"):
+            raise ConfigError(
+                f"{kind}://{key}: this command reads files of this machine; copy the run first, as "
+                f"with gcloud storage cp -r {kind}://{key} DIR"
+            )
         raise ConfigError(f"{path}: no such file or directory")
     found = sorted(path.rglob("*.tfrecord"))
     if not found:
