@@ -18,7 +18,7 @@ from tests.served import ask, create, served
 from uirl_jax import evaluation
 from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import Demonstrator
-from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.errors import ConfigError, UirlError, UserCodeError, VerifierError
 from uirl_jax.learner.cold_start import ColdStartConfig, check_sources
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers import own_tasks
@@ -164,6 +164,25 @@ def test_task_that_is_none_is_refused_at_the_start(tmp_path, change, word):
     folder = write_task(tmp_path / "mine", textwrap.dedent(DRAWN).replace(*change))
     with pytest.raises(ConfigError, match=word):
         own_tasks.load([folder])
+
+
+def test_instance_of_a_page_whose_data_are_not_json_is_the_fault_of_its_task(tmp_path):
+    source = """
+        from uirl_jax.verifiers import own_tasks
+
+        class Task(own_tasks.PageTask):
+            def __init__(self, rng, options):
+                self.instruction, self.width_px, self.height_px = "Wait.", 20, 10
+                self.data = {1, 2} if options.get("set") else [1, 2]
+            variants = {"set": ("1",)}
+            def progress(self, state):
+                return {"done": False, "reward": None}
+    """
+    folder = write_task(tmp_path / "mine", source, page_html='<script>var t = "TASK"</script>')
+    own = own_tasks.load([folder])["own/mine"]
+    own.make(TaskSpec("own/mine", 1))
+    with pytest.raises(UserCodeError, match=r"own/mine: .*\{1, 2\} is not JSON"):
+        own.make(TaskSpec("own/mine", 1, "set=1"))
 
 
 def test_all_faults_are_told_at_once(tmp_path):

@@ -120,13 +120,16 @@ class OwnTask:
 
         Raises:
           VerifierError: an unknown variant.
-          UserCodeError: its `__init__` raised.
+          UserCodeError: its `__init__` raised, or made data that are not JSON.
         """
         options = variants.read(self.name, task.variant, self.kind.variants)
         text = f"{self.name}|{sorted(options.items())}|{task.seed}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         with user_code.blamed(self.name):
-            return self.kind(np.random.default_rng(seed), options)
+            instance = self.kind(np.random.default_rng(seed), options)
+            if isinstance(instance, PageTask):
+                _json(instance.data)  # here: the browser would wait for a page that cannot be sent
+            return instance
 
     def page_file(self, path: str, instance: PageTask) -> tuple[bytes, str] | None:
         """A file of the page as (body, content type); "" is the page itself."""
@@ -267,7 +270,6 @@ def _check(own: OwnTask) -> None:
     if not all(isinstance(px, int) and 1 <= px <= _MAX_SIDE_PX for px in size):
         raise ConfigError(f"width_px, height_px are {size}, expected 1-{_MAX_SIDE_PX} pixels")
     if isinstance(instance, PageTask):
-        _json(instance.data)
         return
     check_screen(own.name, instance)
     _json(check_progress(own.name, instance.progress()))
