@@ -149,7 +149,8 @@ def test_pods_behind_the_proxy_are_played_in_its_dialect():
             cfg = dataclasses.replace(cfg, address=url + "/proxy/{name}")
             async with client_of(cfg, dialect="g3") as client:
                 creating = asyncio.create_task(client.create(TASK))
-                await until(lambda: api.inside)
+                # `inside` has the pod before its address is known.
+                await until(lambda: any("podIP" in pod["status"] for pod in api.found.values()))
                 for name in api.inside:  # until here the proxy has answered 404
                     proxy.pods[name] = f"http://{api.found[name]['status']['podIP']}:{cfg.port}"
                 session = await creating
