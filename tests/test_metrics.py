@@ -274,6 +274,14 @@ def test_peak_rss_counts_a_living_child() -> None:
     assert 0.25 < with_child_gib - before_gib < 0.3  # the block, and an interpreter
 
 
+def test_thread_that_ends_while_children_are_counted_is_left_out(tmp_path: Path) -> None:
+    for thread in ("1", "2"):
+        (tmp_path / thread).mkdir()
+    (tmp_path / "1" / "children").write_text("7 8 ")
+    (tmp_path / "2" / "children").mkdir()  # there, and cannot be read
+    assert metrics._children(tmp_path) == ["7", "8"]
+
+
 def test_peak_rss_equals_the_kernels_high_water_mark() -> None:
     status = Path("/proc/self/status")
     if not status.exists():

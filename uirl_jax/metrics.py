@@ -490,9 +490,13 @@ def peak_rss_gib() -> float:
     return peak / unit + sum(_high_water_kib(pid) for pid in _children()) / 2**20
 
 
-def _children() -> list[str]:
-    lists = Path("/proc/self/task").glob("*/children")
-    return [pid for path in lists for pid in path.read_text().split()]
+def _children(tasks: Path = Path("/proc/self/task")) -> list[str]:
+    """Ids of the processes that this one's threads have started; a thread may end meanwhile."""
+    children = []
+    for path in tasks.glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += path.read_text().split()
+    return children
 
 
 def _high_water_kib(pid: str) -> int:

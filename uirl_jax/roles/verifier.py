@@ -1,6 +1,9 @@
 """The bundled verifier server, in this process or as a child."""
 
 import contextlib
+import logging
+
+import absl.logging
 
 from uirl_jax.run import Run
 from uirl_jax.verifiers.server import supervisor
@@ -13,6 +16,8 @@ def run_verifier_role(run: Run) -> int:
     cfg = run.cfg.verifier
     task_dirs = [f"--task-dir={folder}" for folder in cfg.task_dirs]
     sets = [f"--recorded-set={name}={path}" for name, path in cfg.recorded.sets.items()]
+    # absl has installed it; with a handler there, the server's own set-up of its log does nothing.
+    logging.getLogger().removeHandler(absl.logging.get_absl_handler())
     port = ["--port", str(cfg.port), "--port-file", str(run.port_file)]
     return server.main([*port, *task_dirs, *sets])
 

@@ -296,9 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.single is None and (args.seed or args.variant):
         parser.error("--seed and --variant are those of --single=TYPE")
-    # Forced: as a run's --role=verifier it would be silent, because absl has handlers of its own.
-    form = "%(asctime)s %(levelname)s verifier %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, force=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s verifier %(message)s")
     try:
         token = None
         if args.token_file is not None:
