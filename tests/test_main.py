@@ -189,6 +189,8 @@ def test_main_roles_as_processes_of_their_own_train_together(tmp_path, model_dir
         assert others[1].wait(60) == 0, (tmp_path / "actor.log").read_text()[-2000:]
         others[0].send_signal(signal.SIGTERM)
         assert others[0].wait(20) == 0
+        said = (tmp_path / "verifier.log").read_text()
+        assert "event=listening host=127.0.0.1 port=" in said
         evaluation = run(workdir, model_dir, "--role=eval", "--stage=after", *cold)
         assert evaluation.returncode == 0, evaluation.stderr[-2000:]
         assert json.loads((workdir / "eval" / "after.json").read_text())["attempts"] == 4
