@@ -559,4 +559,5 @@ def test_folder_that_cannot_be_made_is_told_before_the_training(
     monkeypatch.setattr("sys.argv", [tool.__name__, f"--out={tmp_path}/file/model"])
     with pytest.raises(SystemExit, match="2"):
         tool.main()
-    assert capsys.readouterr().err.endswith(f"--out={tmp_path}/file/model: Not a directory\n")
+    said = f"--out={tmp_path}/file/model: {tmp_path}/file is no folder that can be written to\n"
+    assert capsys.readouterr().err.endswith(said)

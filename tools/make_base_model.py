@@ -395,12 +395,11 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
-def make_folder(parser: argparse.ArgumentParser, out: Path) -> None:
-    """Makes the model's folder before an hour of training, or ends the command."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out={out}: {error.strerror}")
+def check_folder(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Ends the command before an hour of training where the model's folder cannot be made."""
+    nearest = next(path for path in (out, *out.parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        parser.error(f"--out={out}: {nearest} is no folder that can be written to")
 
 
 def write_model(base: BaseModel, model: Any, tokenizer: Tokenizer, out: Path) -> None:
@@ -525,7 +524,7 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
             f"--questions=apart: to {args.family} a screen looks different with every question, "
             "so that questions cannot share it"
         )
-    make_folder(parser, args.out)
+    check_folder(parser, args.out)
     platform_flags.set_defaults()
     platform_flags.keep_freed_memory()
     logging.set_verbosity(logging.WARNING)  # Orbax logs every save at INFO

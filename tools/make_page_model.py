@@ -288,7 +288,7 @@ def main() -> None:
         screens = Screens(args.screens, args.density) if args.screens else None
     except ConfigError as error:
         parser.error(f"--screens: {error}")
-    make_base_model.make_folder(parser, args.out)
+    make_base_model.check_folder(parser, args.out)
     try:
         train(
             stage,
