@@ -1,6 +1,7 @@
 """HTTP to servers that are not trusted: addresses, sessions and answers within limits.
 
-Shared by every client of this package. Each client has its own retries and time-outs.
+Shared by every client of this package; each has its own retries and time-outs. Also the port that a
+server is given on its command line.
 """
 
 import argparse
