@@ -185,6 +185,7 @@ def test_what_the_service_refuses_is_refused(service, path, body, status):
 )
 def test_flag_that_says_nothing_is_one_line(flag, said, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bucket_emulator", flag])
+    monkeypatch.setattr("asyncio.run", lambda serving: serving.close() or pytest.fail("it serves"))
     with pytest.raises(SystemExit, match="2"):
         main()
     assert said in capsys.readouterr().err.splitlines()[-1]
