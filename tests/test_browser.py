@@ -199,6 +199,31 @@ def test_every_mouse_action_reaches_the_page(world):
     runner.run(run())
 
 
+@pytest.mark.parametrize("event", ["mousedown", "mousemove", "dragstart"])
+def test_drag_on_a_page_that_is_loaded_anew_in_its_middle_ends_the_drag_alone(world, event):
+    pool, runner = world
+    page = f"""<!DOCTYPE html><body style="margin:0"><p draggable=true>text</p><script>
+      const count = Number(sessionStorage.loads || 0);
+      sessionStorage.loads = count + 1;
+      const pressed = [];
+      addEventListener("mousedown", () => pressed.push("down"));
+      addEventListener("mouseup", () => pressed.push("up"));
+      if (count === 0) addEventListener("{event}", () => location.reload());</script>"""
+
+    async def run():
+        tab = await open_page(pool, page)
+        await tab.act(Action("drag", x=10, y=25, x2=200, y2=150))
+        assert await tab.evaluate("sessionStorage.loads") == "2"
+        await tab.evaluate("pressed.length = 0")
+        await tab.act(Action("click", x=300, y=300))
+        assert await tab.evaluate("pressed") == ["down", "up"]
+        await tab.act(Action("drag", x=10, y=25, x2=200, y2=150))
+        await tab.evaluate("1")
+        await pool.release(tab)
+
+    runner.run(run())
+
+
 @pytest.mark.parametrize(
     "script",
     [

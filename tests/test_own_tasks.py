@@ -317,6 +317,13 @@ def test_config_with_a_task_in_no_folder_is_refused():
             cfg(name, task_dirs=("examples/own_tasks/other",))
 
 
+def test_cold_start_of_no_steps_says_that_demonstrations_are_unused(capsys):
+    check_sources(ColdStartConfig(), (), ())
+    assert capsys.readouterr().out == ""
+    check_sources(ColdStartConfig(demonstrations=("/nowhere",)), (), ())
+    assert capsys.readouterr().out == "event=cold_start steps=0 demonstrations=unused\n"
+
+
 def test_cold_start_of_a_task_without_a_script_is_refused(tmp_path):
     folder = write_task(tmp_path / "mine", DRAWN)
     names, cfg = ("own/mine", "own/thermostat", "desktop/click_button"), ColdStartConfig(steps=1)

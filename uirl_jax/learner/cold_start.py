@@ -80,6 +80,8 @@ def check_sources(cfg: ColdStartConfig, names: Collection[str], task_dirs: Seque
     Raises: ConfigError: a folder without demonstrations, or a task of one's own without a script.
     """
     if not cfg.steps:
+        if cfg.demonstrations:
+            print("event=cold_start steps=0 demonstrations=unused", flush=True)
         return
     if cfg.demonstrations:
         recorded_demonstrations.check_folders(cfg.demonstrations)

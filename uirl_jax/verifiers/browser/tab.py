@@ -269,7 +269,7 @@ class Tab:
                 await self._drag_event("dragOver", data)
                 continue
             await self._mouse("mouseMoved", **held)
-            if await self._page.evaluate("uirlDrag.began"):
+            if await self._page.evaluate("window.uirlDrag?.began"):  # none: a page loaded since
                 data = await intercepted
                 await self._drag_event("dragEnter", data)
         await self._page.send("Input.setInterceptDrags", {"enabled": False})
@@ -277,7 +277,7 @@ class Tab:
             await self._drag_event("drop", data)
         else:
             await self._mouse("mouseReleased", button="left", clickCount=1)
-        await self._page.evaluate("uirlDrag.end()")
+        await self._page.evaluate("window.uirlDrag?.end()")
 
     async def _drag_event(self, kind: str, data: Any) -> None:
         x, y = self._mouse_px
