@@ -28,9 +28,11 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.tasks = tuple(
         ConfigDict({"name": f"miniwob/{name}", "max_turns": most}) for name, most in turns.items()
     )
-    # The 17th turn of number-checkboxes is behind the actions of sixteen others: 905 tokens.
-    cfg.engine.context_lengths = (192, 256, 384, 576, 960)
-    cfg.learner.batch.row_lengths = (992,)
+    # The page shows what was done, but for click-button-sequence. The 17th turn of
+    # number-checkboxes would be behind sixteen others, 905 tokens in place of 330.
+    cfg.chat.history_turns = 2
+    cfg.engine.context_lengths = (192, 256, 384)
+    cfg.engine.prefill_lengths = (192, 384)
     cfg.evaluation.episodes = 10 * len(turns)
     if stage == "base":
         cfg.cold_start.episodes = DEMONSTRATIONS * len(turns)
@@ -38,8 +40,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.cold_start.optimizer.lr = 1.5e-3
         # 45 screenshots a step, 2.5 of a demonstration: rows that take them are not half empty.
         cfg.learner.batch.rows = 4
-        cfg.learner.batch.row_lengths = (608, 992)
-        cfg.learner.batch.image_rows = (8, 12, 16)
+        cfg.learner.batch.image_rows = (8, 10, 12)
     else:
         cfg.model.path = "runs/pix2act-base/cold_start/model"
         # A turn is a screenshot and few sampled tokens: with at most four screenshots a batch of

@@ -130,6 +130,21 @@ def abstract_mesh(data: int, fsdp: int) -> AbstractMesh:
     return AbstractMesh((data, fsdp, 1), sharding.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def test_limited_history_limits_the_screenshots_that_a_batch_must_hold():
+    cfg = cluster_world.config_of({})
+    batch = dataclasses.replace(cfg.learner.batch, rows=8, image_rows=(2,))
+    cfg = dataclasses.replace(
+        cfg,
+        learner=dataclasses.replace(cfg.learner, batch=batch),
+        chat=dataclasses.replace(cfg.chat, max_screenshots=5, history_turns=1),
+        tasks=(dataclasses.replace(cfg.tasks[0], max_turns=7),),
+    )
+    check_batches(cfg, abstract_mesh(1, 2))
+    longer = dataclasses.replace(cfg, chat=dataclasses.replace(cfg.chat, history_turns=2))
+    with pytest.raises(ConfigError, match="a context may have 3 screenshots"):
+        check_batches(longer, abstract_mesh(1, 2))
+
+
 @pytest.mark.parametrize(
     ("data", "changes", "said"),
     [

@@ -1,5 +1,6 @@
 """Tests of chat: against transformers' chat template, the context policy, and untrusted text."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -116,6 +117,38 @@ def test_context_dropped_screenshots_equal_transformers_template_with_their_text
     ]
     assert context.ids.tolist() == _oracle_ids(model_dir, messages, NUM_VISUAL[2:])
     assert context.kept == (2,)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_context_of_history_turns_is_that_of_an_episode_that_began_later(model_dir, turns):
+    whole = Chat(model_dir, PLAIN, LAYOUT)
+    limited = Chat(model_dir, dataclasses.replace(PLAIN, history_turns=turns), LAYOUT)
+    sampled = [whole.completion_ids(f"wait({turn})") for turn in range(7)]
+    screens = [SCREENS[turn % 3] for turn in range(8)]
+    for turn in range(8):
+        first = max(0, turn - turns)
+        context = limited.context("Go", screens[: turn + 1], sampled[:turn])
+        later = whole.context("Go", screens[first : turn + 1], sampled[first:turn])
+        assert context.ids.tolist() == later.ids.tolist()
+        assert context.messages == later.messages
+        assert context.kept == tuple(first + number for number in later.kept)
+
+
+def test_context_of_history_turns_drops_screenshots_of_what_is_left(model_dir):
+    cfg = ChatConfig(
+        prompt_template="{instruction}", max_screenshots=2, drop_screenshots=1, history_turns=2
+    )
+    contexts = Chat(model_dir, cfg, LAYOUT)
+    context = contexts.context("Go", [SCREENS[0]] * 6, [contexts.completion_ids("wait(1)")] * 5)
+    messages = [
+        _user(f"{OMITTED_SCREENSHOT}\nGo"),
+        _assistant("wait(1)"),
+        _user(None),
+        _assistant("wait(1)"),
+        _user(None),
+    ]
+    assert context.ids.tolist() == _oracle_ids(model_dir, messages, [NUM_VISUAL[0]] * 2)
+    assert context.kept == (4, 5)
 
 
 def test_context_empty_system_prompt_starts_with_the_user(tmp_path):
@@ -381,6 +414,18 @@ def test_context_of_mobile_use_equals_the_cookbooks_messages(published_dir):
     )
     messages = [_system(_file("mobile_use.txt")), _user(query, None)]
     assert context.ids.tolist() == _oracle_ids(published_dir, messages, NUM_VISUAL[2:])
+    assert context.kept == (2,)
+
+
+@pytest.mark.parametrize(
+    ("turns", "steps"), [(0, ""), (1, "Step 2: b; "), (2, "Step 1: a; Step 2: b; ")]
+)
+def test_history_as_text_has_the_newest_steps_with_their_numbers(model_dir, turns, steps):
+    cfg = ChatConfig(prompt_template="{instruction} [{history}]", history_turns=turns)
+    chat = Chat(model_dir, cfg, LAYOUT)
+    context = chat.context("Go", SCREENS, [chat.completion_ids(text) for text in "ab"])
+    expected = _oracle_ids(model_dir, [_user(None, f"Go [{steps}]")], NUM_VISUAL[2:])
+    assert context.ids.tolist() == expected
     assert context.kept == (2,)
 
 

@@ -195,6 +195,13 @@ def test_run_refuses_by_name_what_the_family_cannot_do():
     ):
         assert value in str(caught.value)
     check_family(resolved, own_model.FAMILY)
+    # The newest turn alone: no context grows.
+    resolved = dataclasses.replace(
+        resolved, chat=dataclasses.replace(resolved.chat, history_turns=0)
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_family(resolved, family)
+    assert "max_turns" not in str(caught.value) and "multi_image" not in str(caught.value)
 
 
 def test_directory_of_another_family_is_refused_with_the_known_ones(tmp_path):

@@ -114,6 +114,21 @@ def test_many_turns_are_continued_at_the_growth_that_was_measured():
     assert longest_context(cfg, 400, "") <= found
 
 
+@pytest.mark.parametrize("history", [0, 2, 500])
+def test_derived_sizes_of_a_limited_history_hold_the_longest_context(history):
+    cfg = config(
+        tasks=(ConfigDict({"name": "own/thermostat", "max_turns": 400}),),
+        chat__max_screenshots=2,
+        chat__drop_screenshots=1,
+        chat__history_turns=history,
+        actor__rollout__max_context_tokens=100_000,
+    )
+    chat = Chat(MODEL, cfg.chat.completed(MODEL), FAMILY.chat)
+    found = sizes.derived(cfg, chat, INPUTS, lambda line: None).engine.context_lengths[-1]
+    needed = longest_context(cfg, min(400, 5 + history), "") + cfg.instruction_tokens
+    assert needed <= found <= needed + 128
+
+
 def test_derived_prefill_of_a_family_without_chunks_takes_the_longest_context_whole():
     cfg = config(tasks=(ConfigDict({"name": "own/thermostat", "max_turns": 6}),))
     chat = Chat(MODEL, cfg.chat.completed(MODEL), FAMILY.chat)

@@ -159,10 +159,11 @@ def check_family(cfg: RunConfig, family: Family) -> None:
         wanted["packing"] = "learner.batch.pack=True"
     if cfg.learner.batch.share_prompts:
         wanted["share_in_group"] = "learner.batch.share_prompts=True"
-    if turns > 1 and "{history}" not in cfg.chat.prompt.template:
+    grows = turns > 1 and cfg.chat.history_turns != 0
+    if grows and "{history}" not in cfg.chat.prompt.template:
         template = f"max_turns={turns} with a chat.prompt_template without {{history}}"
         wanted["growing_contexts"] = template
-        if cfg.chat.max_screenshots > 1:
+        if cfg.chat.most_screenshots > 1:
             wanted["multi_image"] = f"chat.max_screenshots={cfg.chat.max_screenshots}"
     if cfg.engine.kind == "jax":
         wanted |= engine_requests.needed_capabilities(cfg.engine)

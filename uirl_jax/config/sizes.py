@@ -68,7 +68,7 @@ def derived(
             f"{cfg.screen_px[0]}x{cfg.screen_px[1]} has up to {episode.longest} tokens of "
             f"context, {screen.tokens} of them for each screenshot; "
             f"actor.rollout.max_context_tokens={limit} would end it: raise that, or lower "
-            "chat.max_screenshots"
+            "chat.max_screenshots or chat.history_turns"
         )
     context = _rounded(episode.longest)
     if cfg.engine.context_lengths != EngineConfig().context_lengths:
@@ -118,6 +118,8 @@ def derived(
 
 def _longest_episode(cfg: RunConfig, chat: Chat, screen: Any, new_tokens: int) -> _Episode:
     turns = max(task.max_turns for task in cfg.tasks)
+    if cfg.chat.history_turns is not None:
+        turns = min(turns, 1 + cfg.chat.history_turns)  # later contexts are as long
     measured = min(turns, MEASURED_TURNS)
     sampled = np.full(new_tokens, chat.encode("a")[0], np.int32)
     contexts = [

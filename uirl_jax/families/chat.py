@@ -132,7 +132,8 @@ class Chat:
 
         Sampled ids go in as they were sampled, never tokenised again; a turn that was cut short is
         given its end token. So the context of turn u+1 begins with that of turn u and what was
-        sampled there, unless screenshots are dropped in between. A prompt with {history} makes
+        sampled there, unless screenshots are dropped in between, or turns older than history_turns:
+        the context then is as that of an episode that began later. A prompt with {history} makes
         another context, in which earlier turns are lines of text:
 
             system | user prompt with history <2> | assistant
@@ -153,14 +154,17 @@ class Chat:
             "width": str(width_px),
             "height": str(height_px),
         }
+        first = 0 if self.cfg.history_turns is None else len(sampled) - self.cfg.history_turns
+        first = max(0, first)
         if "{history}" in self._prompt.template:
-            lines = (self._prompt.summary(self.decode(tokens)) for tokens in sampled)
-            values["history"] = "".join(f"Step {n}: {line}; " for n, line in enumerate(lines, 1))
+            lines = [self._prompt.summary(self.decode(tokens)) for tokens in sampled[first:]]
+            steps = (f"Step {n}: {line}; " for n, line in enumerate(lines, first + 1))
+            values["history"] = "".join(steps)
             turns, kept = self._single_turn(screens[-1]), (len(screens) - 1,)
         else:
-            dropped = self._num_dropped(len(screens))
-            turns = self._growing_turns(screens, sampled, dropped)
-            kept = tuple(range(dropped, len(screens)))
+            dropped = self._num_dropped(len(screens) - first)
+            turns = self._growing_turns(screens[first:], sampled[first:], dropped)
+            kept = tuple(range(first + dropped, len(screens)))
         pieces = [piece for turn in turns for piece in self._turn_pieces(turn)]
         ids = self._piece_ids([*self._layout.opening, *pieces, *self._layout.reply], values)
         messages = tuple(self._message(turn, values) for turn in turns)

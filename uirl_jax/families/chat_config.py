@@ -25,7 +25,7 @@ _MAX_BYTES = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig:
-    """What the policy is told, how it answers, and how many screenshots it sees.
+    """What the policy is told, how it answers, and how much of the episode it sees.
 
     Of more than max_screenshots the oldest are dropped, drop_screenshots at once: a context that
     loses one image a turn would begin anew every turn, and cost the learner a sequence each time.
@@ -40,6 +40,8 @@ class ChatConfig:
     max_screenshots: int = dataclasses.field(default=10, metadata={"min": 1, "max": 1000})
     # So many at once: the context's start then stays the same for some turns, and is reused.
     drop_screenshots: int = dataclasses.field(default=5, metadata={"min": 1, "max": 1000})
+    # Earlier turns in a context; older ones are left out, with their actions. None: all.
+    history_turns: int | None = dataclasses.field(default=None, metadata={"min": 0, "max": 10_000})
 
     def __post_init__(self) -> None:
         if not {"{instruction}", "{task_description}"} & set(
@@ -53,6 +55,14 @@ class ChatConfig:
                 f"chat.drop_screenshots={self.drop_screenshots}, expected 1 to "
                 f"chat.max_screenshots={self.max_screenshots}: the newest screenshot always stays"
             )
+
+    @property
+    def most_screenshots(self) -> int:
+        """That a context may hold."""
+        if "{history}" in self.prompt.template:
+            return 1
+        earlier = self.max_screenshots if self.history_turns is None else self.history_turns
+        return min(self.max_screenshots, 1 + earlier)
 
     @property
     def format(self) -> ActionFormat:

@@ -147,9 +147,8 @@ def check_batches(cfg: RunConfig, mesh: jax.sharding.Mesh | AbstractMesh) -> Non
     Args: cfg: completed.
     Raises: ConfigError.
     """
-    batch, shown = cfg.learner.batch, 1
-    if "{history}" not in cfg.chat.prompt.template:
-        shown = min(cfg.chat.max_screenshots, max(task.max_turns for task in cfg.tasks))
+    batch = cfg.learner.batch
+    shown = min(cfg.chat.most_screenshots, max(task.max_turns for task in cfg.tasks))
     parts = plan.data_parts(batch, sharding.batch_parts(mesh)[0])
     held = plan.screens_of_a_part(batch.image_rows[-1], parts)
     if held < shown:

@@ -116,7 +116,7 @@ def too_long(evidence: Evidence) -> str:
         f"{share:.0%} of the episodes end as max_tokens: their context is full. Raise the smaller "
         "of engine.context_lengths[-1] and actor.rollout.max_context_tokens, with "
         "learner.batch.row_lengths[-1] (docs/own_task.md), set screen_px, so that they are "
-        "derived, or lower chat.max_screenshots"
+        "derived, or lower chat.max_screenshots or chat.history_turns"
     )
 
 
