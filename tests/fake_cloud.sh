@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/bash
 # Stands in for gcloud, kubectl and docker in the tests of launch/, under each of these names: records
 # every call in $FAKE_CLOUD/calls, keeps what exists as files in $FAKE_CLOUD/state, and fails where it
 # is told to.
@@ -50,8 +50,11 @@ case "$group $verb" in
   "iam service-accounts "*) name=${name%%@*} ;;
   "kubectl get" | "kubectl create") name=${words[-1]} ;; # get secret NAME, create secret generic NAME
 esac
-file() { echo "$FAKE_CLOUD/state/${1// /_}=${2//\//%}"; }
-record=$(file "$group" "$name")
+# file GROUP NAME: sets `path`. As `made`, without a process of its own: tests make thousands of calls.
+file() { path="$FAKE_CLOUD/state/${1// /_}=${2//\//%}"; }
+made() { : >>"$1"; }
+file "$group" "$name"
+record=$path
 
 # next NAME: the first line of a file of answers, which is dropped unless it is the last.
 next() {
@@ -70,17 +73,17 @@ effect() {
   case $verb in
     create)
       [ ! -e "$record" ] || fail "ALREADY_EXISTS: $name"
-      touch "$record"
+      made "$record"
       ;;
-    create-instance) touch "$(file "compute instances" "$instance")" ;;
-    add) touch "$record" ;;
+    create-instance) file "compute instances" "$instance" && made "$path" ;;
+    add) made "$record" ;;
     delete)
       [ "$tool" = gcloud ] || return 0
       [ -e "$record" ] || fail "NOT_FOUND: $name was not found"
       rm "$record"
       case $group in
-        "compute instance-groups managed") rm -f "$(file "compute instances" "$name-")"* ;;
-        "container clusters") rm -f "$(file "container node-pools" "")"* ;;
+        "compute instance-groups managed") file "compute instances" "$name-" && rm -f "$path"* ;;
+        "container clusters") file "container node-pools" "" && rm -f "$path"* ;;
       esac
       ;;
   esac
