@@ -1,14 +1,14 @@
 """The 59 tasks of MiniWoB++ on which Pix2Act was measured, from a model that can read pages.
 
     python -m uirl_jax.main --config=configs/pix2act_pages.py:base --workdir=runs/pix2act-base
+    mkdir -p runs && tar -xf configs/pix2act_start.tar.xz -C runs  # what that made, to go on from
     python -m uirl_jax.main --config=configs/pix2act_pages.py --workdir=runs/pix2act
 
-`:base` is a cold start on 150 correct demonstrations of each task, played first (Chromium), of a
-model in models/tiny-pages (docs/page_model.md); also of the four tasks that miniwob_pages.py has
-and the list has not, so that RL on either set can start from the result. As in miniwob_pages.py
-only the newest of the screenshots is seen; of earlier turns the actions are left.
-docs/pix2act.md says how the suite is counted: `--role=eval --tasks=pix2act`. The cold start was
-run with 100 demonstrations a task, RL for 23 steps with other settings, without a gain.
+`:base` is a cold start on 150 correct demonstrations of each task, played first (Chromium), of the
+start of miniwob_pages.py; also of the four tasks that config has and the list has not, so that RL
+on either set can start from the result. Only the newest of the screenshots is seen, and of the two
+turns before it the actions. docs/pix2act.md has what it solves, and how the suite is counted:
+`--role=eval --tasks=pix2act`. RL was run for 23 steps with other settings, without a gain.
 """
 
 from ml_collections import ConfigDict
@@ -36,13 +36,14 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.evaluation.episodes = 10 * len(turns)
     if stage == "base":
         cfg.cold_start.episodes = DEMONSTRATIONS * len(turns)
-        cfg.cold_start.steps = 1000
+        cfg.model.path = f"{miniwob_pages.SHIPPED}/start"
+        cfg.cold_start.steps = 620
         cfg.cold_start.optimizer.lr = 1.5e-3
         # 45 screenshots a step, 2.5 of a demonstration: rows that take them are not half empty.
         cfg.learner.batch.rows = 4
         cfg.learner.batch.image_rows = (8, 10, 12)
     else:
-        cfg.model.path = "runs/pix2act-base/cold_start/model"
+        cfg.model.path = "runs/pix2act-start"
         # A turn is a screenshot and few sampled tokens: with at most four screenshots a batch of
         # two rows was half empty, and learning took 69 s a step, not 42.
         cfg.learner.batch.image_rows = (4, 8)

@@ -4,6 +4,8 @@ test_miniwob.py plays their scripts.
 """
 
 import dataclasses
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from configs import miniwob_pages, miniwob_tasks, pix2act_pages, pix2act_tasks, 
 from uirl_jax.config import reading, sizes
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.config.suites import read_suite
+from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import family_of
 from uirl_jax.models import hub
@@ -64,3 +67,14 @@ def test_contexts_and_rows_of_the_config_hold_the_longest_episode(
     room = run.actor.rollout.max_new_tokens
     assert longest <= run.engine.context_lengths[-1] <= run.learner.batch.row_lengths[-1] - room
     assert longest <= run.actor.rollout.max_context_tokens
+
+
+def test_start_that_ships_is_what_the_config_names(tmp_path):
+    name = pix2act_pages.get_config().model.path.removeprefix("runs/")
+    with tarfile.open(Path(pix2act_pages.__file__).with_name("pix2act_start.tar.xz")) as file:
+        file.extractall(tmp_path, filter="data")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    model = loading.load(tmp_path / name, lora=None, seed=0)
+    run = reading.from_config(RunConfig, pix2act_pages.get_config())
+    assert model.family.name == "qwen3_vl"
+    assert run.chat.completed(tmp_path / name).format.name == "points_64"
