@@ -76,5 +76,5 @@ def test_start_that_ships_is_what_the_config_names(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [name]
     model = loading.load(tmp_path / name, lora=None, seed=0)
     run = reading.from_config(RunConfig, pix2act_pages.get_config())
-    assert model.family.name == "qwen3_vl"
+    assert model.family.model_type == "qwen3_vl"
     assert run.chat.completed(tmp_path / name).format.name == "points_64"
