@@ -28,8 +28,8 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     cfg.tasks = tuple(
         ConfigDict({"name": f"miniwob/{name}", "max_turns": most}) for name, most in turns.items()
     )
-    # The page shows what was done, but for click-button-sequence. The 17th turn of
-    # number-checkboxes would be behind sixteen others, 905 tokens in place of 330.
+    # Nearly every page shows what was done. The 17th turn of number-checkboxes would be behind
+    # sixteen others: 905 tokens.
     cfg.chat.history_turns = 2
     cfg.engine.context_lengths = (192, 256, 384)
     cfg.engine.prefill_lengths = (192, 384)
@@ -39,7 +39,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.model.path = f"{miniwob_pages.SHIPPED}/start"
         cfg.cold_start.steps = 620
         cfg.cold_start.optimizer.lr = 1.5e-3
-        # 45 screenshots a step, 2.5 of a demonstration: rows that take them are not half empty.
+        # 40 screenshots a step, 2.5 of a demonstration: rows that take them are not half empty.
         cfg.learner.batch.rows = 4
         cfg.learner.batch.image_rows = (8, 10, 12)
     else:

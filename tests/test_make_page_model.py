@@ -440,7 +440,6 @@ def test_a_few_steps_write_a_model_that_loads(made):
     assert model.inputs.plan_screen((160, 210)).tokens == 130
 
 
-@pytest.mark.slow  # compiles two stages that `made` compiles, too
 def test_the_stage_goes_on_from_what_the_vision_tower_learnt(tmp_path):
     """With the learning rate 0 the stage keeps it; the rest is as the model began."""
     for sight, steps in ((0, 0), (3, 1)):
