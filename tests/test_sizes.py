@@ -114,7 +114,7 @@ def test_many_turns_are_continued_at_the_growth_that_was_measured():
     assert longest_context(cfg, 400, "") <= found
 
 
-@pytest.mark.parametrize("history", [0, 2, 500])
+@pytest.mark.parametrize("history", [0, 2, 20, 500])
 def test_derived_sizes_of_a_limited_history_hold_the_longest_context(history):
     cfg = config(
         tasks=(ConfigDict({"name": "own/thermostat", "max_turns": 400}),),
