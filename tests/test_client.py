@@ -1,10 +1,12 @@
 """The verifier's client: against the bundled server, and against one that means it harm."""
 
 import asyncio
+import contextlib
 import dataclasses
 import gzip
 import io
 import json
+import socket
 import time
 import tracemalloc
 
@@ -14,6 +16,7 @@ from PIL import Image
 
 from tests.hostile_server import (
     PNG,
+    SESSION,
     SMALL,
     Hostile,
     client_of,
@@ -27,7 +30,7 @@ from tests.hostile_server import (
     silence,
     slow_headers,
 )
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import RequestRefusedError, VerifierError
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
@@ -216,7 +219,9 @@ def test_screenshot_that_fails_is_asked_for_three_times_within_its_time(answer, 
     server = Hostile(answer)
     limits = HASTY if answer in (drip, slow_headers, silence) else SMALL
     message, took_s = _failure(server, limits=limits)
-    assert word in message and "(3 attempts)" in message and "is the verifier running" in message
+    assert word in message and "(3 attempts)" in message
+    # Whatever answers with a status is running.
+    assert message.endswith("; is the verifier running there?") != word.startswith("HTTP")
     assert len(server.requests) == 3
     assert took_s < 10
 
@@ -342,6 +347,53 @@ def test_create_waits_for_a_server_that_is_just_starting():
                 assert (await creation).instruction.startswith("Click the")
 
     asyncio.run(run())
+
+
+def test_reason_of_a_server_that_cannot_serve_now_is_told():
+    async def run():
+        answer = json_answer({"detail": "no Chromium\nhere"}, status="503 Unavailable")
+        server = Hostile(b"", create=answer)
+        async with server, client_of(server) as client:
+            with pytest.raises(VerifierError) as caught:
+                await client.create(TASK)
+        url = f"http://127.0.0.1:{server.port}/session"
+        assert str(caught.value) == f"POST {url}: HTTP 503 (no Chromium?here)"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("limits", [{"attempt_timeout_s": 180.0}, {"create_timeout_s": 4.0}])
+def test_create_may_be_given_less_time_than_an_attempt(limits):
+    async def opens_late(writer):
+        await asyncio.sleep(0.05)
+        writer.write(json_answer({"sessions": [SESSION]}))
+        await writer.drain()
+
+    async def run():
+        server = Hostile(b"", create=opens_late)
+        limited = dataclasses.replace(SMALL, **limits)
+        async with server, client_of(server, limits=limited) as client:
+            assert (await client.create(TASK)).id == "s1"
+
+    asyncio.run(run())
+
+
+def test_host_that_does_not_answer_was_sent_nothing_and_is_asked_again():
+    async def run(listener, waiting):
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for one in waiting:  # until its queue is full, and the system drops what else comes
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        limits = dataclasses.replace(SMALL, connect_timeout_s=0.2)
+        async with VerifierClient(url, limits=limits) as client:
+            with pytest.raises(RequestRefusedError, match=r"no connection within 0\.2 s \(3 att"):
+                await client.create(TASK)
+
+    with contextlib.ExitStack() as stack:
+        listener, *waiting = (stack.enter_context(socket.socket()) for _ in range(4))
+        asyncio.run(run(listener, waiting))
 
 
 def test_unreachable_verifier_is_named_with_what_to_do():

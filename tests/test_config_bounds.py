@@ -38,6 +38,15 @@ def set_number(cfg: ConfigDict, path: list[str], value: Any) -> None:
         cfg[name] = value
 
 
+def test_delay_is_one_that_the_server_takes():
+    cfg = quickstart.get_config()
+    set_number(cfg, ["verifier", "action_delay_s"], 11.0)
+    with pytest.raises(ConfigError, match="action_delay_s=11: at most 10 on the bundled server"):
+        reading.from_config(RunConfig, cfg)
+    cfg.verifier.urls = ("http://127.0.0.1:1",)
+    assert reading.from_config(RunConfig, cfg).verifier.action_delay_s == 11.0
+
+
 def test_every_number_of_the_config_has_a_lower_and_an_upper_bound():
     assert len(NUMBERS) > 90
     lacking = [

@@ -61,6 +61,7 @@ def test_gesture_is_the_action_that_it_looks_like(gesture, expected):
         (MOUSE | {"y": True}, "y is 'True'"),
         (MOUSE | {"clicks": 4}, "4 clicks"),
         (MOUSE | {"held_s": 90.0}, "seconds=90.0 is outside"),
+        (WHEEL, "nothing was scrolled"),
         ({"kind": "text", "text": ""}, "expected some text"),
         ({"kind": "text", "text": "\x1b"}, "which no key types"),
         (KEY | {"key": "AudioPlay", "code": "AudioPlay"}, "is not a key"),

@@ -27,6 +27,16 @@ PROMPT = (
 CLICK = "Thought: the cell.\nAction: click(start_box='<|box_start|>(120,40)<|box_end|>')"
 COPY = "Thought: copy it.\nAction: hotkey(key='ctrl c')"
 DONE = "Thought: all is in.\nAction: finished()"
+SIZELESS = """
+from configs import quickstart
+
+def get_config():
+    cfg = quickstart.get_config("enter_text")
+    del cfg.engine, cfg.learner.batch
+    cfg.screen_px = (224, 168)
+    cfg.tasks[0].max_turns = 9
+    return cfg
+"""
 
 
 def screenshot(shade: int) -> str:
@@ -171,12 +181,14 @@ def test_command_writes_what_a_cold_start_reads_and_counts_the_rest(tmp_path):
     ):
         (folder / f"{name}.json").write_text(json.dumps(content))
 
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(
+        *arguments: str, config: str = "configs/quickstart.py:enter_text"
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [
                 *(sys.executable, "-m", "tools.import_rollouts", *arguments),
                 *(
-                    "--config=configs/quickstart.py:enter_text",
+                    f"--config={config}",
                     f"--config.model.path={SHIPPED_MODEL}",
                 ),
             ],
@@ -195,6 +207,11 @@ def test_command_writes_what_a_cold_start_reads_and_counts_the_rest(tmp_path):
     (shard,) = out.glob("*.tfrecord")
     (told,) = read_shard(shard)[1]
     assert [turn.action.kind for turn in told.turns if turn.action] == ["click", "keys"]
+    # A config of no sizes has those that the run derives from its screens, not the defaults.
+    (tmp_path / "sizeless.py").write_text(SIZELESS)
+    nine = f"--rollouts={folder / 'row_002_success_0004.json'}"
+    done = command(nine, f"--out={tmp_path / 'derived'}", config=f"{tmp_path / 'sizeless.py'}")
+    assert done.returncode == 0 and "1 written" in done.stdout, done.stderr
     for arguments, said in (
         ((f"--rollouts={folder}", f"--out={out}"), "is there already"),
         ((f"--rollouts={tmp_path / 'no'}", f"--out={out}"), "no such file"),

@@ -301,6 +301,20 @@ def test_server_that_a_run_starts_has_the_tasks_of_its_config(tmp_path):
         asyncio.run(run())
 
 
+def test_task_is_called_as_its_folder_however_that_is_named(tmp_path, monkeypatch):
+    folder = write_task(tmp_path / "waiting")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for name in (".", "../waiting/", "../link"):
+        schema.RunConfig(
+            model=schema.ModelConfig(path="m"),
+            tasks=(schema.TaskConfig("own/waiting"),),
+            learner=schema.LearnerConfig(steps=3),
+            verifier=schema.VerifierConfig(task_dirs=(name,)),
+        )
+        assert list(own_tasks.load([name])) == ["own/waiting"]
+
+
 def test_config_with_a_task_in_no_folder_is_refused():
     def cfg(name, **verifier):
         return schema.RunConfig(

@@ -12,15 +12,21 @@ import numpy as np
 import pytest
 
 from tests import actor_world as world
+from tests.recorded_rows import InMemory, row, step
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration, End
+from uirl_jax.config import schema
 from uirl_jax.demonstrations.scripted import demonstrate
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.families.chat import Chat
+from uirl_jax.run import client_options
 from uirl_jax.shards import reader
 from uirl_jax.shards.writer import write_shard
-from uirl_jax.types import Action, StopReason, TaskSpec
+from uirl_jax.types import Action, Judgement, Rule, StopReason, TaskSpec
+from uirl_jax.verifiers.client import rules
 from uirl_jax.verifiers.client.client import VerifierClient
+from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server.server import serve
 
 TEXT = TaskSpec("desktop/enter_text", seed=3, max_turns=5)
@@ -40,15 +46,26 @@ def agent(talk: Chat | None = None, **changes) -> Agent:
 
 
 @contextlib.asynccontextmanager
-async def recording(out: Path, task: TaskSpec = TEXT, *, whom: Agent | None = None, episodes=1):
-    """(recorder, http session on its page, client of the verifier)."""
+async def recording(
+    out: Path,
+    task: TaskSpec = TEXT,
+    *,
+    whom: Agent | None = None,
+    episodes=1,
+    recorded: RecordedSets | None = None,
+    **options,
+):
+    """(recorder, http session on its page, client of the verifier). Args: options: the client's."""
 
     def save(trajectory):
         path = out / f"{trajectory.episode_id}.tfrecord"
         write_shard(path, [trajectory], base_hash="", layout=world.layout())
         return path
 
-    async with serve() as port, VerifierClient(f"http://127.0.0.1:{port}") as client:
+    async with (
+        serve(recorded=recorded) as port,
+        VerifierClient(f"http://127.0.0.1:{port}", **options) as client,
+    ):
         recorder = site.Recorder(
             lambda one: Demonstration.open(client, one, whom or agent()),
             lambda instance: dataclasses.replace(task, seed=task.seed + instance),
@@ -249,6 +266,68 @@ def test_limits_of_the_agent_are_those_of_the_person(tmp_path):
             assert f"at most {first} fit" in state["message"] and not state["ended"]
 
     asyncio.run(run())
+
+
+def test_rule_of_the_config_judges_what_the_person_does(tmp_path):
+    """The server pays for a click on the button; this rule pays for the second turn."""
+    task = TaskSpec("desktop/click_button", 0, "misses=9", 4)
+
+    def second_turn(task):
+        return Rule("Click twice.", lambda _, turns: Judgement(turns == 2, 0.5, turns == 2))
+
+    def find(task):
+        return rules.own_rule(task, "tests:second_turn", second_turn)
+
+    async def run():
+        async with recording(tmp_path, task, find_own_rule=find) as (recorder, http, _):
+            assert not (await do(http, **MOUSE))["solved"]
+            assert (await do(http, **MOUSE))["solved"]
+            return recorder.demonstration.trajectory()
+
+    got = asyncio.run(run())
+    assert (got.instruction, got.success, got.reward) == ("Click twice.", True, 0.5)
+
+
+@pytest.mark.parametrize(
+    "right", [Action("answer", text="42"), Action("terminate", text="success")]
+)
+def test_recorded_step_that_is_an_answer_or_the_end_is_judged(tmp_path, right):
+    sets = RecordedSets({"made": InMemory([row(0, [step(right)])])})
+
+    async def run():
+        task = TaskSpec("recorded/made", seed=0, max_turns=2)
+        async with recording(tmp_path, task, recorded=sets) as (recorder, http, _):
+            words = {"answer": 'answer("42")', "terminate": "terminate(success)"}[right.kind]
+            state = await do(http, kind="words", text=words)
+            assert state["solved"] and state["ended"], state
+            return recorder.demonstration.trajectory()
+
+    assert asyncio.run(run()).success
+
+
+def test_command_plays_with_what_the_config_says_of_its_verifiers(tmp_path, monkeypatch):
+    monkeypatch.delenv("UIRL_VERIFIER_TOKEN", raising=False)
+    (tmp_path / "token").write_text("t" * 40)
+    urls = ("http://127.0.0.1:1",)
+    cfg = schema.RunConfig(
+        model=schema.ModelConfig(path="m"),
+        tasks=(schema.TaskConfig("x", rule="examples.own_code.rules:first_rows"),),
+        learner=schema.LearnerConfig(steps=1),
+        verifier=schema.VerifierConfig(
+            urls=urls,
+            action_delay_s=0.5,
+            token_file=str(tmp_path / "token"),
+            limits=ClientLimits(attempts=7),
+        ),
+    )
+    options = client_options(cfg, urls)
+    assert (options["delay_s"], options["limits"].attempts) == (0.5, 7)
+    assert "first 2 rows" in options["find_own_rule"](TaskSpec("x", 0, "2")).instruction
+    assert options["token"] == "t" * 40
+    assert client_options(cfg, ("http://127.0.0.1:2",))["token"] is None
+    monkeypatch.setenv("UIRL_VERIFIER_TOKEN", "e" * 40)
+    assert client_options(cfg, ("http://127.0.0.1:2",))["token"] == "e" * 40
+    assert client_options(cfg, ())["token"] is None  # the server that it starts
 
 
 def test_drag_of_a_format_that_starts_at_the_cursor_moves_there_first(tmp_path):

@@ -228,7 +228,8 @@ def test_config_of_a_workdir_says_where_and_how(episode, shard_of, url, tmp_path
     assert run(dead, episode) == replay.NOT_COMPARED
     assert "127.0.0.1:9" in capsys.readouterr().err
     assert run(dead, episode, f"--verifier={url}") == 0  # the flag comes first
-    slow = workdir_with(tmp_path / "slow", shard_of(episode), action_delay_s=1000.0 / 17)
+    elsewhere = {"urls": ("http://127.0.0.1:9",), "action_delay_s": 1000.0 / 17}
+    slow = workdir_with(tmp_path / "slow", shard_of(episode), **elsewhere)
     assert run(slow, episode, f"--verifier={url}") == 1
     assert "turn 1: click fails now: " in (printed := capsys.readouterr().out)
     assert "delay is 58.8" in printed  # more than the server allows

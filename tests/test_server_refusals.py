@@ -211,6 +211,15 @@ def test_other_hosts_and_browsers_are_refused(headers, status):
     asyncio.run(run())
 
 
+def test_name_of_a_host_is_the_same_in_capital_letters():
+    async def run():
+        async with served(allowed_hosts=["GPU-Box"]) as http:
+            for name in ("gpu-box:8000", "GPU-Box"):
+                assert (await ask(http, "GET", "/", headers={"Host": name}))[0] == 200
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("header", "status"),
     [

@@ -48,11 +48,12 @@ def import_all(cfg: RunConfig, files: list[Path], out: Path, failures: bool) -> 
 
     Raises: ConfigError, ModelError: of the config's model; ShardError: a full disk.
     """
+    cfg = completed(cfg)
     model_dir = hub.model_directory(cfg.model.path, weights=False)
     add_own(cfg.model.family)
     family = family_of(model_dir)
     model_cfg = family.read_config(model_dir)
-    chat = Chat(model_dir, completed(cfg).chat, family.chat)
+    chat = Chat(model_dir, cfg.chat, family.chat)
     inputs, layout = family.make_inputs(model_cfg), layout_of(model_cfg)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.models import hub
-from uirl_jax.run import completed
+from uirl_jax.run import client_options, completed
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
@@ -161,7 +161,7 @@ async def record(plan: Plan, port_file: Path, port: int) -> list[site.Saved]:
       VerifierError: no session can be had at the start.
       ConfigError: the page's port cannot be had.
     """
-    verifier = plan.cfg.verifier
+    options = client_options(plan.cfg, plan.urls) | {"dialect": plan.cfg.verifier.dialect}
     async with contextlib.AsyncExitStack() as stack:
         clients: dict[str, VerifierClient] = {}
 
@@ -171,9 +171,7 @@ async def record(plan: Plan, port_file: Path, port: int) -> list[site.Saved]:
             if not urls:
                 raise VerifierError("the bundled verifier is being started again; try again")
             if urls[0] not in clients:
-                client = VerifierClient(
-                    urls[0], dialect=verifier.dialect, delay_s=verifier.action_delay_s
-                )
+                client = VerifierClient(urls[0], **options)
                 clients[urls[0]] = await stack.enter_async_context(client)
             return await Demonstration.open(clients[urls[0]], task, plan.agent)
 
@@ -205,7 +203,10 @@ def main(argv: list[str]) -> int:
             if not plan.urls:
                 stack.enter_context(
                     supervisor.bundled_server(
-                        port_file, directory / "verifier.log", task_dirs=plan.task_dirs
+                        port_file,
+                        directory / "verifier.log",
+                        task_dirs=plan.task_dirs,
+                        recorded=plan.cfg.verifier.recorded.sets,
                     )
                 )
             saved = asyncio.run(record(plan, port_file, _PORT.value))

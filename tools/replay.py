@@ -280,8 +280,7 @@ def settings_of(path: Path, args: argparse.Namespace) -> Settings:
     if not (path / "config.json").is_file():
         return Settings(urls, tuple(args.task_dir), client=given)
     from tools.export import read_run  # imports JAX, which takes seconds
-    from uirl_jax.verifiers.client.rules import own_rules
-    from uirl_jax.verifiers.recorded.rewards import with_weights
+    from uirl_jax.run import client_options
 
     cfg = read_run(path)
     verifier = cfg.verifier
@@ -292,13 +291,9 @@ def settings_of(path: Path, args: argparse.Namespace) -> Settings:
         )
     if not urls and verifier.urls:
         urls = verifier.urls
-        given["token"] = read_token(args.token_file or verifier.token_file)
-    known = {
-        "dialect": verifier.dialect,
-        "delay_s": verifier.action_delay_s,
-        "limits": verifier.limits,
-        "find_own_rule": with_weights(verifier.recorded.rewards, own_rules(cfg.rules)),
-    }
+        if args.token_file:
+            given["token"] = read_token(args.token_file)
+    known = client_options(cfg, urls) | {"dialect": verifier.dialect}
     task_dirs = (*verifier.task_dirs, *args.task_dir)
     return Settings(urls, task_dirs, verifier.recorded.sets, known | given)
 

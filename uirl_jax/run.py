@@ -189,6 +189,22 @@ def completed(cfg: RunConfig, say: Callable[[str], None] = lambda line: None) ->
     return sizes.derived(cfg, chat, inputs, say, chunked_prefill=chunked)
 
 
+def client_options(cfg: RunConfig, urls: Sequence[str]) -> dict[str, Any]:
+    """What a client of a verifier is made with besides its dialect; the config's rules judge.
+
+    Args: urls: that are played; none: a server of one's own. The config's token is for its own.
+    Raises: ConfigError: the token's file cannot be read.
+    """
+    verifier = cfg.verifier
+    token_file = verifier.token_file if tuple(urls) == verifier.urls else ""
+    return {
+        "delay_s": verifier.action_delay_s,
+        "limits": verifier.limits,
+        "token": read_token(token_file) if urls else None,
+        "find_own_rule": with_weights(verifier.recorded.rewards, own_rules(cfg.rules)),
+    }
+
+
 def check_model(cfg: RunConfig) -> None:
     """Checks everything about the model and its adapters that costs no weights.
 
@@ -387,24 +403,19 @@ class Run:
     def make_client(self, url: str, owner: str, sets: RecordedSets) -> Client:
         """Makes the client of one of base_urls. Args: sets: what this process plays itself."""
         verifier = self.cfg.verifier
-        find_own_rule = with_weights(verifier.recorded.rewards, own_rules(self.cfg.rules))
+        options = client_options(self.cfg, verifier.urls)
         if url == in_process.URL:
             return in_process.RecordedClient(
                 sets,
-                find_own_rule=find_own_rule,
+                find_own_rule=options["find_own_rule"],
                 max_pixels=verifier.limits.max_image_pixels,
             )
-        options: dict[str, Any] = {
-            "delay_s": verifier.action_delay_s,
-            "limits": verifier.limits,
-            "find_own_rule": find_own_rule,
-        }
-        token = read_token(verifier.token_file) if verifier.urls else None
         if verifier.dialect == OPENENV:
-            return OpenEnvClient(url, token=token, **options)
+            return OpenEnvClient(url, **options)
         options["dialect"] = verifier.dialect
         if verifier.containers.runtime == "none":
-            return VerifierClient(url, token=token, used=InStore(self.store), **options)
+            return VerifierClient(url, used=InStore(self.store), **options)
+        del options["token"]  # theirs is made with each of them
         return ContainerClient(verifier.containers, f"{self.run_id}-{owner}", **options)
 
     async def measure(

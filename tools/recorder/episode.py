@@ -82,7 +82,7 @@ class Demonstration:
 
     @property
     def solved(self) -> bool:
-        if not self._client.dialect.judges:
+        if self.session.judged_here or not self._client.dialect.judges:
             return self.progress.get("success") is True
         reward = self.progress["reward"] or 0.0
         return self.progress["done"] and reward >= self._agent.success_reward
@@ -107,11 +107,12 @@ class Demonstration:
             raise ActionError("the episode has ended: save it or start over")
         text, token_ids, action = self._recording.say(action)
         self._check_length(text, token_ids)
-        if action.kind not in UNSENT:
+        is_sent = action.kind not in UNSENT or self.session.judges_every_action
+        if is_sent:
             self._client.check_action(action)
         screenshot = self.screenshot
         try:
-            if action.kind not in UNSENT:
+            if is_sent:
                 screenshot = await self._client.act(self.session.id, action, uuid.uuid4().hex)
             progress = await self._client.progress(self.session.id)
             self._check(progress)

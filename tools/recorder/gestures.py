@@ -70,6 +70,8 @@ def _mouse(gesture: Mapping[str, object]) -> Action:
 
 def _wheel(gesture: Mapping[str, object]) -> Action:
     x, y, dx, dy = (_whole(gesture, name) for name in ("x", "y", "dx", "dy"))
+    if dx == dy == 0:
+        raise ActionError("the wheel went as far back as it had gone: nothing was scrolled")
     if abs(dy) >= abs(dx):
         direction, distance_px = ("down" if dy > 0 else "up"), abs(dy)
     else:

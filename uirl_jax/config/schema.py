@@ -31,6 +31,7 @@ from uirl_jax.verifiers.containers.runtime import ContainerConfig
 from uirl_jax.verifiers.dialects import DIALECTS, DialectName
 from uirl_jax.verifiers.recorded import rewards as recorded_rewards
 from uirl_jax.verifiers.recorded.rewards import RecordedConfig
+from uirl_jax.verifiers.wire import MAX_BUNDLED_DELAY_S
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +192,9 @@ class RunConfig:
             for task in self.tasks
             if task.rule != self.rules.get(task.name, "")
         ]
-        names = {own_tasks.PREFIX + Path(folder).name for folder in self.verifier.task_dirs}
+        names = {
+            own_tasks.PREFIX + Path(folder).resolve().name for folder in self.verifier.task_dirs
+        }
         for task in self.tasks:
             if (
                 task.name.startswith(own_tasks.PREFIX)
@@ -225,10 +228,13 @@ class RunConfig:
                     f"actor.rollout.episode_timeout_s="
                     f"{self.actor.rollout.episode_timeout_s:g}"
                 )
-        if self.verifier.action_delay_s > dialect.max_delay_s:
+        most_s, of_whom = dialect.max_delay_s, f"in the dialect {dialect.name}"
+        if self.needs_server and self.verifier.is_bundled:
+            most_s, of_whom = MAX_BUNDLED_DELAY_S, "on the bundled server"
+        if self.verifier.action_delay_s > most_s:
             faults.append(
                 f"verifier.action_delay_s={self.verifier.action_delay_s:g}: at most "
-                f"{dialect.max_delay_s:g} in the dialect {dialect.name}"
+                f"{most_s:g} {of_whom}"
             )
         new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
         if self.screen_px and len(self.screen_px) != 2:

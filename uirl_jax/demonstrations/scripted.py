@@ -181,6 +181,7 @@ class Demonstrator:
                     action = await session.scripted_action(rng, quality)
                     if action is None:
                         raise VerifierError(f"{task.name}: there is no script that demonstrates it")
+                    recording.say(action)  # before anything happens that cannot be recorded
                     await session.act(action)
                     await asyncio.sleep((action.seconds or 0.0) if action.kind == "wait" else 0.0)
                     progress = await session.progress()

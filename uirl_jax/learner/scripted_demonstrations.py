@@ -27,6 +27,8 @@ from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import TaskSpec, Trajectory
 
 SHARD_EPISODES = 50  # at most this many are played again after a kill
+# Of a step whose demonstrations all failed: others are played in their place, of numbers far away.
+_ATTEMPTS, _FAR = 5, 2**32
 
 
 class ScriptedDemonstrations:
@@ -112,17 +114,23 @@ class ScriptedDemonstrations:
     def take(self, first: int, count: int) -> list[Trajectory]:
         """Demonstrations first, first + 1, ...; a number always gives the same demonstration.
 
-        Without a fixed set, fewer where scripts failed at once.
+        Without a fixed set, fewer where scripts failed: as in `keep`, with quality 1 only examples.
 
-        Raises: ConfigError: all of them did.
+        Raises: ConfigError: all of them did, and of the others that were played in their place.
         """
         numbers = range(first, first + count)
         if not self._episodes:
-            played = self._play(numbers)
-            if not played:
-                names = ", ".join(sorted({kind.name for kind in self._kinds}))
-                raise ConfigError(f"cold_start: every script of {names} failed; stderr says where")
-            return played
+            for attempt in range(_ATTEMPTS):
+                played = self._play([number + attempt * _FAR for number in numbers])
+                if self._quality >= 1.0:
+                    played = [one for one in played if is_example(one)]
+                if played:
+                    return played
+            names = ", ".join(sorted({kind.name for kind in self._kinds}))
+            raise ConfigError(
+                f"cold_start: no script solved {names} within max_turns, {_ATTEMPTS * count} "
+                "demonstrations in a row; stderr says where one failed"
+            )
         return [recorded_demonstrations.pick(self._kept, number, self._seed) for number in numbers]
 
     def _play(self, numbers: Sequence[int]) -> list[Trajectory]:

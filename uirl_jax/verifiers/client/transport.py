@@ -64,17 +64,20 @@ class ClientLimits:
     max_json_bytes: int = _size(1024 * 1024)
     # A longer instruction is refused.
     max_instruction_chars: int = _size(4096)
-    # At a time, to all verifiers.
+    # At a time, to one verifier.
     max_connections: int = dataclasses.field(default=256, metadata={"min": 1, "max": 65_536})
 
 
 class _TryAgain(Exception):
     """An attempt that failed in a way that may pass."""
 
-    def __init__(self, reason: str, *, refused: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, reason: str, *, refused: bool = False, wait_s: float = 0.0, answered: bool = False
+    ) -> None:
         super().__init__(reason)
         self.refused = refused  # no connection, or told to wait: the server has done nothing
         self.wait_s = wait_s
+        self.answered = answered  # a server is there
 
 
 class Transport:
@@ -153,7 +156,7 @@ class Transport:
           path: parts below base_url; ("",) is its root.
           again_if: "never", "refused" (no connection, or told to wait), or "failed" (anything
             that may pass).
-          extra_s: time that the call itself asks for, on top of an attempt's.
+          extra_s: time that the call itself asks for, on top of an attempt's; may be negative.
           request: content_types, max_bytes, query, body, gone_is_fine, opens_session.
 
         Raises:
@@ -168,7 +171,8 @@ class Transport:
             total=limits.attempt_timeout_s + extra_s,
             connect=limits.connect_timeout_s,
             sock_connect=limits.connect_timeout_s,
-            sock_read=limits.read_timeout_s + extra_s,
+            # A call may be given less than an attempt, so extra_s may be negative.
+            sock_read=limits.read_timeout_s + max(0.0, extra_s),
         )
         for attempt in range(1, limits.attempts + 1):
             try:
@@ -178,9 +182,8 @@ class Transport:
                 if not allowed or attempt == limits.attempts:
                     tries = "" if attempt == 1 else f" ({attempt} attempts)"
                     kind = RequestRefusedError if failure.refused else VerifierError
-                    raise kind(
-                        f"{where}: {failure}{tries}; is the verifier running there?"
-                    ) from failure
+                    hint = "" if failure.answered else "; is the verifier running there?"
+                    raise kind(f"{where}: {failure}{tries}{hint}") from failure
                 backoff_s = limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
                 await asyncio.sleep(max(backoff_s, min(failure.wait_s, limits.max_retry_after_s)))
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -224,7 +227,8 @@ class Transport:
                     wait_s = retry_after_s(response)
                     # Told when to come back: nothing was done, and an act may be sent again.
                     refused = response.status == 429 and wait_s > 0.0
-                    raise _TryAgain(f"HTTP {response.status}", refused=refused, wait_s=wait_s)
+                    reason = f"HTTP {response.status}{_reason(await _refusal(response))}"
+                    raise _TryAgain(reason, refused=refused, wait_s=wait_s, answered=True)
                 if response.status != 200:
                     kind = InvalidRequestError if 400 <= response.status < 500 else VerifierError
                     if response.status in (404, 405):
@@ -241,6 +245,8 @@ class Transport:
                 return await read_body(response, max_bytes, where, VerifierError)
         except aiohttp.ClientConnectorError as error:
             raise _TryAgain("cannot connect", refused=True) from error
+        except aiohttp.ConnectionTimeoutError as error:  # also while all connections are in use
+            raise _TryAgain(f"no connection within {timeout.connect:g} s", refused=True) from error
         except TimeoutError as error:
             raise _TryAgain(f"no complete answer within {timeout.total:g} s") from error
         except aiohttp.ClientResponseError as error:  # its text has the whole URL in it

@@ -29,7 +29,7 @@ class ServerLimits:
     max_browsers: int = 16  # of them, and waiting for one; 80 to 200 MB each
     warm_browsers: int = 2  # kept waiting, from the first session on that needs one
     max_body_bytes: int = 64 * 1024
-    max_delay_s: float = 10.0  # of one action
+    max_delay_s: float = wire.MAX_BUNDLED_DELAY_S  # of one action
     max_actions_per_s: float = 100.0  # of a session: no policy comes near it, a wild loop does
     idle_time_s: float = 1800.0  # longer than any compilation that the actor waits for
 

@@ -52,7 +52,8 @@ _KEPT = ("Allow", "Retry-After")  # headers of an error that say what to do
 
 def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Middleware:
     """The middleware before every call: who may speak, and how errors are told."""
-    names = {"localhost", "127.0.0.1", "::1", host, *allowed_hosts}
+    # A URL's host comes in small letters.
+    names = {"localhost", "127.0.0.1", "::1", host.lower(), *map(str.lower, allowed_hosts)}
     expected = None if token is None else f"Bearer {token}".encode()
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:

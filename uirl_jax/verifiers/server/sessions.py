@@ -292,6 +292,7 @@ class Sessions:
                 headers=_COME_BACK,
             )
         if isinstance(errors[0], BrowserError):
+            logger.warning("no session of %s: %s", task.label, reason)
             raise refusal(web.HTTPServiceUnavailable, reason)
         if isinstance(errors[0], VerifierError):
             raise ValueError(reason) from errors[0]
