@@ -54,10 +54,14 @@ def chat() -> Chat:
 
 
 @functools.cache
-def talking(action_format: str) -> Chat:
+def talking(action_format: str, system_prompt: str = "") -> Chat:
     """The same tokenizer, another way to speak."""
     chat()  # which writes the directory
-    cfg = ChatConfig(action_format=action_format, system_prompt="", prompt_template="{instruction}")
+    cfg = ChatConfig(
+        action_format=action_format,
+        system_prompt=system_prompt,
+        prompt_template="{instruction}",
+    )
     return Chat(Path(_temporary_directory().name), cfg, qwen2_vl.FAMILY.chat)
 
 

@@ -1,28 +1,38 @@
 """What the learner tells actors of the groups that it has taken, and what a killed one forgets."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests import actor_world as world
 from tests.sample_trajectories import LAYOUT, make_trajectory
 from uirl_jax import policy_sync
+from uirl_jax.actor import admission
 from uirl_jax.learner import bookkeeping, state
 from uirl_jax.learner.curriculum import Curriculum, CurriculumConfig
 from uirl_jax.shards.writer import ShardWriter
 from uirl_jax.store import open_store
 
 RUN = "run"
+ONE_KIND = (make_trajectory().task,)
+
+
+def fresh_state() -> state.TrainState:
+    optimizer = state.make_optimizer(state.OptimizerConfig(lr=1e-3), 10)
+    return state.init_state(world.policy().trainable, optimizer)
 
 
 @contextlib.contextmanager
-def opened(workdir: Path) -> Iterator[bookkeeping.Bookkeeping]:
-    model = world.policy()
-    fresh = state.init_state(
-        model.trainable, state.make_optimizer(state.OptimizerConfig(lr=1e-3), 10)
-    )
-    curriculum = Curriculum(CurriculumConfig(), (make_trajectory().task,), 0)
-    run, keep = bookkeeping.RunDirectory(workdir, RUN), bookkeeping.Keep()
+def opened(
+    workdir: Path, kinds=ONE_KIND, resume_from: Path | None = None, **options
+) -> Iterator[bookkeeping.Bookkeeping]:
+    model, fresh = world.policy(), fresh_state()
+    curriculum = Curriculum(CurriculumConfig(**options), kinds, 0)
+    run = bookkeeping.RunDirectory(workdir, RUN, resume_from=resume_from)
+    keep = bookkeeping.Keep()
     with bookkeeping.restore(run, model, curriculum, fresh, keep) as (books, restored):
         if books.is_fresh:
             books.save(0, restored)
@@ -52,3 +62,49 @@ def test_groups_taken_since_the_checkpoint_are_not_told_to_actors_and_are_taken_
         assert taken is not None and [group[0].episode_id for group in taken] == ["e0", "e1"]
         assert books.take(1, 0, 0) is None
         assert books.final_accounting()["duplicate"] == 1
+
+
+KINDS = tuple(dataclasses.replace(make_trajectory().task, name=f"t/{n}") for n in range(2))
+
+
+@pytest.fixture
+def earlier(tmp_path) -> Path:
+    """The workdir of a run of ten steps of eight groups, of which one was of KINDS[1]."""
+    store = open_store(tmp_path / "earlier")
+    writer = ShardWriter(store, "a0", RUN, world.policy().base_hash, layout=LAYOUT)
+    group = dataclasses.replace(make_trajectory("e0", f"{79:08d}"), task=KINDS[1])
+    writer.publish([group])
+    with opened(tmp_path / "earlier", KINDS) as books:
+        books.begin_at(79)
+        assert books.take(1, 0, 0) is not None
+        books.save(10, fresh_state())
+    return tmp_path / "earlier"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "instances", "played"),
+    [(KINDS, 0, 0.5), (KINDS[:1], 0, 0.0), (KINDS[::-1], 0, 0.0), (KINDS, 3, 0.0)],
+)
+def test_tallies_of_a_resumed_run_are_kept_for_the_same_tasks(
+    tmp_path, earlier, kinds, instances, played
+):
+    with opened(tmp_path / "run", kinds, earlier, instances=instances) as books:
+        assert books.describe()["curriculum/played"] == played
+
+
+@pytest.mark.parametrize("per_step", [4, 8, 16])
+def test_actors_of_a_resumed_run_start_the_groups_of_its_next_step(tmp_path, earlier, per_step):
+    with opened(tmp_path / "run", KINDS, earlier) as books:
+        books.begin_at(10 * per_step)
+        books.save(10, fresh_state())
+        books.allow_extra(per_step, 11 * per_step)  # as every step begins
+        books.publish(10, {})
+    manifest = policy_sync.read_manifest(open_store(tmp_path / "run"))
+    assert manifest is not None
+    ledger, started = admission.Ledger.of(manifest, (), 0), dict[int, int]()
+    while True:
+        index = ledger.next_index(started, started, groups_per_step=per_step, max_staleness=0)
+        if index is None:
+            break
+        started[index] = 10
+    assert len(started) == per_step and min(started) >= 80

@@ -367,6 +367,17 @@ def test_code_facts_name_the_sources_and_the_packages():
     assert facts["uirl_jax"].startswith("sources ")
 
 
+@pytest.mark.parametrize("name", ["rl/losses.py", "learner/loop.py", "families/qwen/__init__.py"])
+def test_code_facts_are_of_every_source_of_the_package(monkeypatch, name):
+    def changed(path: Path) -> bytes:
+        return read(path) + (b"#" if path.as_posix().endswith(f"uirl_jax/{name}") else b"")
+
+    read = Path.read_bytes
+    before = cluster.code_facts.__wrapped__()
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    assert cluster.code_facts.__wrapped__()["uirl_jax"] != before["uirl_jax"]
+
+
 def test_cluster_of_one_has_nobody_to_tell():
     alone = cluster.ALONE
     alone.tell("key", "text")

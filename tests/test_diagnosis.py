@@ -168,3 +168,10 @@ def test_actor_metrics_add_counters_and_average_the_rest(tmp_path):
     write_actor_log(tmp_path, 0, **{"actor/published": 8, "engine/busy_s": 2.0, "unix_s": 5})
     write_actor_log(tmp_path, 1, **{"actor/published": 4, "engine/busy_s": 4.0, "x/text": "a"})
     assert actor_metrics(tmp_path) == {"actor/published": 12.0, "engine/busy_s": 3.0}
+    # The last report of one that is gone: what it published was published.
+    values = {"actor/published": 6, "actor/running": 8, "engine/busy_s": 2.0}
+    write_actor_log(tmp_path, 0, **values, unix_s=1000.0)
+    write_actor_log(tmp_path, 1, **values | {"actor/running": 3, "engine/busy_s": 4.0}, unix_s=1090)
+    write_actor_log(tmp_path, 2, **values | {"actor/running": 4, "engine/busy_s": 6.0}, unix_s=1100)
+    expected = {"actor/published": 18.0, "actor/running": 7.0, "engine/busy_s": 5.0}
+    assert actor_metrics(tmp_path) == expected

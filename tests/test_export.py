@@ -29,6 +29,7 @@ from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig, LoRAParam
 from uirl_jax.run import open_run
 from uirl_jax.store import open_store
+from uirl_jax.store.files import new_directory
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop
 
@@ -81,6 +82,8 @@ def write_run(
     cfg.model.path = str(model_dir)
     for name, value in changes.items():
         cfg.model[name] = value
+    if changes.get("train") == "all":
+        cfg.algorithm.loss.kl_coefficient = 0.0  # there is no base beside it
     run_id = open_run(workdir, reading.from_config(RunConfig, cfg))
     policy_sync.publish(
         open_store(workdir),
@@ -243,6 +246,19 @@ def test_export_of_the_best_is_what_best_json_names(tmp_path, model_dir, trained
         for folder, same in ((f"version_{version}", True), (f"version_{other}", False)):
             there = safetensors.numpy.load_file(best / folder / "adapter_model.safetensors")
             assert all(np.array_equal(written[name], there[name]) for name in there) == same
+
+
+def test_best_model_of_a_run_that_trains_all_weights_is_exported(tmp_path, model_dir, trained):
+    workdir = write_run(tmp_path / "run", model_dir, trained[0], train="all")
+    model = loading.load(model_dir, lora=None, seed=0)
+    doubled = jax.tree.map(lambda x: 2 * x, model.trainable)
+    with new_directory(workdir / "best" / "version_9") as directory:
+        loading.save_policy(model, directory, doubled, ChatConfig())
+    (workdir / "best" / "best.json").write_text(json.dumps({"version": 9}))
+    assert run("merged", f"--workdir={workdir}", f"--out={tmp_path / 'out'}", "--source=best") == 0
+    found = loading.load(tmp_path / "out", lora=None, seed=0).trainable
+    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(doubled), strict=True):
+        np.testing.assert_array_equal(ours, expected)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def without(name: str) -> dict[str, Any]:
         (b'{"version": 1', "not JSON"),
         (b"[" * 200_000, "not JSON"),
         (b'{"version": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b" " * ((1 << 20) + 1), "more than 1048576 bytes"),
+        (b" " * ((4 << 20) + 1), "more than 4194304 bytes"),
         (b"[1]", "is list"),
         (json.dumps({**GOOD, "published_unix_s": float("nan")}).encode(), "NaN is not JSON"),
         (json.dumps({**GOOD, "extra": {"x": float("inf")}}).encode(), "Infinity is not JSON"),
@@ -303,3 +303,17 @@ def test_publish_on_a_full_disk_leaves_the_version_before(
     assert manifest.version == 0
     assert_same(policy_sync.load(open_store(tmp_path), manifest, "base"), ADAPTERS)
     assert versions(tmp_path) == ["0", "manifest.json"]
+
+
+def test_manifest_of_the_largest_pool_is_read_and_a_larger_one_is_not_published(tmp_path):
+    """Actors would poll a manifest that they refuse for ever."""
+    played = {str(entry): [99.125, 127.875, 100.125] for entry in range(20_000)}
+    store = open_store(tmp_path)
+    ours = {"version": 1, "step": 1, "arrays": ADAPTERS, "base_hash": "base", "run_id": "run"}
+    policy_sync.publish(store, **ours, extra={"tallies": played})
+    manifest = policy_sync.read_manifest(store)
+    assert manifest is not None and manifest.extra["tallies"] == played
+    with pytest.raises(PolicyError, match="at most 4194304; the tallies"):
+        policy_sync.publish(store, **ours | {"version": 2}, extra={"notes": "x" * (4 << 20)})
+    again = policy_sync.read_manifest(store)
+    assert again is not None and again.version == 1

@@ -89,6 +89,16 @@ def test_what_is_left_out_is_said_and_the_exit_code_is_0(tmp_path):
     assert not (tmp_path / "out" / "verl").exists()
 
 
+def test_files_of_one_name_in_two_sources_are_sources_of_their_own(tmp_path):
+    first = write_lines(tmp_path / "day1", [line(), line()], pictures=2)
+    second = write_lines(tmp_path / "day2", [line(1), line(1), line(1) | {"id": "given"}], 2)
+    summary, left_out = make_set("jsonl", [str(first), str(second)], tmp_path / "out", Wanted())
+    assert summary["rows"] == 5 and not left_out.counts["row"]
+    rows = RowFile(tmp_path / "out" / "rows.parquet")
+    ids = [rows[number].row_id for number in range(5)]
+    assert ids == ["mine-1", "mine-2", "2-mine-1", "2-mine-2", "given"]
+
+
 def test_nothing_left_is_an_error_and_leaves_nothing(tmp_path):
     source = write_lines(tmp_path / "a", [line(box=[1, 2, 3])])
     done = run(source, "--kind=jsonl", f"--out={tmp_path / 'out'}", code=1)

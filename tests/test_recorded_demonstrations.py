@@ -173,6 +173,17 @@ def test_run_is_distilled_from_its_shortest_successes_in_its_own_words(tmp_path,
     np.testing.assert_array_equal(own.turns[0].token_ids, ids)
     for other in (load(base_hash="another", keep_shortest=1), load(keep_shortest=1)):
         np.testing.assert_array_equal(other[0].turns[0].token_ids, told[0].turns[0].token_ids)
+    # Nor does what was asked then: its words stand in the contexts of this run.
+    chat = world.talking("text", system_prompt="Be quick.")
+    (asked,) = load(chat, base_hash="mine", keep_shortest=1)
+    (fresh,) = load(chat, keep_shortest=1)
+    np.testing.assert_array_equal(asked.turns[0].context_ids, fresh.turns[0].context_ids)
+    assert len(asked.turns[0].context_ids) > len(own.turns[0].context_ids)
+    assert asked.turns[0].text == text
+    np.testing.assert_array_equal(asked.turns[0].token_ids, ids)
+    # The next turn's context has the words of the first as they were said.
+    tail = asked.turns[1].context_ids
+    assert any((tail[at : at + 3] == ids).all() for at in range(len(tail) - 2))
     # Its own words in another action format teach that one nothing.
     chat = world.talking("coordinates")
     (again,) = load(chat, base_hash="mine", keep_shortest=1)

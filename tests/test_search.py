@@ -258,6 +258,9 @@ def test_command_keeps_successes_that_a_cold_start_reads(tmp_path):
     assert [line["number"] for line in json.loads((out / "000032.json").read_text())] == [32, 33]
     said = command(*flags, "--instances=34", "--whole=1", ok=False)
     assert "another search, in whole; give another --out" in said
+    other = ("--config.actor.rollout.temperature=0.5", "--config.chat.history_turns=1")
+    said = command(*flags, *other, "--instances=34", ok=False)
+    assert "another search, in chat, temperature; give another --out" in said
 
 
 def test_command_plays_the_policy_that_a_run_published(tmp_path):

@@ -132,6 +132,37 @@ def test_delete_and_move_are_seen_at_once(opened):
     assert store.read("eval/version_3/episodes") == b"33"
 
 
+def test_move_to_another_disk_is_whole_or_none(tmp_path, monkeypatch):
+    """shards/ may be a link to a larger disk; what is quarantined leaves it."""
+    replace = os.replace
+
+    def of_one_disk(source, target):
+        disks = {Path(path).relative_to(tmp_path).parts[0] for path in (source, target)}
+        if len(disks) > 1:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        replace(source, target)
+
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "shards").symlink_to(tmp_path / "disk")
+    store = open_store(tmp_path / "run")
+    store.put("shards/a0/1", b"1" * 5000)
+    monkeypatch.setattr(
+        os,
+        "replace",
+        lambda source, target: of_one_disk(os.path.realpath(source), os.path.realpath(target)),
+    )
+    with monkeypatch.context() as full:
+        full.setattr("shutil.copyfileobj", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            store.move("shards/a0/1", "quarantine/1")
+    assert files_under(tmp_path / "run" / "quarantine") == []
+    assert store.read("shards/a0/1") == b"1" * 5000
+    store.move("shards/a0/1", "quarantine/1")
+    assert store.read("quarantine/1") == b"1" * 5000
+    assert files_under(tmp_path / "disk") == []
+
+
 def test_delete_and_move_leave_no_empty_directory(tmp_path):
     store = open_store(tmp_path)
     store.put("policy/1/adapters", b"1")

@@ -98,6 +98,14 @@ def test_wandb_goes_on_with_the_same_curve_after_a_kill(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 8))
 
 
+@pytest.mark.parametrize("value", [1.0, -0.3, 1e6, 0.0])
+def test_values_that_differ_by_rounding_alone_are_one_bin(value):
+    near = np.nextafter(value, np.inf)
+    found = Histogram.of([value, near, near])
+    assert found.counts.sum() == found.counts.max() == 3
+    assert np.count_nonzero(Histogram.of([value, value + max(1.0, abs(value)) * 1e-6]).counts) == 2
+
+
 def test_histograms_are_the_counts_between_the_edges(tmp_path):
     rewards = [0.0, 0.0, 0.0, 1.0]
     ratios = Histogram(np.array([1.0, 5.0]), np.array([0.0, 1.0, 4.0]))

@@ -34,7 +34,7 @@ from uirl_jax.families.border import Family
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.families.token_ids import with_token_ids
 from uirl_jax.learner.bookkeeping import read_adapters
-from uirl_jax.models import hub, peft_adapters, weights
+from uirl_jax.models import hub, peft_adapters, sharding, weights
 from uirl_jax.roles.eval import BEST_FILE
 from uirl_jax.run import completed
 from uirl_jax.store import open_store
@@ -82,7 +82,7 @@ def published_adapters(workdir: Path, base_dir: Path) -> Source:
     return Source(f"policy version {manifest.version}", manifest.version, adapters)
 
 
-def best_adapters(workdir: Path, family: Family, model_cfg: Any) -> Source:
+def best_policy(workdir: Path, cfg: RunConfig, family: Family, model_cfg: Any) -> Source:
     """Of the policy that best/best.json names; best/ may hold an earlier one as well, after a kill.
 
     Raises: PolicyError: there is none. ModelError: it is damaged.
@@ -103,7 +103,11 @@ def best_adapters(workdir: Path, family: Family, model_cfg: Any) -> Source:
             f"{path}: names version {printable(str(version))}, and there is no directory {folder}; "
             "restore it, or remove best/ and evaluate again"
         )
-    arrays = dict(loading.load_adapter(folder, family, model_cfg).arrays)
+    if cfg.model.train == "all":
+        model = loading.load(folder, lora=None, seed=0)
+        arrays = weights.adapters_to_numpy(sharding.to_host(model.trainable))
+    else:
+        arrays = dict(loading.load_adapter(folder, family, model_cfg).arrays)
     return Source(f"best policy, version {version},", version, arrays)
 
 
@@ -191,7 +195,7 @@ def export(
     if source == "policy":
         found = published_adapters(workdir, base_dir)
     elif source == "best":
-        found = best_adapters(workdir, family, model_cfg)
+        found = best_policy(workdir, cfg, family, model_cfg)
     else:
         found = checkpointed_adapters(workdir, step)
     if not ungated:

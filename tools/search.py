@@ -126,6 +126,10 @@ def run_search(cfg: RunConfig, workdir: Path, out: Path, limits: SearchConfig) -
     contenders.name_of(_CHECKPOINT.value)
     asked = {
         "checkpoint": _CHECKPOINT.value,
+        "model": [cfg.model.path, cfg.model.adapter],
+        "run": run_id_of(workdir) if _WORKDIR.value else "",
+        "chat": dataclasses.asdict(cfg.chat),
+        "temperature": cfg.actor.rollout.temperature,
         "seed": cfg.seed,
         "tasks": [dataclasses.astuple(kind) for kind in cfg.kinds],
         **dataclasses.asdict(limits),
@@ -160,9 +164,8 @@ def _check_same(out: Path, asked: dict) -> None:
         except ValueError as error:
             raise ConfigError(f"{path}: {error}; give another --out") from None
         asked = json.loads(json.dumps(asked))
-        other = sorted(
-            key for key in known.keys() | asked.keys() if known.get(key) != asked.get(key)
-        )
+        # A folder of an earlier release says less.
+        other = sorted(key for key in known.keys() & asked.keys() if known[key] != asked[key])
         if other:
             raise ConfigError(f"{path}: another search, in {', '.join(other)}; give another --out")
     write_atomically(path, (json.dumps(asked, indent=2) + "\n").encode())

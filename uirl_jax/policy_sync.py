@@ -38,7 +38,8 @@ KEEP_VERSIONS = 3
 _CONFLICTS = 3  # of the manifest's conditional write; only the lease's holder writes it
 POLICY = "policy"
 MANIFEST = "policy/manifest.json"
-MAX_MANIFEST_BYTES = 1 << 20  # a manifest is usually a few hundred bytes
+# Usually a few hundred; 1.1 million of the largest pool of tasks, all of which were played.
+MAX_MANIFEST_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +159,13 @@ def _marked(manifest: Manifest, fence: int) -> Manifest:
 
 def _put(store: Store, manifest: Manifest, version: str) -> bool:
     fields = dataclasses.asdict(manifest)
-    text = json.dumps(fields, allow_nan=False, indent=1, sort_keys=True)
-    return bool(store.put_version(MANIFEST, text.encode(), version))
+    text = json.dumps(fields, allow_nan=False, indent=1, sort_keys=True).encode()
+    if len(text) > MAX_MANIFEST_BYTES:  # actors would not read it, and wait
+        raise PolicyError(
+            f"{store.location(MANIFEST)}: {len(text)} bytes, at most {MAX_MANIFEST_BYTES}; the "
+            "tallies of curriculum.instances are most of it"
+        )
+    return bool(store.put_version(MANIFEST, text, version))
 
 
 def read_manifest(store: Store) -> Manifest | None:
@@ -177,9 +183,7 @@ def read_manifest(store: Store) -> Manifest | None:
     except OSError as error:
         raise PolicyError(f"{where}: cannot be read: {error}") from error
     if len(text) > MAX_MANIFEST_BYTES:
-        raise PolicyError(
-            f"{where}: more than {MAX_MANIFEST_BYTES} bytes; a manifest has a few hundred"
-        )
+        raise PolicyError(f"{where}: more than {MAX_MANIFEST_BYTES} bytes, which no learner writes")
     try:
         fields = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, NaN, 200,000 levels

@@ -78,8 +78,14 @@ class Histogram:
 
     @classmethod
     def of(cls, values: Sequence[float] | np.ndarray, bins: int = 30) -> "Histogram":
-        """Of finite values; equal ones are one bin."""
-        counts, edges = np.histogram(np.asarray(values, np.float64), bins)
+        """Of finite values; equal ones are one bin, also those that differ by rounding alone."""
+        given = np.asarray(values, np.float64)
+        if given.size:
+            low, high = given.min(), given.max()
+            # NumPy refuses bins that are narrower than what its numbers can tell apart.
+            if high - low <= 1e-9 * max(1.0, abs(low), abs(high)):
+                given = np.full_like(given, low)
+        counts, edges = np.histogram(given, bins)
         return cls(counts, edges)
 
 

@@ -42,7 +42,7 @@ def read(source: Source) -> Iterator[Draft]:
         split = "train" if path.stem.startswith("train") else "test"
         wanted = ("image", "instruction", "gt_bbox", "gt_action", "gt_input_text")
         for number, item in enumerate(columns.rows(path, wanted, ("history", "task_type"))):
-            row_id = f"{path.stem}-{number}"
+            row_id = source.row_id(path, number)
             yield Draft(
                 f"{path.name} row {number}",
                 lambda item=item, row_id=row_id: _row(item, row_id, split),

@@ -40,7 +40,7 @@ def read(source: Source) -> Iterator[Draft]:
 
     def items(path: Path) -> Iterator[Draft]:
         for number, line in lines(path):
-            row_id = f"{path.stem}-{number}"
+            row_id = source.row_id(path, number)
             yield Draft(
                 f"{path.name} line {number}",
                 lambda line=line, row_id=row_id: _row(parse(line), row_id, pictures),

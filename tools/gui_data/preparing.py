@@ -85,10 +85,16 @@ def _drafts(kind: str, paths: Sequence[str], wanted: Wanted, left_out: LeftOut) 
     if not paths:
         raise ConfigError(f"--kind={kind} needs a source: the folder of the set, or a file of it")
     sources = []
-    for path in map(Path, paths):
+    for number, path in enumerate(map(Path, paths)):
         with _reading(path):
             sources.append(
-                Source(path, images=wanted.images, splits=wanted.splits, left_out=left_out)
+                Source(
+                    path,
+                    images=wanted.images,
+                    splits=wanted.splits,
+                    left_out=left_out,
+                    number=number,
+                )
             )
     return _of_sources(kind, sources)
 

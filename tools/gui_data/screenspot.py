@@ -64,7 +64,7 @@ def _lists(source: Source, files: list[Path], name: str, *folders: str) -> Itera
 
     def items(path: Path) -> Iterator[Draft]:
         for number, item in list_items(path):
-            row_id = f"{path.stem}-{number}"
+            row_id = source.row_id(path, number)
             yield Draft(
                 f"{path.name} row {number}",
                 lambda item=item, row_id=row_id: _row(parse(item), row_id, name, pictures),

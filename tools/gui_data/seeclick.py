@@ -30,7 +30,7 @@ def read(source: Source) -> Iterator[Draft]:
 
     def items(path: Path) -> Iterator[Draft]:
         for number, item in list_items(path):
-            where, row_id = f"{path.name} row {number}", f"{path.stem}-{number}"
+            where, row_id = f"{path.name} row {number}", source.row_id(path, number)
             try:
                 parsed = parse(item)
                 elements = value_of(parsed, "elements", list) if "elements" in parsed else None

@@ -66,6 +66,7 @@ class Source:
     Args:
       images: where the pictures are, if not in the places that the set is published with.
       splits: a JSON table of splits, if not the one that the set is published with.
+      number: of this source among those of one set, whose files may have equal names.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Source:
         images: Path | None = None,
         splits: Path | None = None,
         left_out: LeftOut | None = None,
+        number: int = 0,
     ) -> None:
         if not path.exists():
             raise ConfigError(f"{path}: there is no such file or folder")
@@ -86,7 +88,12 @@ class Source:
         # Absolute: a folder made of it stays where it is when it is joined with it again, and the
         # folder of "." has a name and a parent.
         self.folder = (path if path.is_dir() else path.parent).resolve()
-        self._images, self._splits = images, splits
+        self._images, self._splits, self._number = images, splits, number
+
+    def row_id(self, path: Path, number: int) -> str:
+        """The id of a row that has none: by its place in a file of this source."""
+        of_source = f"{self._number + 1}-" if self._number else ""
+        return f"{of_source}{path.stem}-{number}"
 
     def files(self, *patterns: str) -> list[Path]:
         """The source itself, or the files of a folder by glob patterns, in order of their names.

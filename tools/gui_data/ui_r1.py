@@ -35,7 +35,7 @@ def read(source: Source) -> Iterator[Draft]:
         split = "train" if path.stem.startswith("train") else NO_SPLIT
         split = "test" if "test" in path.stem else split
         for number, item in list_items(path):
-            row_id = f"{path.stem}-{number}"
+            row_id = source.row_id(path, number)
             yield Draft(
                 f"{path.name} row {number}",
                 lambda item=item, row_id=row_id: _row(parse(item), row_id, split, pictures),

@@ -91,9 +91,17 @@ class Recording:
         meant = actions.parse(text, self._screen_size, action_format, **how)
         return text, self._chat.completion_ids(text), meant
 
-    def act(self, action: Action, progress: Mapping[str, Any]) -> None:
-        """The action on what was seen last, and what came of it. Raises ActionError as `say`."""
-        text, token_ids, _ = self.say(action)
+    def act(
+        self,
+        action: Action,
+        progress: Mapping[str, Any],
+        said: tuple[str, np.ndarray] | None = None,
+    ) -> None:
+        """The action on what was seen last, and what came of it. Raises ActionError as `say`.
+
+        Args: said: a text and its tokens that mean the action, in place of those of `say`.
+        """
+        text, token_ids = said or self.say(action)[:2]
         self.turns.append(
             Turn(
                 context_ids=self._context.ids,
@@ -154,9 +162,12 @@ def reads_alike(recorded: Trajectory, chat: Chat, inputs: Inputs) -> bool:
     return True
 
 
-def retell(demonstration: Trajectory, chat: Chat, inputs: Inputs) -> Trajectory:
-    """A demonstration in the words of another chat: the same screenshots and actions, new tokens.
+def retell(
+    demonstration: Trajectory, chat: Chat, inputs: Inputs, *, keep_words: bool = False
+) -> Trajectory:
+    """A demonstration in another chat: the same screenshots and actions, new contexts and tokens.
 
+    Args: keep_words: what was said stays as it was, thoughts included: `reads_alike` is true.
     Raises:
       ActionError: a turn without an action, or one that the chat's action format cannot say.
       ImageError: a screenshot that cannot be read.
@@ -173,7 +184,8 @@ def retell(demonstration: Trajectory, chat: Chat, inputs: Inputs) -> Trajectory:
             )
         recording.see(image, encoded)
         try:
-            recording.act(turn.action, turn.progress)
+            said = (turn.text, turn.token_ids) if keep_words else None
+            recording.act(turn.action, turn.progress, said)
         except ActionError as error:
             raise ActionError(f"turn {number}: {error}") from error
     if recording is None:

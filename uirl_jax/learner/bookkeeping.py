@@ -121,7 +121,9 @@ class Bookkeeping:
         self._trained = GroupRanges(meta["groups"])
         self._saved_groups = self._trained.pairs
         self._extra = int(meta["extra"])  # groups beyond groups_per_step, over all steps
-        self._tallies = curriculum.tallies(meta["tallies"])
+        # Of a run that this one resumed, perhaps with other tasks.
+        is_same_pool = meta.get("pool", curriculum.pool) == curriculum.pool
+        self._tallies = curriculum.tallies(meta["tallies"] if is_same_pool else {})
         self._ended: dict[str, Any] | None = meta["ended"]
         self._replay = Replay(self._store, model.base_hash, self._layout, meta["replay"])
         self._earlier_s, self._started_s = float(meta["train_seconds"]), time.monotonic()
@@ -143,6 +145,18 @@ class Bookkeeping:
             self._trained.add(_index_of(group[0].group_id))
             self._curriculum.count(self._tallies, group)
         return groups
+
+    def begin_at(self, regular: int) -> None:
+        """Counts another run's groups, with which this one began, as if they were its own.
+
+        That run may have taken fewer a step, and actors would start the difference at once.
+
+        Args: regular: groups that the steps so far need.
+        """
+        missing = regular - (self._trained.count - self._extra)
+        if missing > 0:
+            *earlier, (start, stop) = self._trained.pairs or [[0, 0]]
+            self._trained = GroupRanges([*earlier, [start, stop + missing]])
 
     @property
     def refs(self) -> dict[str, RecordRef]:
@@ -237,6 +251,7 @@ class Bookkeeping:
             "extra": self._extra,
             "train_seconds": self.train_seconds,
             "tallies": self._tallies.to_json(),
+            "pool": self._curriculum.pool,
             "replay": dict(self._replay.files),
             "ended": self._ended,
             "base_hash": self._model.base_hash,
@@ -366,22 +381,36 @@ def restored_state(
         yield checkpointer, state, meta, restored is None
 
 
-# Counters of single actors; of everything else the actors' mean is taken.
-_ADDED = frozenset({"started", "published", "env_error", "lost", "running"})
+# Totals of single actors; of everything else the mean is taken, over those that still report.
+_TOTALS = frozenset({"started", "published", "env_error", "lost"})
+_ADDED = _TOTALS | {"running"}
+_SILENT_S = 60.0  # they report every 10 s
 
 
 def actor_metrics(workdir: Path) -> dict[str, float]:
-    """engine/..., agent_loop/... and actor/... of the actors' last reports, about 10 s old."""
+    """engine/..., agent_loop/... and actor/... of the actors' last reports, about 10 s old.
+
+    Of an actor that is gone only what it has done counts.
+    """
     reports = [last_object(path) for path in (workdir / "logs").glob("actor-*.jsonl")]
+    newest_s = max((_unix_s(report) for report in reports), default=0.0)
     values: dict[str, list[float]] = {}
     for report in reports:
+        is_gone = _unix_s(report) < newest_s - _SILENT_S
         for name, value in report.items():
-            if "/" in name and isinstance(value, int | float) and math.isfinite(value):
+            if "/" not in name or not isinstance(value, int | float) or not math.isfinite(value):
+                continue
+            if not is_gone or name.partition("/")[2] in _TOTALS:
                 values.setdefault(name, []).append(value)
     return {
         name: sum(given) if name.partition("/")[2] in _ADDED else sum(given) / len(given)
         for name, given in values.items()
     }
+
+
+def _unix_s(report: Mapping[str, Any]) -> float:
+    value = report.get("unix_s")
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def read_adapters(workdir: Path, step: int | None) -> tuple[int, dict[str, np.ndarray], list[str]]:
@@ -412,7 +441,9 @@ def _resume(
             "to that run's base (its cold_start/model, if it has one)"
         )
     print(key_values("resumed", workdir=workdir, step=restored.step), flush=True)
-    return restored.arrays, {**restored.meta, "shards": None, "replay": {}, "ended": None}
+    # A checkpoint of an earlier release does not say whose tallies it has.
+    meta = {"pool": "", **restored.meta, "shards": None, "replay": {}, "ended": None}
+    return restored.arrays, meta
 
 
 def _index_of(group_id: str) -> int:

@@ -396,7 +396,7 @@ def _differences(first: Any, other: Any, path: str) -> Iterator[str]:
 def code_facts() -> dict[str, str]:
     """What must be equal on all hosts: the release, a hash of its sources, and what computes."""
     digest = hashlib.blake2b(digest_size=8)
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     facts = {

@@ -6,6 +6,9 @@ tallies give the same task in any process. No JAX.
 """
 
 import dataclasses
+import functools
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -150,6 +153,14 @@ class Curriculum:
             failed, played = sum(not record.success for record in records), len(records)
             differs = len({record.reward for record in records}) > 1
             tallies.add(entry, failed, played, played if differs else 0)
+
+    @functools.cached_property
+    def pool(self) -> str:
+        """Tells this pool from others: tallies count its entries by their places."""
+        kinds = [dataclasses.astuple(self._kind_key(kind)) for kind in self._kinds]
+        instances = (self.cfg.instances, self._run_seed if self.cfg.instances else 0)
+        content = json.dumps([kinds, instances]).encode()
+        return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def describe(self, tallies: Tallies) -> Mapping[str, float]:
         """Metrics: the played share of the pool, its mean failure rate, and of several kinds each.

@@ -163,6 +163,7 @@ def run_learner(
             )
         ended = books.ended(cfg.learner.steps)
         if books.is_fresh:
+            books.begin_at(step * cfg.learner.groups_per_step)
             books.save(step, state)
         judged = judge(step, policy_of(state, model))
         if judged.metrics:

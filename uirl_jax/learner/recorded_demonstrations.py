@@ -68,9 +68,8 @@ def load(
     for trajectory, recorded_by, path in found:
         try:
             is_own = bool(base_hash) and recorded_by == base_hash
-            if not (is_own and reads_alike(trajectory, chat, inputs)):
-                trajectory = retell(trajectory, chat, inputs)
-            demonstrations.append(trajectory)
+            keep_words = is_own and reads_alike(trajectory, chat, inputs)
+            demonstrations.append(retell(trajectory, chat, inputs, keep_words=keep_words))
         except (ActionError, ImageError) as error:
             faults.append(f"{path}: {error}")
     if faults:

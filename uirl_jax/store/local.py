@@ -94,7 +94,7 @@ class LocalStore:
     def move(self, name: str, target: str) -> None:
         source, path = self._path(name), self._path(target)
         try:
-            files.in_directory(path.parent, lambda: os.replace(source, path))
+            files.in_directory(path.parent, lambda: _move(source, path))
         finally:
             self._prune(path.parent)  # empty if `name` does not exist
             self._prune(source.parent)
@@ -197,6 +197,18 @@ def _files_below(directory: Path, prefix: str) -> Iterator[str]:
                 yield from _files_below(Path(entry.path), f"{prefix}{entry.name}/")
             elif entry.is_file(follow_symlinks=False):
                 yield prefix + entry.name
+
+
+def _move(source: Path, path: Path) -> None:
+    try:
+        os.replace(source, path)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        # A prefix that the user has put on another disk.
+        with open(source, "rb") as read, files.replacing(path) as (file,):
+            shutil.copyfileobj(read, file)
+        source.unlink()
 
 
 def _is_unfinished(name: str) -> bool:
