@@ -73,8 +73,14 @@ def test_decisions_survive_their_file_and_forget_what_was_taken_back(tmp_path):
     assert [r.version for r in decisions.until(15).rejected] == [10]
     better = decisions.after(30, result(60), 0.0)
     assert (better.version, better.rejected) == (30, ())
-    assert better.until(20) == evaluation.Decisions(), "the good one itself was taken back"
-    for text in ("[]", "{", '{"good": {"version": 1}, "rejected": []}'):
+    # A policy is judged before its checkpoint is saved: a killed run goes on before it.
+    assert better.until(20) == decisions and better.until(15) == decisions.until(15)
+    evaluation.write_decisions(store, better)
+    assert evaluation.read_decisions(store) == better
+    again = better.after(40, result(80), 0.0)
+    assert again.until(30) == dataclasses.replace(better, earlier=None)
+    assert again.until(20) == evaluation.Decisions(), "of two good ones both were taken back"
+    for text in ("[]", "{", '{"good": {"version": 1}, "rejected": []}', "[" * 100_000):
         (tmp_path / gate.GATE_FILE).write_text(text)
         with pytest.raises(UirlError, match=r"gate\.json: not the decisions of a gate"):
             evaluation.read_decisions(store)

@@ -168,6 +168,26 @@ def test_actor_gives_a_group_up_after_its_retries_and_does_not_try_it_again(tmp_
     assert "event=group_abandoned group=0" in capsys.readouterr().out
 
 
+def test_instance_that_the_verifier_refuses_costs_its_group_alone(tmp_path, capsys):
+    def task_for_group(index, tallies=None):
+        task = task_of(index)
+        return dataclasses.replace(task, variant="nonsense") if index == 1 else task
+
+    async def run():
+        queue = ShardQueue(open_store(tmp_path), RUN, BASE)
+        publish(tmp_path, 0)
+        cfg = ActorConfig(1, 2, env_retries=1, poll_s=0.01)
+        how = {"cfg": cfg, "concurrency": 1, "task_for_group": task_for_group}
+        async with (
+            world.verifier() as url,
+            acting(tmp_path, url, any_click(), **how) as (actor, _, _),
+        ):
+            assert indices(await take(queue, 2, 0, actor=actor)) == [0, 2]
+
+    asyncio.run(run())
+    assert "event=group_abandoned group=1" in capsys.readouterr().out
+
+
 def test_actor_that_lags_samples_with_the_policy_of_so_many_versions_ago(tmp_path):
     taken: list[int] = []
 

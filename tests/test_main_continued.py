@@ -1,7 +1,11 @@
 """Runs that go on from a chosen step, and runs that train all weights."""
 
 import json
+import os
+import subprocess
+import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +29,7 @@ from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
+from uirl_jax.roles import actor
 from uirl_jax.shards import reader
 from uirl_jax.store import open_store
 
@@ -96,6 +101,32 @@ def test_main_run_is_rolled_back_to_a_chosen_step_in_another_workdir(tmp_path, m
     ):
         process = run(first, model_dir, *kept, *arguments, **learns)
         assert process.returncode == 1 and said in process.stderr, process.stderr[-2000:]
+
+
+def test_other_actors_of_a_resumed_run_take_its_command(tmp_path, monkeypatch):
+    """It is the learner's with another role: flags that only that uses are no mistake of it."""
+    given = ["--config=quickstart", f"--workdir={tmp_path}", "--resume_from=x", "--checkpoint=120"]
+    monkeypatch.setattr(sys, "argv", ["main", *given, "--actors=2"])
+    asked = []
+    monkeypatch.setattr(
+        actor.processes, "actor_processes", lambda command, *_: asked.append(command)
+    )
+    actor.start_actors(types.SimpleNamespace(workdir=tmp_path), [1])
+    (command,) = asked
+    read = (
+        "import sys; from uirl_jax import main; from uirl_jax.config import reading; "
+        "reading.parse_flags(sys.argv); main._check_checkpoint_flags(False)"
+    )
+    for more, said in (((f"--exit_with_parent={os.getpid()}",), ""), ((), "--resume_from is for")):
+        done = subprocess.run(
+            [sys.executable, "-c", read, *command[3:], "--actor=1", *more],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode == 0) == (not said) and said in done.stderr, done.stderr
 
 
 def test_main_that_trains_all_weights_publishes_resumes_and_exports_them(tmp_path, model_dir):

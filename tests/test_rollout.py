@@ -39,7 +39,7 @@ def demonstrator(task: TaskSpec, quality: float = 1.0):
     return say
 
 
-def play(task, engine, *, fault=None, cfg=None, seed=0, waits_s=None):
+def play(task, engine, *, fault=None, cfg=None, seed=0, **options):
     """(trajectory, sessions still open on the server)."""
 
     async def run():
@@ -57,7 +57,7 @@ def play(task, engine, *, fault=None, cfg=None, seed=0, waits_s=None):
                 group_id="g",
                 run_id="run",
                 actor_id="a0",
-                waits_s=waits_s,
+                **options,
             )
             return trajectory, await world.open_sessions(target)
 
@@ -348,6 +348,42 @@ def test_episode_time_that_passes_while_the_session_is_deleted_changes_nothing()
     )
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert (trajectory.success, still_open) == (True, 0)
+
+
+def test_verifiers_fault_stays_one_if_the_time_passes_while_the_session_is_deleted():
+    # The second answer of the second turn never comes; then nor does that of the deletion.
+    def fault(call, number):
+        return {"act": "error" if number else None, "delete": 2.0}.get(call)
+
+    trajectory, _ = play(
+        TEXT,
+        world.ScriptedEngine(demonstrator(TEXT)),
+        fault=fault,
+        cfg=RolloutConfig(episode_timeout_s=2.0),
+    )
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.duration_s >= 2.0 and len(trajectory.turns) == 2
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_engine_that_refuses_a_later_turn_is_no_fault_of_the_verifier(turns):
+    say, mismatches = demonstrator(TEXT), []
+
+    def refuse(turn):
+        if turn == turns:
+            raise ConfigError("raise engine.image_tokens")
+        return say(turn)
+
+    engine = world.ScriptedEngine(refuse)
+    if turns:
+        with pytest.raises(ConfigError, match=r"raise engine\.image_tokens"):
+            play(TEXT, engine, on_mismatch=mismatches.append)
+        assert mismatches == []
+    else:
+        trajectory, _ = play(TEXT, engine, on_mismatch=mismatches.append)
+        assert trajectory.stop_reason is StopReason.ENV_ERROR
+        assert mismatches == ["raise engine.image_tokens"]
+    assert len(engine.released) == 1
 
 
 def test_episode_whose_session_cannot_be_deleted_ends_in_time():

@@ -77,6 +77,21 @@ def test_derived_sizes_hold_the_longest_episode_and_little_more(turns, screensho
     assert all("reason=" in line for line in said)
 
 
+@pytest.mark.parametrize(("concurrency", "screenshots"), [(1, 10), (2, 40), (64, 10)])
+def test_engine_keeps_the_screenshots_of_a_context_however_few_play_at_a_time(
+    concurrency, screenshots
+):
+    cfg = config(
+        tasks=(ConfigDict({"name": "own/thermostat", "max_turns": 60}),),
+        actor__concurrency=concurrency,
+        chat__max_screenshots=screenshots,
+        chat__drop_screenshots=1,
+        actor__rollout__max_context_tokens=100_000,
+    )
+    tokens = INPUTS.plan_screen(cfg.screen_px).tokens
+    assert completed(cfg).engine.table_rows(INPUTS) >= screenshots * tokens
+
+
 def test_given_sizes_stay_and_are_checked():
     cfg = config(engine__context_lengths=(700,), learner__batch__rows=3)
     whole = completed(cfg)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from configs import quickstart
 from tests import command_world, openai_server
@@ -18,8 +19,14 @@ from tests.openai_server import BASE, NEW, Server, serving
 from tests.sample_trajectories import LAYOUT, make_trajectory
 from tools import export
 from uirl_jax import evaluation
-from uirl_jax.errors import UirlError
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
+from uirl_jax.errors import CheckpointError, ConfigError, UirlError
+from uirl_jax.evaluation.outcome import outcome_of
 from uirl_jax.evaluation.suite import Suite, SuiteTask
+from uirl_jax.roles import contenders
+from uirl_jax.roles.eval import with_suite
+from uirl_jax.run import Run, completed
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import StopReason
 
@@ -51,6 +58,59 @@ def episodes(directory: Path) -> dict[int, tuple]:
             tokens = [turn.token_ids.tolist() for turn in one.turns]
             found[int(one.group_id)] = (one.task, tokens, one.success)
     return found
+
+
+def test_contenders_without_a_common_instance_are_told_and_not_compared(tmp_path):
+    specs = Suite("s", (SuiteTask("desktop/click_button", instances=2),)).specs
+    ended = outcome_of(make_trajectory("e"))
+    apart = {"a": {specs[0]: [ended], specs[1]: [None]}, "b": {specs[0]: [None], specs[1]: [ended]}}
+    scores, comparisons = evaluation.conclude(tmp_path, apart)
+    assert [one.missing for one in scores.values()] == [1, 1] and comparisons == []
+    scores, (compared,) = evaluation.conclude(tmp_path, apart | {"b": {specs[0]: [ended]}})
+    assert compared.instances == 1
+
+
+def run_config(**changes) -> RunConfig:
+    cfg = quickstart.get_config()
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        (cfg[section] if section else cfg)[name] = value
+    return reading.from_config(RunConfig, cfg)
+
+
+def test_sizes_are_derived_for_the_suites_tasks(tmp_path):
+    suite = Suite("s", (SuiteTask("desktop/enter_text", max_turns=9, instances=2),))
+    cfg = quickstart.get_config()
+    del cfg.engine, cfg.learner.batch
+    cfg.screen_px = (224, 168)
+    cfg.curriculum = ConfigDict({"instances": 20_000})
+    of_run = reading.from_config(RunConfig, cfg)
+    cfg.tasks = (ConfigDict({"name": "desktop/enter_text", "max_turns": 9}),)
+    expected = completed(reading.from_config(RunConfig, cfg))
+    found = completed(with_suite(of_run, suite))
+    assert found.engine == expected.engine != completed(of_run).engine
+    both = Suite("s", (*suite.tasks, SuiteTask("desktop/click_button", instances=1)))
+    assert len(with_suite(of_run, both).tasks) == 2  # times 20,000 is more than a pool may have
+
+
+def test_contender_that_cannot_play_is_refused_before_others_play(tmp_path):
+    cfg = run_config(cold_start=ConfigDict({"steps": 3}))
+    cfg = dataclasses.replace(
+        cfg,
+        engine=dataclasses.replace(
+            cfg.engine, openai=dataclasses.replace(cfg.engine.openai, model="m")
+        ),
+    )
+    run = Run(cfg, tmp_path, "r")
+    (tmp_path / "cold_start" / "model").mkdir(parents=True)
+    changed = contenders._of_server(run, "http://127.0.0.1:1/v1").cfg
+    assert changed.model.path == str(tmp_path / "cold_start" / "model")
+    assert (changed.engine.kind, changed.cold_start.steps) == ("openai", 0)
+    unnamed = Run(run_config(), tmp_path, "r")
+    with pytest.raises(ConfigError, match=r"openai\.model is empty"):
+        contenders.check(unnamed, "http://127.0.0.1:1/v1")
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        contenders.check(unnamed, "120")
 
 
 def test_killed_evaluation_plays_only_what_is_missing_and_compares(tmp_path):

@@ -40,7 +40,7 @@ from uirl_jax.metrics import METRICS_FILE
 from uirl_jax.roles import contenders
 from uirl_jax.roles.actor import run_actor_role
 from uirl_jax.roles.all import run_all
-from uirl_jax.roles.eval import run_eval_role, run_suite
+from uirl_jax.roles.eval import run_eval_role, run_suite, with_suite
 from uirl_jax.roles.learner import check_batches, make_mesh, run_learner_role
 from uirl_jax.roles.verifier import run_verifier_role
 from uirl_jax.run import Run, check_model, check_user_code, completed, is_run, open_run
@@ -137,6 +137,8 @@ def _checkpoint_step() -> int | None:
 def _check_checkpoint_flags(learns: bool) -> None:
     """Raises: ConfigError: flags that this role does not use, or that name nothing."""
     source = _RESUME_FROM.value
+    if _ROLE.value == "actor" and _EXIT_WITH_PARENT.value:
+        return  # the command of the learner beside it, which has checked its own flags
     if source and not learns:
         raise ConfigError("--resume_from is for --role=all and --role=learner")
     if _CHECKPOINT.value and not source and _ROLE.value != "eval":
@@ -217,10 +219,10 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
             raise ConfigError(
                 "evaluation.episodes=0: there is nothing to evaluate; set it, or --tasks"
             )
-        whole = cfg
+        whole = cfg if not _TASKS.value else with_suite(cfg, read_suite(_TASKS.value))
         if _ROLE.value != "verifier":
             check_user_code(cfg, learns=learns)
-            whole = completed(cfg, functools.partial(print, flush=True))
+            whole = completed(whole, functools.partial(print, flush=True))
             check_model(whole)
         if learns:
             check_batches(whole, make_mesh(cfg.mesh))

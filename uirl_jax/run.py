@@ -24,7 +24,7 @@ from uirl_jax.config import reading, sizes
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine import requests as engine_requests
 from uirl_jax.engine.interface import SamplingEngine
-from uirl_jax.errors import ConfigError, ImageError
+from uirl_jax.errors import ConfigError, ImageError, RestartError
 from uirl_jax.families import loading
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat import Chat
@@ -437,7 +437,9 @@ class Run:
     ) -> dict[str, float]:
         """Samples groups until the learner has finished.
 
-        Raises: ConfigError: another process has this actor number.
+        Raises:
+          ConfigError: another process has this actor number.
+          RestartError: its lease was lost.
         """
         cfg = self.cfg
         actor_id = f"a{actor_index}"
@@ -449,19 +451,22 @@ class Run:
         def on_report(scalars: dict[str, float]) -> None:
             reasons = dict(player.statistics.env_error_reasons.most_common(5))
             line = {"unix_s": time.time(), **scalars, "env_error_reasons": reasons}
-            with log.open("a", encoding="utf-8") as file:
+            # On a full disk shards wait until there is room; a report is not worth the groups.
+            with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
         loop = asyncio.get_running_loop()
+        lost = threading.Event()
 
         def on_lost() -> None:
+            lost.set()
             loop.call_soon_threadsafe(stop.set)
 
         with contextlib.ExitStack() as stack:
             # In a bucket the lease of a host that died is free after a minute.
             lease = only_actor(self.store, actor_id, on_lost)
             await asyncio.to_thread(stack.enter_context, lease)
-            return await run_actor(
+            report = await run_actor(
                 player,
                 ActorConfig(
                     group_size=cfg.actor.group_size,
@@ -481,6 +486,12 @@ class Run:
                 stop,
                 on_report,
             )
+        if lost.is_set():  # not the end of the run: whoever started it starts it again
+            raise RestartError(
+                f"the lease of actor {actor_id} was lost: {self.store.location('')} was away for "
+                "too long, or another process took it; start the actor again"
+            )
+        return report
 
     @property
     def _overdue_s(self) -> float:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from uirl_jax.actor.fleet import Fleet, is_recorded
+from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.errors import VerifierFullError
@@ -110,8 +110,9 @@ class Player:
             else:
                 self.fleet.failed(verifier)
         self.statistics.add(trajectory, waits_s)
-        row_unfit = bool(mismatches) and is_recorded(task.name)
-        fleet_down = not (trajectory.turns or row_unfit or self.fleet.worked_since(started_s))
+        # A refusal is an answer: of this instance alone, if others can be played.
+        refused = bool(mismatches)
+        fleet_down = not (trajectory.turns or refused or self.fleet.worked_since(started_s))
         return Attempt(trajectory, fleet_down)
 
 

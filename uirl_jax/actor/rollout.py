@@ -52,6 +52,7 @@ TERMINATE = "terminate"  # the policy ends the episode
 MAX_TAINTED_TURNS = 2
 # Kinds of action that are not sent to the verifier, unless its session judges every action.
 UNSENT = frozenset({TERMINATE, "answer"})
+_FAULTS = (VerifierError, ImageError, ContextError, ConfigError)  # end an episode as env_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,8 @@ async def run_episode(
 
     Raises:
         VerifierFullError: the verifier has no room for another session; nothing was played.
+        ConfigError: the engine refuses a request after the first turn: the screens had fitted, so
+            that its sizes are at fault and every long episode would end so.
         asyncio.CancelledError: after the session is deleted. Errors of the engine are not caught.
     """
     cfg = setup.cfg
@@ -150,11 +153,15 @@ async def run_episode(
     waits_s = {} if waits_s is None else waits_s
     episode = _Episode(episode_id=uuid.uuid4().hex)
     stop_reason: StopReason | None = None
+    fault: Exception | None = None
     deadline = asyncio.timeout(cfg.episode_timeout_s)
     try:
         async with deadline, _open_session(setup.client, task, cfg, waits_s) as session:
             episode.instruction, episode.renderer = session.instruction, session.renderer
-            stop_reason = await _play(episode, task, session, setup, seed, repeat, waits_s)
+            try:
+                stop_reason = await _play(episode, task, session, setup, seed, repeat, waits_s)
+            except _FAULTS as error:
+                fault = error  # also if the deadline passes while the session is deleted
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -162,18 +169,23 @@ async def run_episode(
             stop_reason = StopReason.TIMEOUT
     except VerifierFullError:
         raise
-    except (VerifierError, ImageError, ContextError, ConfigError) as error:
-        stop_reason = StopReason.ENV_ERROR
-        _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=error)
-        on_env_error(str(error))
-        # A session that was refused; after that a 4xx is a session that is gone. ConfigError: the
-        # engine refused the request, for the size of the screen.
-        refused = isinstance(error, InvalidRequestError) and not episode.instruction
-        if not episode.turns and (refused or isinstance(error, ConfigError)):
-            on_mismatch(str(error))
+    except _FAULTS as error:
+        fault = error
     finally:
         setup.engine.release(episode.episode_id)
 
+    if fault is not None:
+        if isinstance(fault, ConfigError) and episode.turns:
+            raise fault
+        stop_reason = StopReason.ENV_ERROR
+        _warn("episode_env_error", group=group_id, turns=len(episode.turns), reason=fault)
+        on_env_error(str(fault))
+        # A session that was refused; after that a 4xx is a session that is gone. ConfigError: the
+        # engine refused the request, for the size of the screen.
+        refused = isinstance(fault, InvalidRequestError) and not episode.instruction
+        if not episode.turns and (refused or isinstance(fault, ConfigError)):
+            on_mismatch(str(fault))
+    assert stop_reason is not None  # `_play` returned, or what ended it is known
     if not episode.turns and stop_reason is not StopReason.ENV_ERROR:
         reason = f"{stop_reason}, no turn taken"
         if stop_reason is StopReason.MAX_TOKENS:

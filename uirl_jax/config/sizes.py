@@ -99,6 +99,12 @@ def derived(
         "image_rows": (_sizes(1, min(8, in_flight)), "of actor.concurrency"),
         "image_row_patches": (screen.patches, "one screenshot"),
     }
+    shown = screen.tokens * min(
+        cfg.chat.most_screenshots, max(task.max_turns for task in cfg.tasks)
+    )
+    # Without it the engine keeps four calls' worth: few where few episodes are played at a time.
+    if shown > 4 * screen.tokens * engine["image_rows"][0][-1]:
+        engine["image_tokens"] = (shown, "the screenshots of one context")
     batch = {
         "rows": (rows, f"half of {episodes} episodes, at most {BATCH_TOKENS} tokens"),
         "row_lengths": (_sizes(_rounded(row / 2), row), "the longest context and what it samples"),

@@ -41,6 +41,23 @@ class Comparison:
     p_value: float
 
 
+def pairs_of(
+    first: str, second: str, successes: Mapping[str, Mapping[TaskSpec, Sequence[bool | None]]]
+) -> list[list[tuple[bool, bool]]]:
+    """Of each instance that both played: its attempts' successes. Args: as of `compare`."""
+    pairs: list[list[tuple[bool, bool]]] = []
+    theirs = successes[second]
+    for instance, attempts in successes[first].items():
+        played = [
+            (bool(one), bool(other))
+            for one, other in zip(attempts, theirs.get(instance, ()), strict=False)
+            if one is not None and other is not None
+        ]
+        if played:
+            pairs.append(played)
+    return pairs
+
+
 def compare(
     first: str,
     second: str,
@@ -54,16 +71,7 @@ def compare(
       successes: contender -> instance -> its attempts in order; None: not played.
     Raises: ValueError: no instance was played by both.
     """
-    pairs: list[list[tuple[bool, bool]]] = []
-    theirs = successes[second]
-    for instance, attempts in successes[first].items():
-        played = [
-            (bool(one), bool(other))
-            for one, other in zip(attempts, theirs.get(instance, ()), strict=False)
-            if one is not None and other is not None
-        ]
-        if played:
-            pairs.append(played)
+    pairs = pairs_of(first, second, successes)
     if not pairs:
         raise ValueError(f"{first} and {second} have no instance in common")
     flat = [pair for played in pairs for pair in played]

@@ -21,7 +21,7 @@ from typing import Any
 
 from uirl_jax.errors import ConfigError, UirlError
 from uirl_jax.evaluation.outcome import Outcome, outcome_of
-from uirl_jax.evaluation.paired import Comparison, compare
+from uirl_jax.evaluation.paired import Comparison, compare, pairs_of
 from uirl_jax.evaluation.results import EVAL_DIR, write_json
 from uirl_jax.evaluation.scores import Played, Scores, score, score_by_task, successes
 from uirl_jax.evaluation.suite import Suite
@@ -137,7 +137,7 @@ def conclude(
     comparisons = [
         compare(first, second, right)
         for first, second in itertools.combinations(played, 2)
-        if scores[first].success.attempts and scores[second].success.attempts
+        if pairs_of(first, second, right)
     ]
     write_json(
         directory / SCORES_FILE,

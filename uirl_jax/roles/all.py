@@ -62,9 +62,10 @@ def run_all(
             sampled = model if cluster.count == 1 else model.held_here(mesh)
             players = run.make_players(sampled, "all")
             background.run(players.__aenter__())
-            stack.callback(lambda: background.run(players.__aexit__()))
+            playing.callback(lambda: background.run(players.__aexit__()))
             return players
 
+        playing = stack.enter_context(contextlib.ExitStack())
         players, measured = enter_players(model), None
         if cluster.leads:
             if cfg.evaluation.random:
@@ -73,6 +74,9 @@ def run_all(
             measured = background.run(run.measure(players, "before", stop))
             note_result(run, 0, measured)
         if cfg.cold_start.steps:
+            # The base's engine would keep its cache, and the base itself, until the run ends.
+            playing.close()
+            del players
             model = make_cold_start(run, model, mesh, stop)
             players = enter_players(model)
             measured = background.run(run.measure(players, "cold_start", stop))

@@ -19,6 +19,7 @@ import numpy as np
 from uirl_jax.errors import ConfigError
 from uirl_jax.evaluation.suite_play import Contender
 from uirl_jax.learner.bookkeeping import read_adapters
+from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.models.weights import adapters_to_numpy
 from uirl_jax.players import Players
 from uirl_jax.run import Run
@@ -53,6 +54,17 @@ def check_names(checkpoints: list[str]) -> None:
             )
     if len(names) < len(checkpoints):
         raise ConfigError(f"--checkpoint: {', '.join(checkpoints)} names one of them twice")
+
+
+def check(run: Run, checkpoint: str) -> None:
+    """What can be told before others are played for minutes.
+
+    Raises: ConfigError: a server that the config does not fit. CheckpointError: no such step.
+    """
+    if _is_server(checkpoint):
+        _of_server(run, checkpoint)
+    elif checkpoint.isdecimal():
+        read_adapters(run.workdir, int(checkpoint))
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +110,14 @@ def _of_server(run: Run, url: str) -> Run:
         adapters_dir=engine.openai.adapters_dir or str(run.workdir / "adapters"),
     )
     changed = dataclasses.replace(engine, kind="openai", openai=openai)
-    return dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, engine=changed))
+    cfg = dataclasses.replace(
+        run.cfg,
+        # What a cold start has made is a model like any other; the server serves what it serves.
+        model=dataclasses.replace(run.cfg.model, path=str(run.base_dir())),
+        cold_start=ColdStartConfig(),
+        engine=changed,
+    )
+    return dataclasses.replace(run, cfg=cfg)
 
 
 def _is_server(checkpoint: str) -> bool:

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uirl_jax import evaluation, metrics
-from uirl_jax.config.schema import TaskConfig
+from uirl_jax.config.schema import RunConfig, TaskConfig
 from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
+from uirl_jax.learner.curriculum import CurriculumConfig
 from uirl_jax.players import Adapters, Players
 from uirl_jax.roles import contenders
 from uirl_jax.roles.verifier import bundled_server
@@ -82,19 +83,31 @@ def _step_of_published(run: Run, published: int) -> int:
     return good if run.cfg.publish.gate == "actors" and 0 <= good < published else published
 
 
+def with_suite(cfg: RunConfig, suite: evaluation.Suite) -> RunConfig:
+    """The config of a run with a suite's tasks, before its sizes are derived: it is about these.
+
+    Raises: ConfigError: the tasks cannot be played with it.
+    """
+    kinds = {
+        (task.name, task.variant, task.max_turns): cfg.rules.get(task.name, "")
+        for task in suite.tasks
+    }
+    tasks = tuple(TaskConfig(*kind, rule=rule) for kind, rule in kinds.items())
+    # Nothing is trained: the curriculum's limits are about the run's own tasks.
+    return dataclasses.replace(cfg, tasks=tasks, curriculum=CurriculumConfig())
+
+
 def run_suite(
     run: Run, stop: threading.Event, suite: evaluation.Suite, checkpoints: Sequence[str]
 ) -> None:
     """Plays what is missing of a suite with every contender, and prints scores and comparisons.
 
-    Args: checkpoints: see `contenders`.
+    Args:
+      run: its config has the suite's tasks (`with_suite`).
+      checkpoints: see `contenders`.
     """
-    kinds = {
-        (task.name, task.variant, task.max_turns): run.cfg.rules.get(task.name, "")
-        for task in suite.tasks
-    }
-    tasks = tuple(TaskConfig(*kind, rule=rule) for kind, rule in kinds.items())
-    run = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, tasks=tasks))
+    for checkpoint in checkpoints:
+        contenders.check(run, checkpoint)
     suite = without_repeated_rows(run, suite)
     directory = evaluation.open_suite(run.workdir, suite)
     played: dict[str, evaluation.Played] = {}
@@ -108,7 +121,7 @@ def run_suite(
         asyncio.run(play(run))
     scores, comparisons = evaluation.conclude(directory, played)
     print(evaluation.format_scores(scores))
-    if len(kinds) > 1:
+    if len(run.cfg.tasks) > 1:
         by_task = {name: evaluation.score_by_task(one) for name, one in played.items()}
         print(evaluation.format_tasks(by_task))
     if comparisons:

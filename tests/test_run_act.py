@@ -1,0 +1,76 @@
+"""The actor of a run: what its end means, and a disk without room for its reports."""
+
+import asyncio
+import collections
+import contextlib
+import types
+
+import pytest
+
+from configs import quickstart
+from tests import actor_world as world
+from uirl_jax import run as run_module
+from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
+from uirl_jax.errors import RestartError
+
+
+@pytest.fixture
+def acting(tmp_path, monkeypatch):
+    """(run, players, what the actor's loop is in a test)."""
+    loop = types.SimpleNamespace(run=None, on_lost=None)
+
+    @contextlib.contextmanager
+    def only_actor(store, actor_id, on_lost):
+        loop.on_lost = on_lost
+        yield
+
+    async def run_actor(player, cfg, link, tasks, stop, on_report):
+        await loop.run(stop, on_report)
+        return {"actor/published": 3.0}
+
+    monkeypatch.setattr(run_module, "only_actor", only_actor)
+    monkeypatch.setattr(run_module, "run_actor", run_actor)
+    player = types.SimpleNamespace(
+        statistics=types.SimpleNamespace(env_error_reasons=collections.Counter())
+    )
+    model = types.SimpleNamespace(base_hash="b", cfg=world.model_cfg())
+    players = types.SimpleNamespace(
+        player=lambda *_, **__: player, model=model, to_trainable=lambda arrays: arrays
+    )
+    cfg = reading.from_config(RunConfig, quickstart.get_config())
+    return run_module.Run(cfg, tmp_path, "r"), players, loop
+
+
+def test_lost_lease_is_no_end_of_the_run(acting):
+    """An actor that ends with 0 is started by nobody again."""
+    run, players, loop = acting
+
+    async def lose(stop, on_report):
+        loop.on_lost()
+        await asyncio.wait_for(stop.wait(), 10.0)
+
+    loop.run = lose
+    with pytest.raises(RestartError, match="the lease of actor a1 was lost"):
+        asyncio.run(run.act(players, asyncio.Event(), 1))
+
+    async def end(stop, on_report):
+        pass
+
+    loop.run = end
+    assert asyncio.run(run.act(players, asyncio.Event(), 1)) == {"actor/published": 3.0}
+
+
+def test_report_that_cannot_be_written_ends_nothing(acting):
+    run, players, loop = acting
+
+    async def report(stop, on_report):
+        log = run.workdir / "logs" / "actor-a0.jsonl"
+        on_report({"actor/running": 1.0})
+        assert '"actor/running": 1.0' in log.read_text()
+        log.unlink()
+        log.mkdir()  # what is written there fails, as on a full disk
+        on_report({"actor/running": 2.0})
+
+    loop.run = report
+    assert asyncio.run(run.act(players, asyncio.Event(), 0))
