@@ -356,7 +356,8 @@ class Run:
 
     def make_players(self, model: loading.PolicyModel, owner: str) -> Players:
         """
-        Args: owner: the role, used to label containers so that they can be deleted.
+        Args: owner: of this process among those of the run, used to label containers: the next
+            process with this owner deletes those that it finds.
         Raises: ConfigError: recorded sets that cannot be read, or with too large a picture.
         """
         sets = self._recorded_sets(model.inputs)

@@ -58,9 +58,11 @@ def run_all(
         background = stack.enter_context(BackgroundLoop())
         model = run.load_model(mesh, Path(cfg.model.path))
 
+        owner = "all" if cluster.leads else f"all-{cluster.index}"
+
         def enter_players(model: loading.PolicyModel) -> Players:
             sampled = model if cluster.count == 1 else model.held_here(mesh)
-            players = run.make_players(sampled, "all")
+            players = run.make_players(sampled, owner)
             background.run(players.__aenter__())
             playing.callback(lambda: background.run(players.__aexit__()))
             return players

@@ -10,6 +10,7 @@ http://HOST/v1    a server that speaks OpenAI's protocol; it serves engine.opena
 import contextlib
 import dataclasses
 import re
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def check_names(checkpoints: list[str]) -> None:
         raise ConfigError(f"--checkpoint: {', '.join(checkpoints)} names one of them twice")
 
 
+def new_owner() -> str:
+    """Several evaluations of a run may play at once, each with containers of its own."""
+    return f"eval-{uuid.uuid4().hex[:8]}"
+
+
 def check(run: Run, checkpoint: str) -> None:
     """What can be told before others are played for minutes.
 
@@ -81,7 +87,7 @@ async def playing(run: Run, checkpoint: str) -> AsyncIterator[tuple[Players, Con
         model = run.load_model(None, Path(checkpoint))
     else:
         model = run.load_base(None)
-    async with run.make_players(model, "eval") as players:
+    async with run.make_players(model, new_owner()) as players:
         adapters: dict[str, np.ndarray] = adapters_to_numpy(model.trainable)
         version = 0
         if checkpoint == "policy":

@@ -46,7 +46,7 @@ def run_eval_role(
     """
 
     async def measure(run: Run) -> evaluation.EvalResult:
-        async with run.make_players(run.load_base(None), "eval") as players:
+        async with run.make_players(run.load_base(None), contenders.new_owner()) as players:
             if checkpoint is None:
                 published, adapters = players.take_policy()
                 version = _step_of_published(run, published)
