@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import threading
 import types
 
 import pytest
@@ -12,7 +13,8 @@ from tests import actor_world as world
 from uirl_jax import run as run_module
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.errors import RestartError
+from uirl_jax.errors import RestartError, StoppedError
+from uirl_jax.roles.actor import run_actor_role
 
 
 @pytest.fixture
@@ -74,3 +76,25 @@ def test_report_that_cannot_be_written_ends_nothing(acting):
 
     loop.run = report
     assert asyncio.run(run.act(players, asyncio.Event(), 0))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_actor_that_is_stopped_does_not_say_that_the_run_has_ended(stopped):
+    class Acting:
+        cfg = types.SimpleNamespace(cold_start=types.SimpleNamespace(steps=0))
+
+        def load_base(self, mesh):
+            return None
+
+        def make_players(self, model, owner):
+            return contextlib.nullcontext()
+
+        async def act(self, players, ended, number):
+            if stopped:
+                stop.set()  # as a signal does
+                await asyncio.wait_for(ended.wait(), 10.0)
+
+    stop = threading.Event()
+    expected = pytest.raises(StoppedError) if stopped else contextlib.nullcontext()
+    with expected:
+        run_actor_role(Acting(), stop, 0, 1)

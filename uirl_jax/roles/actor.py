@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from uirl_jax.actor import processes
+from uirl_jax.errors import StoppedError
 from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.players import when_set
 from uirl_jax.run import Run
@@ -17,10 +18,12 @@ def run_actor_role(run: Run, stop: threading.Event, first: int, actors: int) -> 
     Args:
       first: number of the first actor.
       actors: one runs in this process; several run in processes of their own.
+    Raises: StoppedError: `stop` was set: 0 would say that the run has ended.
     """
     if actors > 1:
         with start_actors(run, range(first, first + actors)) as processes:
             processes.wait(stop)
+        _check_ended(stop)
         return
 
     async def act() -> None:
@@ -41,6 +44,12 @@ def run_actor_role(run: Run, stop: threading.Event, first: int, actors: int) -> 
                 watching.cancel()
 
     asyncio.run(act())
+    _check_ended(stop)
+
+
+def _check_ended(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise StoppedError("stopped before the learner's last step; run the same command again")
 
 
 def start_actors(
