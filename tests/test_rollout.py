@@ -336,33 +336,27 @@ def test_episode_out_of_time_keeps_its_turns(turns, stop_reason):
     assert 2.0 <= trajectory.duration_s < 5.0
 
 
-def test_episode_time_that_passes_while_the_session_is_deleted_changes_nothing():
+@pytest.mark.parametrize(
+    ("task", "broken", "stop_reason", "turns"),
+    [(BUTTON, False, StopReason.COMPLETED, 1), (TEXT, True, StopReason.ENV_ERROR, 2)],
+)
+def test_episode_time_that_passes_while_the_session_is_deleted_changes_nothing(
+    task, broken, stop_reason, turns
+):
+    """Neither a success nor a fault of the verifier, here of the second act, becomes a time-out."""
+
     def fault(call, number):
-        return 2.0 if call == "delete" else None
+        return {"act": "error" if broken and number else None, "delete": 2.0}.get(call)
 
     trajectory, still_open = play(
-        BUTTON,
-        world.ScriptedEngine(demonstrator(BUTTON)),
+        task,
+        world.ScriptedEngine(demonstrator(task)),
         fault=fault,
         cfg=RolloutConfig(episode_timeout_s=2.0),
     )
-    assert trajectory.stop_reason is StopReason.COMPLETED
-    assert (trajectory.success, still_open) == (True, 0)
-
-
-def test_verifiers_fault_stays_one_if_the_time_passes_while_the_session_is_deleted():
-    # The second answer of the second turn never comes; then nor does that of the deletion.
-    def fault(call, number):
-        return {"act": "error" if number else None, "delete": 2.0}.get(call)
-
-    trajectory, _ = play(
-        TEXT,
-        world.ScriptedEngine(demonstrator(TEXT)),
-        fault=fault,
-        cfg=RolloutConfig(episode_timeout_s=2.0),
-    )
-    assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert trajectory.duration_s >= 2.0 and len(trajectory.turns) == 2
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (stop_reason, turns)
+    assert (trajectory.success, still_open) == (not broken, 0)
+    assert trajectory.duration_s >= 2.0
 
 
 @pytest.mark.parametrize("turns", [0, 1])
