@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from uirl_jax.errors import VerifierError
+from uirl_jax.errors import UserCodeError, VerifierError
 from uirl_jax.types import TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import wire
@@ -296,6 +296,9 @@ class Sessions:
             raise refusal(web.HTTPServiceUnavailable, reason)
         if isinstance(errors[0], VerifierError):
             raise ValueError(reason) from errors[0]
+        if isinstance(errors[0], UserCodeError):  # would raise again: a 500 is asked for again
+            logger.error("no session of %s", task.label, exc_info=errors[0])
+            raise refusal(web.HTTPUnprocessableEntity, reason)
         raise errors[0]
 
     async def info(self, request: web.Request, query: dict[str, str]) -> web.Response:
