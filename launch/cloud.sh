@@ -125,13 +125,24 @@ run() {
   [ "$DRY_RUN" = yes ] || "$@"
 }
 
+# ask COMMAND...: sets ANSWER to what the command prints, and ERRORS. Apart, because gcloud warns of
+# an impersonated account or an old Python in every answer.
+ask() {
+  local file code=0
+  file=$(mktemp)
+  ANSWER=$("$@" 2>"$file") || code=$?
+  ERRORS=$(<"$file")
+  rm -f "$file"
+  return "$code"
+}
+
 # read_cloud WHAT COMMAND...: sets ANSWER to what the command prints; empty in a dry run.
 read_cloud() {
   local what=$1
   shift
   show "$@"
   ANSWER=
-  [ "$DRY_RUN" = yes ] || ANSWER=$("$@" 2>&1) || die "$what: ${ANSWER//$'\n'/ }"
+  [ "$DRY_RUN" = yes ] || ask "$@" || die "$what: ${ERRORS//$'\n'/ }"
 }
 
 # exists WHAT COMMAND...: whether the command that describes it finds it; other failures end the script.
@@ -141,12 +152,12 @@ exists() {
   show "$@"
   ANSWER=
   [ "$DRY_RUN" = no ] || return 1
-  ANSWER=$("$@" 2>&1) && return 0
-  case $ANSWER in
+  ask "$@" && return 0
+  case $ERRORS in
     *PERMISSION_DENIED* | *" 403"* | *"denied"*) ;; # these add "(or it may not exist)"
     *NOT_FOUND* | *NotFound* | *"not found"* | *"not exist"* | *"HTTPError 404"*) return 1 ;;
   esac
-  die "$what: ${ANSWER//$'\n'/ }"
+  die "$what: ${ERRORS//$'\n'/ }"
 }
 
 # create WHAT COMMAND...: named as made before it is called, since a call that fails may have made it.

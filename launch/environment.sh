@@ -16,8 +16,9 @@ make_environment() {
     return 0
   fi
   echo "installing into $dir (once, a few minutes)"
-  if [ ! -x "$dir/bin/python" ]; then
-    "$python" -m venv "$dir" || {
+  # An environment without pip is what a Python without ensurepip leaves, or an interruption.
+  if ! "$dir/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear "$dir" || {
       echo "could not create a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
       return 1
     }

@@ -49,8 +49,11 @@ stop() {
   stopping=yes
   [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
 }
+# A signal of the pause, or of the moment before a start, starts nothing.
+unless_stopping() { [ $stopping = no ] || exit 75; }
 trap stop TERM INT
 while :; do
+  unless_stopping
   "${command[@]}" &
   child=$!
   code=0
@@ -64,5 +67,7 @@ while :; do
     0 | 1) exit "$code" ;; # the run has ended; a mistake of the user's
   esac
   echo "ended with $code; again in $RESTART_S s" >&2
-  sleep "$RESTART_S"
+  sleep "$RESTART_S" &
+  child=$!
+  wait "$child" || unless_stopping
 done

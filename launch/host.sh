@@ -4,7 +4,7 @@
 #
 #     host.sh boot        install what changed, start or restart the unit; nothing where nothing changed
 #     host.sh versions    one line: Python, JAX, libtpu and the wheel, equal on all hosts of a slice
-#     host.sh state       one line: running, waiting to restart, ended, failed with its exit code
+#     host.sh state       one line: starting, running, restarting, ended, failed with its exit code
 #     host.sh stop | logs
 #
 # The unit starts the command again after every exit but 0 (the run has ended) and 1 (a mistake of
@@ -25,15 +25,15 @@ metadata() {
 # uirl_jax needs Python 3.11; the images of TPU VMs are Ubuntu 22.04, which has 3.10.
 make_environment() {
   local python
-  [ -x "$VENV/bin/python" ] && return
+  "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return # half of one has no pip
   for python in python3.13 python3.12 python3.11 python3; do
     if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      "$python" -m venv "$VENV"
+      "$python" -m venv --clear "$VENV"
       return
     fi
   done
   curl -LsSf https://astral.sh/uv/install.sh | env UV_UNMANAGED_INSTALL=$HOME_DIR/uv sh
-  UV_PYTHON_INSTALL_DIR=$HOME_DIR/python $HOME_DIR/uv/uv venv --seed --python=3.12 "$VENV"
+  UV_PYTHON_INSTALL_DIR=$HOME_DIR/python $HOME_DIR/uv/uv venv --clear --seed --python=3.12 "$VENV"
 }
 
 # install EXTRAS: the wheel with its dependencies. A wheel of the same version may hold other code.
@@ -128,19 +128,20 @@ PYTHON
 }
 
 state() {
-  local active code
+  local active code ended
   active=$(systemctl show uirl --property=ActiveState --value)
+  ended=$(systemctl show uirl --property=ExecMainExitTimestamp --value)
   code=$(systemctl show uirl --property=ExecMainStatus --value)
   case $active/$code in
     active/*) active=running ;;
     activating/*) active=restarting ;;
-    inactive/0) active=ended ;;
+    inactive/0) active=${ended:+ended} ;; # else not started since the host did: its files are copied
     inactive/*) active=stopped ;;
     failed/1) active=failed ;;
     failed/*) active=stopped ;; # a learner that is stopped leaves with 75
   esac
   [ -f $UNIT ] || active=missing
-  echo "uirl-state host=$(hostname -s) state=$active code=$code"
+  echo "uirl-state host=$(hostname -s) state=${active:-starting} code=$code"
 }
 
 main() {

@@ -20,6 +20,7 @@ cd "$(dirname "$0")/.."
 . launch/cloud.sh
 
 WATCH_FAILURES=5 # failed attempts in a row after which `watch` gives up
+BOOT_S=900 # for a worker's startup script to copy the files
 
 tpus() { echo gcloud compute tpus queued-resources "$1" "$SLICE" --project="$PROJECT" --zone="$ZONE"; }
 
@@ -141,7 +142,8 @@ on_workers() {
 
 start_workers() {
   local hosts different
-  on_workers all "until [ -f /opt/uirl/files/host_boot.sh ]; do sleep 2; done; sudo timeout 1800 bash /opt/uirl/files/host_boot.sh"
+  # The file is there once the startup script has copied from the bucket; it tries for five minutes.
+  on_workers all "timeout $BOOT_S bash -c 'until [ -f /opt/uirl/files/host_boot.sh ]; do sleep 2; done' || { sudo journalctl --unit=google-startup-scripts --lines=20; exit 1; }; sudo timeout 1800 bash /opt/uirl/files/host_boot.sh"
   run "${SSH[@]}" || die "the run did not start on every worker; launch/tpu_vm.sh status"
   on_workers all "sudo bash /opt/uirl/files/host.sh versions"
   read_cloud "versions" "${SSH[@]}"

@@ -10,9 +10,9 @@
 #     status | logs | stop
 #     delete   all that `up` made
 #
-# The hosts have no public address, and the firewall lets only actors in, and the learner where
-# ROLE=all. The token is made here, held by Secret Manager, and read by the hosts into memory: it is
-# on no disk and in no command line.
+# The hosts have no public address, and the firewall lets only actors and the learner in, which plays
+# where ROLE=all and where it evaluates. The token is made here, held by Secret Manager, and read by
+# the hosts into memory: it is on no disk and in no command line.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/cloud.sh
@@ -53,16 +53,15 @@ grant_files() {
 }
 
 open_firewall() {
-  local actors=$NAME-actor
-  [ "$ROLE" != all ] || actors+=,$NAME-learner # its hosts are actors too
+  local players=$NAME-actor,$NAME-learner
   if exists "firewall rule $NAME-verifier" gcloud compute firewall-rules describe "$NAME-verifier" \
     --project="$PROJECT"; then
     run gcloud compute firewall-rules update "$NAME-verifier" --project="$PROJECT" \
-      --rules="tcp:$VERIFIER_PORT" --source-tags="$actors" || die "could not change the firewall rule"
+      --rules="tcp:$VERIFIER_PORT" --source-tags="$players" || die "could not change the firewall rule"
   else
     create "firewall rule $NAME-verifier" gcloud compute firewall-rules create "$NAME-verifier" \
       --project="$PROJECT" --network="$NETWORK" --direction=INGRESS --action=allow \
-      --rules="tcp:$VERIFIER_PORT" --source-tags="$actors" --target-tags="$NAME-verifier"
+      --rules="tcp:$VERIFIER_PORT" --source-tags="$players" --target-tags="$NAME-verifier"
   fi
 }
 

@@ -9,6 +9,9 @@
 #     ABSENT              group of which nothing exists ("projects")
 #     LOCATION            of the bucket
 #     $FAKE_CLOUD/slice_states, run_states, versions    answers, one a line; the last one stays
+#     WARNING             what every call of gcloud says before it answers
+#     DIGEST              of an image in Artifact Registry
+#     $FAKE_CLOUD/jobset  the manifest that was applied; jobset_state: its terminal state
 set -eu
 
 read -r number <"$FAKE_CLOUD/count"
@@ -17,6 +20,8 @@ echo $number >"$FAKE_CLOUD/count"
 tool=${0##*/}
 printf -v padded %04d $number
 printf '%s\0' "$tool" "$@" >"$FAKE_CLOUD/calls/$padded"
+
+[ "$tool" != gcloud ] || [ -z "${WARNING:-}" ] || echo "WARNING: $WARNING" >&2
 
 words=() instance='' reads=no command=''
 for argument; do
@@ -39,7 +44,7 @@ for word in "${words[@]}"; do
   fi
   case $word in
     describe | create | delete | update | list | list-instances | create-instance | describe-from-family | \
-      cp | rm | enable | ssh | scp | add | add-iam-policy-binding | get-credentials | apply | get | logs | \
+      cp | rm | enable | ssh | scp | add | add-iam-policy-binding | get-credentials | apply | diff | get | logs | \
       build | push) verb=$word ;;
     *) group+=${group:+ }$word ;;
   esac
@@ -70,6 +75,19 @@ fail() {
 }
 
 effect() {
+  local jobset=$FAKE_CLOUD/jobset
+  case "$tool $verb $name" in
+    "kubectl delete jobset") rm "$jobset" "${jobset}_state" 2>/dev/null || true ;;
+    "kubectl apply "*)
+      if grep -q "^kind: JobSet" "$FAKE_CLOUD/stdin/$padded" 2>/dev/null; then
+        if [ -e "$jobset" ] && ! cmp -s "$jobset" "$FAKE_CLOUD/stdin/$padded"; then
+          fail "spec.replicatedJobs: Invalid value: field is immutable"
+        fi
+        cp "$FAKE_CLOUD/stdin/$padded" "$jobset"
+      fi
+      ;;
+    "kubectl diff "*) cmp -s "$jobset" "$FAKE_CLOUD/stdin/$padded" || exit 1 ;;
+  esac
   case $verb in
     create)
       [ ! -e "$record" ] || fail "ALREADY_EXISTS: $name"
@@ -107,7 +125,15 @@ answer() {
       [ -e "$record" ] || fail "gs://... not found: 404"
       echo "${LOCATION:-US-EAST5}"
       ;;
-    "kubectl get") [[ $* != *" secret "* || -e $record ]] || fail "NotFound: $name" ;;
+    "artifacts docker images describe") echo "${DIGEST:-sha256:0123}" ;;
+    "kubectl get")
+      if [[ $* == *" jobset "* ]]; then
+        [ -e "$FAKE_CLOUD/jobset" ] || fail "NotFound: $name"
+        cat "$FAKE_CLOUD/jobset_state" 2>/dev/null || true
+        return
+      fi
+      [[ $* != *" secret "* || -e $record ]] || fail "NotFound: $name"
+      ;;
     *" describe")
       [ -e "$record" ] || fail "NOT_FOUND: $name was not found"
       echo "$name"

@@ -321,6 +321,22 @@ def test_processes_with_other_configs_or_too_few_are_refused_by_name(tmp_path, m
 
 
 @pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"evaluation.every": 1, "evaluation.episodes": 8}, "evaluation.every=1: a learner on"),
+        ({"cold_start.steps": 2}, "cold_start.steps=2: a cold start runs in one process"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused_before_a_model_is_read(
+    tmp_path, values, reason
+):
+    values = values_of(tmp_path / "no model") | values
+    started = cluster_world.start(tmp_path / "run", values, processes=2, directly=True)
+    assert cluster_world.wait(started, 60) == [1, 1]
+    assert all(reason in said(tmp_path / "run", index) for index in range(2))
+
+
+@pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (("auto", "host:1", None, 0), "--num_processes missing"),

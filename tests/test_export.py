@@ -342,6 +342,13 @@ def test_export_that_cannot_be_is_one_line(tmp_path, model_dir, trained, capsys,
     assert not (tmp_path / "out").exists()
 
 
+def test_export_of_a_run_in_a_bucket_says_how_to_copy_it(tmp_path, capsys):
+    assert run("adapter", "--workdir=gs://bucket/run1", f"--out={tmp_path / 'out'}") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "rsync --recursive gs://bucket/run1 runs/copy" in said
+
+
 def test_export_leaves_a_directory_that_is_there_alone(tmp_path, model_dir, trained, capsys):
     workdir = write_run(tmp_path / "run", model_dir, trained[0])
     assert run("adapter", f"--workdir={workdir}", f"--out={workdir}") == 1

@@ -24,7 +24,7 @@ from tools import export
 from tools.planner import programs as plan_programs
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.errors import ModelError
+from uirl_jax.errors import ModelError, ModelUnavailableError
 from uirl_jax.families import loading
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.models import hub as model_hub
@@ -175,7 +175,7 @@ def test_branch_that_moves_during_a_download_gives_one_commit(hub):
 
 def test_bare_name_is_taken_from_the_cache_and_never_fetched(hub):
     refused(NAME, NAME, "not a directory", "Hugging Face cache", f"hf://{NAME} to download it")
-    refused("runs/model", "runs/model: not a directory", "give the path of a model directory")
+    refused("lab/model", "lab/model: not a directory", "give the path of a model directory")
     assert not hub.requests
     fetched = model_hub.model_directory(f"hf://{NAME}@v1")
     hub.forget()
@@ -266,6 +266,17 @@ def test_refusal_of_the_hub_is_one_line_that_says_what_to_do(hub, name, answer, 
     assert not hub.files_sent()
 
 
+@pytest.mark.parametrize(("status", "code"), [(401, 1), (404, 1), (429, 75), (503, 75)])
+def test_run_is_started_again_where_the_hub_is_busy_and_not_where_a_name_is_wrong(
+    hub, status, code
+):
+    """A preempted host comes back with an empty cache; its supervisor starts all but a 1 again."""
+    hub.fault = lambda method, path: error(status)
+    with pytest.raises(ModelError) as caught:
+        model_hub.model_directory(f"hf://{NAME}")
+    assert caught.value.exit_code == code
+
+
 def test_gated_files_of_a_listed_model_are_one_line_too(hub):
     hub.fault = lambda method, path: error(403, "GatedRepo") if "/resolve/" in path else None
     refused(f"hf://{NAME}", f"hf://{NAME}", "is gated", "accept its terms")
@@ -280,6 +291,17 @@ def test_no_network_and_silent_hub_are_one_line(hub, monkeypatch):
         refused(f"hf://{NAME}", url, "cannot be reached", "ReadTimeout", "HF_ENDPOINT")
     monkeypatch.setattr(constants, "ENDPOINT", closed_port())
     refused(f"hf://{NAME}", "cannot be reached", "ConnectError", "give its directory")
+    with pytest.raises(ModelUnavailableError):
+        model_hub.model_directory(f"hf://{NAME}")
+
+
+def test_folder_of_a_config_that_was_never_made_is_not_looked_for_on_the_hub(hub):
+    """`models/` and `runs/` of the shipped configs: hf://models/... has never existed."""
+    refused("models/none", "no such directory", "the first lines of the config")
+    with pytest.raises(ModelError) as caught:
+        model_hub.model_directory("runs/none")
+    assert "hf://runs" not in str(caught.value)
+    assert not hub.requests
 
 
 def test_model_without_safetensors_is_refused_before_its_weights(hub):

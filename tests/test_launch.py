@@ -240,6 +240,49 @@ def test_watch_goes_on_until_every_worker_has_ended(cloud):
     assert process.returncode == 0 and process.stdout.count("state=ACTIVE") == 2
 
 
+def test_a_host_that_has_not_copied_its_files_yet_does_not_end_watch(cloud):
+    cloud.add("compute tpus queued-resources", "uirl")
+    cloud.answer("slice_states", "ACTIVE")
+    cloud.answer("run_states", FakeCloud.states("starting"), FakeCloud.states("ended"))
+    process = cloud.run("tpu_vm.sh", "watch")
+    assert process.returncode == 0 and process.stdout.count("state=ACTIVE") == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "command"), [("tpu_vm.sh", "up"), ("verifier_hosts.sh", "up"), ("bucket.sh", "up")]
+)
+def test_warnings_of_gcloud_are_no_answers(tmp_path, script, command):
+    """As of an account that is impersonated: one before every answer."""
+    plain, warned = FakeCloud(tmp_path / "plain"), FakeCloud(tmp_path / "warned")
+    assert plain.run(script, command).returncode == 0
+    text = "This command is using service account impersonation. not found"
+    process = warned.run(script, command, WARNING=text)
+    assert process.returncode == 0, process.stderr
+    assert changes(warned.calls()) == [
+        [word.replace("/plain/", "/warned/") for word in call] for call in changes(plain.calls())
+    ]
+
+
+def test_a_worker_whose_files_never_come_ends_the_start_with_its_journal(cloud, tmp_path):
+    assert cloud.run("tpu_vm.sh", "up").returncode == 0
+    (line,) = [
+        word.removeprefix("--command=")
+        for call in cloud.calls()
+        for word in call
+        if word.startswith("--command=") and "host_boot.sh" in word
+    ]
+    line = line.replace("/opt/uirl", str(tmp_path)).replace("timeout 900", "timeout 0.5")
+    sudo = 'sudo() { echo "$*"; }; '
+    process = subprocess.run(["bash", "-c", sudo + line], capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stdout == "journalctl --unit=google-startup-scripts --lines=20\n"
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "host_boot.sh").touch()
+    process = subprocess.run(["bash", "-c", sudo + line], capture_output=True, text=True)
+    assert process.returncode == 0
+    assert process.stdout == f"timeout 1800 bash {tmp_path}/files/host_boot.sh\n"
+
+
 def test_watch_outlives_one_failure_and_gives_up_after_five_in_a_row(cloud):
     cloud.add("compute tpus queued-resources", "uirl")
     cloud.answer("slice_states", "ACTIVE")
@@ -406,16 +449,16 @@ def test_the_bucket_is_private_and_forgets_old_shards_of_the_runs_alone(tmp_path
     assert roles == ["roles/storage.objectUser"]
 
 
-def test_verifiers_have_no_public_address_and_let_only_actors_in(cloud):
+def test_verifiers_have_no_public_address_and_let_only_the_run_in(cloud):
     assert cloud.run("verifier_hosts.sh", "up").returncode == 0
     calls = cloud.calls()
     (template,) = [call for call in calls if "instance-templates" in call and "create" in call]
     assert "--no-address" in template and value_of(template, "tags") == "uirl-verifier"
     (rule,) = [call for call in calls if "firewall-rules" in call and "create" in call]
-    assert value_of(rule, "source-tags") == "uirl-actor"
+    assert value_of(rule, "source-tags") == "uirl-actor,uirl-learner"
     assert value_of(rule, "target-tags") == "uirl-verifier"
     assert value_of(rule, "rules") == "tcp:8123"
-    assert cloud.run("verifier_hosts.sh", "up", ROLE="all").returncode == 0
+    assert cloud.run("verifier_hosts.sh", "up").returncode == 0
     (update,) = [call for call in cloud.calls() if "firewall-rules" in call and "update" in call]
     assert value_of(update, "source-tags") == "uirl-actor,uirl-learner"
 

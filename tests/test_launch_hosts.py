@@ -168,10 +168,18 @@ def test_state_says_what_the_unit_does(host, active, code, state):
     host.run("boot")
     host.program(
         "systemctl",
-        f'case "$*" in *ActiveState*) echo {active};; *ExecMainStatus*) echo {code};; esac',
+        f'case "$*" in *ActiveState*) echo {active};; *ExecMainStatus*) echo {code};; '
+        "*ExecMainExitTimestamp*) echo Sun 2026-11-29 19:21:50 UTC;; esac",
     )
     process = host.run("state")
     assert process.stdout == f"uirl-state host=uirl-actor-7 state={state} code={code}\n"
+
+
+def test_state_after_a_reboot_is_no_end(host):
+    """systemd says inactive and 0 of a unit that nobody has started yet, too."""
+    host.run("boot")
+    host.program("systemctl", 'case "$*" in *ActiveState*) echo inactive;; *Status*) echo 0;; esac')
+    assert host.run("state").stdout == "uirl-state host=uirl-actor-7 state=starting code=0\n"
 
 
 def test_state_before_the_first_boot_is_missing(host):
@@ -344,6 +352,45 @@ def test_gpu_host_hands_sigterm_on_and_waits_for_the_save(repository):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert (repository.folder / "saved").exists()
+
+
+def test_gpu_host_that_is_stopped_in_its_pause_starts_nothing(repository):
+    repository.codes(137, 0)
+    with subprocess.Popen(
+        ["bash", str(repository.folder / "launch/gpu_host.sh"), *FLAGS],
+        env=repository.environment() | {"RESTART_S": "60"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "ended with 137; again in 60 s\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 75
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert len(repository.calls()) == 1
+
+
+def test_environment_that_has_no_pip_is_made_again(tmp_path):
+    """As a Python without ensurepip leaves it: bin/python is there."""
+    folder = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    for name in ("requirements.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
+    line = f'. "{ROOT}/launch/environment.sh"; make_environment "{folder}"'
+    process = subprocess.run(
+        ["bash", "-ec", line],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    pip = subprocess.run([folder / "bin/python", "-m", "pip", "--version"], capture_output=True)
+    assert pip.returncode == 0 and (folder / ".installed").exists()
 
 
 @pytest.mark.parametrize(

@@ -239,12 +239,13 @@ def test_the_jobset_has_a_job_for_each_slice_and_a_pod_for_each_vm(tmp_path):
     assert "--config.cluster.preempted_exit_code=75 --config.mesh.data=2" in line
 
 
-def test_only_exit_code_1_ends_the_jobset_and_a_preemption_does_not_count(tmp_path):
+def test_only_exit_code_1_ends_the_jobset_and_preemptions_and_75_do_not_count(tmp_path):
     """In the words of Kubernetes' job controller (pkg/controller/job/pod_failure_policy.go)."""
     (jobset,) = applied(tmp_path, "start", ACTOR_HOSTS="0")
     policy = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     assert policy[0]["onExitCodes"]["values"] == [1]
-    assert policy[1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert policy[1]["onExitCodes"]["values"] == [75]
+    assert policy[2]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
 
     def action(reason: str, message: str) -> str:
         for rule in jobset["spec"]["failurePolicy"]["rules"]:
@@ -259,6 +260,8 @@ def test_only_exit_code_1_ends_the_jobset_and_a_preemption_does_not_count(tmp_pa
     mistake = (
         f"Container learner for pod {pod} failed with exit code 1 matching FailJob rule at index 0"
     )
+    asked = f"Container learner for pod {pod} failed with exit code 75 matching FailJob rule"
+    assert action("PodFailurePolicy", asked) == "RestartJobSetAndIgnoreMaxRestarts"
     lost = f"Pod {pod} has condition DisruptionTarget matching FailJob rule at index 1"
     assert action("PodFailurePolicy", mistake) == "FailJobSet"
     assert action("PodFailurePolicy", lost) == "RestartJobSetAndIgnoreMaxRestarts"
@@ -290,11 +293,73 @@ def test_pods_of_actors_and_verifiers_read_their_number_and_name_from_the_host_n
         ({"ROLE": "all"}, "ROLE=all: on Kubernetes"),
         ({"PROVISIONING": "reserved"}, "create the node pools by hand"),
         ({"CONFIG": "configs/quickstart.py"}, "pods read shipped configs only"),
+        (
+            {"VERIFIERS": "pool", "FLAGS": "--seed=1 --config.evaluation.every=20"},
+            "FLAGS: evaluation.every",
+        ),
     ],
 )
 def test_what_kubernetes_cannot_do_is_refused(tmp_path, values, message):
     process = FakeCloud(tmp_path / "cloud").run("gke/cluster.sh", "start", **values)
     assert process.returncode == 1 and message in process.stderr
+
+
+def test_an_evaluation_that_is_off_is_not_refused(tmp_path):
+    values = {"VERIFIERS": "pool", "FLAGS": "--config.evaluation.every=0"}
+    assert FakeCloud(tmp_path / "cloud").run("gke/cluster.sh", "start", **values).returncode == 0
+
+
+def test_hosts_of_the_learner_have_the_runs_account(tmp_path):
+    """Its pods use the network of their hosts, where a ServiceAccount's account is not given."""
+    cloud = FakeCloud(tmp_path / "cloud")
+    assert cloud.run("gke/cluster.sh", "up", SLICES="2", VERIFIERS="pool").returncode == 0
+    pools = {
+        next(word for word in call[4:] if not word.startswith("--")): call
+        for call in cloud.calls()
+        if call[1:4] == ["container", "node-pools", "create"]
+    }
+    account = "uirl-run@my-project.iam.gserviceaccount.com"
+    given = {name for name, call in pools.items() if f"--service-account={account}" in call}
+    assert given == {"slice-0", "slice-1"} and set(pools) == given | {"actors", "verifiers"}
+    roles = {
+        word.removeprefix("--role=")
+        for call in cloud.calls()
+        if call[1:3] == ["projects", "add-iam-policy-binding"]
+        and f"--member=serviceAccount:{account}" in call
+        for word in call
+        if word.startswith("--role=")
+    }
+    assert roles == {"roles/container.defaultNodeServiceAccount", "roles/artifactregistry.reader"}
+
+
+@pytest.mark.parametrize(
+    ("change", "ends"),
+    [({}, False), ({"FLAGS": "--config.learner.steps=9"}, True), ({"DIGEST": "sha256:4567"}, True)],
+)
+def test_start_again_ends_a_learner_whose_line_or_code_has_changed(tmp_path, change, ends):
+    """A JobSet's jobs are immutable; pods of an image's tag would keep the code they have."""
+    cloud = FakeCloud(tmp_path / "cloud")
+    for number, values in enumerate(({}, change)):
+        process = cloud.run("gke/cluster.sh", "start", **values)
+        assert process.returncode == 0, process.stderr
+        deleted = [call for call in cloud.calls() if "delete" in call]
+        assert len(deleted) == (number and ends)
+    jobset = yaml.safe_load((tmp_path / "cloud/jobset").read_text())
+    (container,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    digest = change.get("DIGEST", "sha256:0123")
+    assert container["image"] == f"us-docker.pkg.dev/my-project/uirl/uirl_jax@{digest}"
+
+
+@pytest.mark.parametrize("state", ["Completed", "Failed"])
+def test_start_again_starts_a_learner_that_has_ended(tmp_path, state):
+    cloud = FakeCloud(tmp_path / "cloud")
+    assert cloud.run("gke/cluster.sh", "start").returncode == 0
+    (tmp_path / "cloud/jobset_state").write_text(state)
+    assert cloud.run("gke/cluster.sh", "start").returncode == 0
+    (deleted,) = [call for call in cloud.calls() if "delete" in call]
+    assert deleted[2:5] == ["delete", "jobset", "uirl-learner"]
 
 
 # --------------------------------------------------------------------------------------- SkyPilot

@@ -26,7 +26,7 @@ from uirl_jax.store.lease import only_learner
         (["--config.learner.step=5"], "did you mean config.learner.steps?"),
         (["--config.learner.steps=many"], "config.learner.steps"),
         (["--config.model.path=/nowhere"], "/nowhere: no model in Hugging Face's format"),
-        (["--config.model.path=runs/nowhere"], "runs/nowhere: not a directory, and the Hugging"),
+        (["--config.model.path=runs/nowhere"], "runs/nowhere: no such directory; the first lines"),
         (["--config.tasks.0.name=x"], "config.tasks"),
         (["--config.learner.batch.row_lengths=(48,)"], "an episode may have 96 tokens of context"),
         (["--config.actor.rollout.max_new_tokens=9"], "at most engine.max_new_tokens=8"),

@@ -43,6 +43,12 @@ from uirl_jax.untrusted.json import printable
 
 def read_run(workdir: Path) -> RunConfig:
     """The config that a run was started with. Raises: ConfigError."""
+    if str(workdir).startswith("gs:/"):  # pathlib makes one slash of two
+        url = "gs://" + str(workdir).removeprefix("gs:/").lstrip("/")
+        raise ConfigError(
+            f"{url}: this command reads a folder of this machine; copy the run first: gcloud "
+            f"storage rsync --recursive {url} runs/copy"
+        )
     path = workdir / "config.json"
     try:
         resolved = json.loads(path.read_text(encoding="utf-8"))["config"]

@@ -23,6 +23,12 @@ class ModelError(UirlError):
     """A directory without a model, or weights that do not fit its config."""
 
 
+class ModelUnavailableError(ModelError):
+    """A hub that is away or busy, where the cache has no copy of the model."""
+
+    exit_code = 75  # as for RestartError: a preempted host comes back with an empty cache
+
+
 class ImageError(UirlError):
     """Bytes that are not a valid screenshot."""
 

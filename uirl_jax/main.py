@@ -260,6 +260,12 @@ def _run_in_cluster(
                     "run it first, on one host with --config.learner.steps=0, and set model.path "
                     "to its cold_start/model and cold_start.steps=0 here"
                 )
+            if cfg.evaluation.every and cfg.evaluation.episodes:
+                raise ConfigError(
+                    f"evaluation.every={cfg.evaluation.every}: a learner on several hosts "
+                    "evaluates before and after the run only; set it to 0, and run --role=eval "
+                    "beside it"
+                )
             facts = {
                 **cluster.code_facts(),
                 "config": json.loads(reading.resolved_config_json(cfg)),

@@ -50,6 +50,9 @@ lines() {
 check() {
   find_slice
   [ "$PROVISIONING" != reserved ] || die "PROVISIONING=reserved: create the node pools by hand, with --reservation; on-demand and spot are made here"
+  # So would be what a learner plays to evaluate.
+  [ "$VERIFIERS" != pool ] || [[ ! " $FLAGS" =~ \ --config\.evaluation\.every=0*[1-9] ]] ||
+    die "FLAGS: evaluation.every: on Kubernetes no rule can let the learner into the verifiers; run --role=eval in the pod of an actor"
   [ "$ROLE" = learner ] || die "ROLE=$ROLE: on Kubernetes the learner's pods use the hosts' network, which no rule can let into the verifiers; use ROLE=learner with ACTOR_HOSTS"
 }
 
@@ -62,6 +65,15 @@ node_pool() {
     create "node pool $pool" gcloud container node-pools create "$pool" --cluster="$CLUSTER" \
       --project="$PROJECT" --zone="$ZONE" --workload-metadata=GKE_METADATA \
       --scopes=https://www.googleapis.com/auth/cloud-platform "$@"
+}
+
+# Pods in the network of their hosts have the hosts' account, not that of their ServiceAccount.
+grant_hosts() {
+  local role
+  for role in roles/container.defaultNodeServiceAccount roles/artifactregistry.reader; do
+    grant gcloud projects add-iam-policy-binding "$PROJECT" --condition=None \
+      --member="serviceAccount:$RUN_ACCOUNT" --role="$role"
+  done
 }
 
 up() {
@@ -78,8 +90,10 @@ up() {
       --machine-type=e2-standard-4 --num-nodes=1
   [ "$PROVISIONING" != spot ] || spot=(--spot)
   [ "$VMS" -eq 1 ] || topology=(--tpu-topology="$TOPOLOGY")
+  grant_hosts
   for ((index = 0; index < SLICES; index++)); do
     node_pool "slice-$index" --machine-type="$GKE_MACHINE" --num-nodes="$VMS" \
+      --service-account="$RUN_ACCOUNT" \
       ${topology[@]+"${topology[@]}"} ${spot[@]+"${spot[@]}"}
   done
   spot=()
@@ -110,10 +124,37 @@ make_token() {
       --from-file=verifier_token=/dev/stdin || die "could not store the token"
 }
 
+# pin NAME: puts the digest that a tag has by now into the variable NAME, an image. So pods change
+# with their code, and all pods of a run have the same.
+pin() {
+  [[ ${!1} == *-docker.pkg.dev/* && ${!1} != *@sha256:* ]] || return 0 # else as it is written
+  exists "$1=${!1}" gcloud artifacts docker images describe "${!1}" --project="$PROJECT" \
+    --format='value(image_summary.digest)' || [ "$DRY_RUN" = yes ] ||
+    die "$1=${!1}: no such image; launch/gke/cluster.sh image pushes it"
+  [ -z "$ANSWER" ] || printf -v "$1" %s "${!1%:*}@$ANSWER"
+}
+
 start() {
+  pin IMAGE
+  [ "$ACTOR_HOSTS" -eq 0 ] || pin ACTOR_IMAGE
   [ "$VERIFIERS" != pool ] || apply verifiers.yaml
   [ "$ACTOR_HOSTS" -eq 0 ] || apply actors.yaml
+  end_changed_learner
   apply learner.yaml
+}
+
+# The jobs of a JobSet cannot be changed, and one that has ended is not started again.
+end_changed_learner() {
+  local state manifest code=0
+  exists "jobset $NAME-learner" kubectl --context="gke_${PROJECT}_${ZONE}_$CLUSTER" get jobset \
+    "$NAME-learner" --namespace="$NAME" --output=jsonpath='{.status.terminalState}' || return 0
+  state=$ANSWER
+  manifest=$(render launch/gke/learner.yaml) || die "launch/gke/learner.yaml: could not be filled in"
+  show kubectl --context="gke_${PROJECT}_${ZONE}_$CLUSTER" diff --filename=-
+  kubectl --context="gke_${PROJECT}_${ZONE}_$CLUSTER" diff --filename=- <<<"$manifest" >/dev/null 2>&1 ||
+    code=$? # 1: it differs; more: it cannot be said, as of a field that must not change
+  [ -n "$state" ] || [ "$code" -ne 0 ] || return 0
+  kube delete jobset "$NAME-learner" --namespace="$NAME" --wait || die "could not delete jobset $NAME-learner"
 }
 
 # build_image TAG EXTRA

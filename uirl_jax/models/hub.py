@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax import assets
-from uirl_jax.errors import ModelError
+from uirl_jax.errors import ModelError, ModelUnavailableError
 from uirl_jax.models import weight_files
 from uirl_jax.models.directory import TOKENIZER_FILES
 
@@ -43,6 +43,7 @@ _NAME = re.compile(
     re.ASCII,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_OWN_FOLDERS = ("models", "runs")  # where configs look for what a command made
 
 
 def model_directory(name: str | Path, *, weights: bool = True) -> Path:
@@ -58,6 +59,7 @@ def model_directory(name: str | Path, *, weights: bool = True) -> Path:
 
     Raises:
       ModelError: the model is not in the cache and may not or cannot be downloaded.
+      ModelUnavailableError: not in the cache, and the hub is away or busy.
     """
     path = assets.find(name)
     if path.is_dir():
@@ -80,6 +82,11 @@ def model_directory(name: str | Path, *, weights: bool = True) -> Path:
         raise ModelError(
             f"{shown}: HF_HUB_OFFLINE is set and the Hugging Face cache ({cache}) has no complete "
             "copy; unset it to download the model, or give the path of a model directory"
+        )
+    if found is None and repo.split("/")[0] in _OWN_FOLDERS:
+        raise ModelError(
+            f"{name}: no such directory; the first lines of the config say how to make or download "
+            "it. Or give model.path another directory, or hf://owner/name to download a model"
         )
     if found is None:
         raise ModelError(
@@ -169,7 +176,7 @@ def _ask(shown: str, repo: str, revision: str, weights: bool) -> Path | None:
     try:
         HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (httpx2.TransportError, errors.HfHubHTTPError) as error:
-        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 429:
+        if not _is_away(error):
             raise
         found = _cached(repo, revision, weights)
         if found is None:
@@ -229,7 +236,20 @@ def _model_errors(shown: str, repo: str, revision: str) -> Iterator[None]:
     # httpx2's errors, OSError, ValueError and its kinds, hf_xet's RuntimeError; and KeyError,
     # TypeError or AssertionError where a server answers with other JSON than the hub's.
     except Exception as error:
-        raise ModelError(f"{shown}: {_reason(error, repo, revision)}") from error
+        kind = ModelUnavailableError if _is_away(error) else ModelError
+        raise kind(f"{shown}: {_reason(error, repo, revision)}") from error
+
+
+def _is_away(error: BaseException | None) -> bool:
+    """Whether the hub could not be reached or is too busy, so that it may answer later."""
+    import httpx2
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        return _is_away(error.__cause__)
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 429
+    return isinstance(error, httpx2.TransportError)
 
 
 def _reason(error: BaseException, repo: str, revision: str) -> str:

@@ -95,7 +95,7 @@ def run_all(
                 stack.enter_context(start_actors(run, others))
 
         try:
-            with judging(run, model, background, stop, cluster) as judge:
+            with judging(run, model, background, stop) as judge:
                 result = learn(
                     run, model, mesh, stop, begin_acting, replace_advantages, cluster, judge
                 )

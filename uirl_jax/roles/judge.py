@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from uirl_jax import evaluation, policy_sync
-from uirl_jax.errors import ConfigError, PolicyError
+from uirl_jax.errors import PolicyError
 from uirl_jax.families.loading import PolicyModel
-from uirl_jax.learner.cluster import Cluster
 from uirl_jax.learner.loop import Judge, Judged, Policy, all_are_good
 from uirl_jax.players import BackgroundLoop, Players
 from uirl_jax.roles.eval import keep_best, scalars_of
@@ -26,22 +25,15 @@ def judging(
     model: PolicyModel,
     background: BackgroundLoop,
     stop: threading.Event,
-    cluster: Cluster,
 ) -> Iterator[Judge]:
     """The judge of a run's policies; `all_are_good` without evaluation.every.
 
     Args: background: where it plays.
-    Raises: ConfigError: on several hosts, where the others would wait.
     """
     cfg = run.cfg.evaluation
     if not (cfg.every and cfg.episodes):
         yield all_are_good
         return
-    if cluster.count > 1:
-        raise ConfigError(
-            f"evaluation.every={cfg.every}: a learner on several hosts evaluates before and after "
-            "the run only; set it to 0, and run --role=eval beside it"
-        )
     players = run.make_players(model, "judge")
     background.run(players.__aenter__())
     try:

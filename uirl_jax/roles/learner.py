@@ -42,7 +42,7 @@ def run_learner_role(run: Run, stop: threading.Event, cluster: Cluster = ALONE) 
         if run.cfg.evaluation.every:
             run = stack.enter_context(own_verifier(run))
             stack.enter_context(background)
-        judge = stack.enter_context(judging(run, model, background, stop, cluster))
+        judge = stack.enter_context(judging(run, model, background, stop))
         result = learn(run, model, mesh, stop, judge=judge, cluster=cluster)
     if cluster.leads:
         run.log("learner_ended", step=result.step, **result.accounting)
