@@ -370,3 +370,28 @@ def test_amend_adds_to_the_last_step_or_writes_a_later_one(tmp_path: Path) -> No
         {"step": 0, "eval/success": 0.25},
         {"step": 1, "reward/mean": 0.5, "eval/success": 0.75},
     ]
+
+
+@pytest.mark.parametrize("fault", ["nan", "bad name", "full disk"])
+def test_amend_that_fails_keeps_the_line_of_the_step(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    scalars = {"nan": {"eval/success": math.nan}, "bad name": {"success": 0.5}}
+    with MetricsWriter(tmp_path, trackers=()) as writer:
+        writer.write(0, {"reward/mean": 0.25})
+        writer.write(1, {"reward/mean": 0.5})
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        with monkeypatch.context() as patch:
+            if fault == "full disk":
+                patch.setattr(os, "fsync", full)
+                patch.setattr(os, "write", full)
+            with pytest.raises((TrainingError, UirlError, ValueError)):
+                writer.amend(1, scalars.get(fault, {"eval/success": 0.75}))
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        writer.amend(1, {"eval/success": 0.75})
+        writer.write(2, {"reward/mean": 0.75})
+    assert steps_of(tmp_path) == [0, 1, 2]
+    assert read_metrics(tmp_path)[1]["eval/success"] == 0.75

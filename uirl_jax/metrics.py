@@ -82,6 +82,32 @@ def last_object(path: Path) -> dict[str, Any]:
     return {}
 
 
+def _checked(step: int, scalars: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """The scalars as floats.
+
+    Raises:
+        TrainingError: a value is NaN or infinite.
+        ValueError: a name that is not `group/name`.
+    """
+    values = {name: float(value) for name, value in scalars.items()}
+    broken = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
+    if broken:
+        raise TrainingError(
+            f"step {step}: {', '.join(broken)}; the run stops here and keeps its last good "
+            "checkpoint: lower the learning rate, or inspect the step's batches"
+        )
+    bad_names = [name for name in values if not METRIC_NAME.fullmatch(name)]
+    if bad_names:
+        raise ValueError(f"metric names must be group/name, got {bad_names}")
+    return values
+
+
+def _line(step: int, values: Mapping[str, float], unix_s: float) -> bytes:
+    """A line of metrics.jsonl."""
+    row = {"step": int(step), "time_unix_s": round(unix_s, 3), **values}
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
 class MetricsWriter:
     """Appends one line per step to metrics.jsonl, and tells trackers the same.
 
@@ -138,11 +164,15 @@ class MetricsWriter:
         rows = [(line, _parse_line(line)) for line in self._path.read_bytes().splitlines(True)]
         kept = [(line, row) for line, row in rows if row is not None and row["step"] < step]
         if len(kept) < len(rows):
-            write_atomically(self._path, b"".join(line for line, _ in kept))
-            os.close(self._fd)
-            self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
+            self._replace(b"".join(line for line, _ in kept))
         self.last_step = max((row["step"] for _, row in kept), default=None)
         return len(rows) - len(kept)
+
+    def _replace(self, content: bytes) -> None:
+        """Replaces the whole file atomically. Raises: UirlError: it is unchanged."""
+        write_atomically(self._path, content)
+        os.close(self._fd)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
 
     def write(
         self,
@@ -162,35 +192,19 @@ class MetricsWriter:
             UirlError: the disk is full.
             ValueError: a name that is not `group/name`, or a step that is not a later one.
         """
-        values, unix_s = self._append_row(step, scalars)
+        if self.last_step is not None and step <= self.last_step:
+            raise ValueError(
+                f"{self._path}: step {step} after step {self.last_step}; call truncate_from first"
+            )
+        values = _checked(step, scalars)
+        unix_s = time.time()
+        self._append(_line(step, values, unix_s))
+        self.last_step = int(step)
         self._tell(lambda tracker: tracker.scalars(step, values, unix_s))
         if histograms:
             self._tell(lambda tracker: tracker.histograms(step, histograms))
         if images:
             self._tell(lambda tracker: tracker.images(step, images))
-
-    def _append_row(
-        self, step: int, scalars: Mapping[str, SupportsFloat]
-    ) -> tuple[dict[str, float], float]:
-        values = {name: float(value) for name, value in scalars.items()}
-        broken = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
-        if broken:
-            raise TrainingError(
-                f"step {step}: {', '.join(broken)}; the run stops here and keeps its last good "
-                "checkpoint: lower the learning rate, or inspect the step's batches"
-            )
-        bad_names = [name for name in values if not METRIC_NAME.fullmatch(name)]
-        if bad_names:
-            raise ValueError(f"metric names must be group/name, got {bad_names}")
-        if self.last_step is not None and step <= self.last_step:
-            raise ValueError(
-                f"{self._path}: step {step} after step {self.last_step}; call truncate_from first"
-            )
-        now_unix_s = time.time()
-        row = {"step": int(step), "time_unix_s": round(now_unix_s, 3), **values}
-        self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self.last_step = int(step)
-        return values, now_unix_s
 
     def amend(
         self,
@@ -205,11 +219,14 @@ class MetricsWriter:
         if step != self.last_step:
             self.write(step, scalars, images=images)
             return
-        row = read_metrics(self._path.parent)[-1]
+        # Both before the file changes, and then in one replacement: whatever fails, or kills the
+        # process, the line of the step stays.
+        added = _checked(step, scalars)
+        *before, last = self._path.read_bytes().splitlines(True)
+        row = _parse_line(last) or {}
         kept = {name: value for name, value in row.items() if "/" in name}
-        self._replace_from(step)
-        _, unix_s = self._append_row(step, {**kept, **scalars})
-        added = {name: float(value) for name, value in scalars.items()}
+        unix_s = time.time()
+        self._replace(b"".join([*before, _line(step, {**kept, **added}, unix_s)]))
         self._tell(lambda tracker: tracker.more(step, added, unix_s))
         if images:
             self._tell(lambda tracker: tracker.images(step, images))
