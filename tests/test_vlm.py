@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ import uirl_jax
 from uirl_jax.errors import ConfigError, ImageError, ModelError
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.models.lora import LoraConfig
+from uirl_jax.players import BackgroundLoop
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.tasks import desktop
 
@@ -242,6 +245,28 @@ def test_arrays_and_images_give_the_same_answer(vlm, sessions, screens):
     for wrong in (rgb / 255, rgb[None], rgb[..., :2], rgb.astype(np.int32)):
         with pytest.raises(ImageError, match=r"expected uint8\[H,W\]"):
             vlm.predict_action(wrong, instruction)
+
+
+def test_interrupted_call_ends_its_engine_and_the_next_one_answers(
+    vlm, sessions, screens, monkeypatch
+):
+    def engine_threads():
+        names = ("engine", "pixels", "actor")
+        return [t.name for t in threading.enumerate() if t.name.startswith(names)]
+
+    def interrupted(loop, coroutine):
+        loop.start(coroutine)
+        while not any(name.startswith("engine") for name in engine_threads()):
+            time.sleep(0.001)
+        raise KeyboardInterrupt  # as from a notebook, in the middle of the first round
+
+    asked = (screens[0], sessions[0].instruction)
+    with monkeypatch.context() as patch:
+        patch.setattr(BackgroundLoop, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            vlm.predict_action(*asked, max_new_tokens=24)
+    assert engine_threads() == []
+    assert vlm.predict_action(*asked, max_new_tokens=24) == vlm.predict_action(*asked)
 
 
 def test_top_k_and_top_p_cut_what_is_sampled(vlm, sessions, screens):

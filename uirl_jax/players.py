@@ -227,11 +227,15 @@ def make_engine(cfg: PlayConfig, model: PolicyModel, chat: Chat) -> Engine | Ope
 
 
 class BackgroundLoop:
-    """An asyncio loop in a separate thread: the actor's, while the learner has the main thread."""
+    """An asyncio loop in a separate thread: the actor's, while the learner has the main thread.
+
+    What still runs when the block ends, after a KeyboardInterrupt for one, is cancelled and waited
+    for, so that it closes what it holds, such as an engine's thread.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="actor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="actor", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -240,6 +244,11 @@ class BackgroundLoop:
     def __exit__(self, *exc_info: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def _run(self) -> None:
+        # All in this thread: a second interrupt may end __exit__, and the tasks end all the same.
+        self._loop.run_forever()
+        self._loop.run_until_complete(_cancel_others())
         self._loop.close()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -247,6 +256,14 @@ class BackgroundLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.start(coroutine).result()
+
+
+async def _cancel_others() -> None:
+    """Cancels the other tasks of this loop and waits until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _unless_stopped(

@@ -192,18 +192,25 @@ class Engine:
         }
 
     async def close(self) -> None:
-        """Fails what is not done, lets a running round end, stops serving."""
+        """Fails what is not done, lets a running round end, stops serving.
+
+        All of it also where this call or the serving task is cancelled: a round that outlived it
+        would share the buffers with those of an engine that is entered again.
+        """
         self._open = False
         self._changed.set()
-        if self._task is not None and self._executor is not None:
-            await self._task
-            self._executor.shutdown()
-            self._task = self._executor = None
-            self._pixels.close()
-        for job in [*self._rounds.waiting, *self._rounds.running]:
-            if not job.future.done():
-                job.future.set_exception(RuntimeError("the engine closed as a request waited"))
-        self._rounds.drop_cancelled()
+        task, executor, self._task, self._executor = self._task, self._executor, None, None
+        try:
+            if task is not None:
+                await asyncio.wait({task})
+        finally:
+            if executor is not None:
+                executor.shutdown()
+                self._pixels.close()
+            for job in [*self._rounds.waiting, *self._rounds.running]:
+                if not job.future.done():
+                    job.future.set_exception(RuntimeError("the engine closed as a request waited"))
+            self._rounds.drop_cancelled()
 
     # ---------------------------------------------------------------- the event loop's side
 

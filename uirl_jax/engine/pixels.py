@@ -41,6 +41,7 @@ class PixelReader:
     def open(self) -> None:
         threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="pixels")
+        self._reading = {}  # what an ended event loop left
 
     def close(self) -> None:
         if self._threads is not None:
@@ -90,7 +91,8 @@ class PixelReader:
             raise
 
     def _forget(self, key: str, done: asyncio.Future[Any]) -> None:
-        del self._reading[key]
+        if self._reading.get(key) is done:
+            del self._reading[key]
         if not done.cancelled():
             done.exception()  # or asyncio complains where everybody who waited was cancelled
 
