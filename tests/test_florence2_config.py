@@ -177,6 +177,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
         ({"resample": 2}, r"resample=2, expected 3 \(bicubic\)"),
         ({"do_normalize": False}, "do_normalize=false"),
         ({"image_mean": [0.5]}, r"image_mean=\(0.5,\), expected three numbers"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std=.*, expected positive numbers"),
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):

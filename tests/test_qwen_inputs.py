@@ -159,6 +159,35 @@ def test_image_config_other_preprocessing_is_refused(options):
         ImageConfig.from_dict(options)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"size": [448, 448]}, r"size=\[448, 448\], expected shortest_edge and longest_edge"),
+        ({"size": 448}, "size=448, expected shortest_edge"),
+        ({"size": {"height": 448, "width": 448}}, "expected shortest_edge and longest_edge"),
+        (
+            {"size": {"shortest_edge": "9"}, "min_pixels": None},
+            "min_pixels=.9., expected a positive",
+        ),
+        ({"max_pixels": "1003520"}, "max_pixels='1003520', expected a positive integer"),
+        ({"max_pixels": 0}, "max_pixels=0, expected a positive integer"),
+        ({"min_pixels": 2_000_000, "max_pixels": 1_000_000}, "min_pixels=2000000 is more than"),
+        ({"patch_size": [14, 14]}, r"patch_size=\[14, 14\], expected a positive integer"),
+        ({"merge_size": True}, "merge_size=True, expected a positive integer"),
+        ({"image_mean": 0.5}, "image_mean=0.5, expected three numbers"),
+        ({"image_mean": [0.5, 0.5]}, r"image_mean=\(0.5, 0.5\), expected three numbers"),
+        ({"image_std": [0.5, 0.5, 0]}, r"image_std=\(0.5, 0.5, 0\), expected positive numbers"),
+        ({"rescale_factor": "1/255"}, "rescale_factor='1/255', expected a number"),
+    ],
+)
+def test_image_config_numbers_that_cannot_be_computed_are_one_line(tmp_path, fields, message):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PUBLISHED_FILE | fields))
+    with pytest.raises(ModelError, match=message) as error:
+        ImageConfig.load(tmp_path)
+    assert "preprocessor_config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 def test_image_config_load_no_config_is_a_model_error(tmp_path, text):
     if text is not None:

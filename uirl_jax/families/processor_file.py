@@ -49,13 +49,15 @@ def numbers(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_problems(images: Normalisation) -> list[str]:
-    """What of the normalisation is no number, in words."""
+    """What of the normalisation cannot be computed with, in words."""
     three = (("image_mean", images.image_mean), ("image_std", images.image_std))
     problems = [
         f"{name}={value!r}, expected three numbers"
         for name, value in three
         if not (isinstance(value, tuple) and len(value) == 3 and all(map(_is_number, value)))
     ]
+    if not problems and min(images.image_std) <= 0:
+        problems.append(f"image_std={images.image_std!r}, expected positive numbers")
     if not _is_number(images.rescale_factor):
         problems.append(f"rescale_factor={images.rescale_factor!r}, expected a number")
     return problems

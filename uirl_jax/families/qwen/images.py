@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from uirl_jax.errors import ImageError, ModelError
+from uirl_jax.errors import ImageError
+from uirl_jax.families import processor_file
 from uirl_jax.families.pixel_levels import level_values
 from uirl_jax.models.directory import read_json
 
 Grid = tuple[int, int, int]  # patches in time, height and width
 
 _MAX_ASPECT_RATIO = 200  # of smart_resize in the reference implementation
+_SIZES = ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels")
+_BOUNDS = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # in `size`
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
@@ -43,6 +46,18 @@ class ImageConfig:
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
     rescale_factor: float = 1 / 255
 
+    def __post_init__(self) -> None:
+        problems = processor_file.number_problems(self)
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                problems.append(f"{name}={value!r}, expected a positive integer")
+        if not problems and self.min_pixels > self.max_pixels:
+            problems.append(
+                f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}"
+            )
+        processor_file.check(problems)
+
     @property
     def patch_levels(self) -> int:
         """C, the bytes of one patch of a still image: channels x height x width."""
@@ -61,23 +76,24 @@ class ImageConfig:
         and longest_edge of `size`.
         Raises: ModelError: the file asks for preprocessing that is not supported.
         """
-        for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if not preprocessor_config.get(switch, True):
-                raise ModelError(f"preprocessor_config.json: {switch}=false is not supported")
-        if preprocessor_config.get("resample", _BICUBIC) != _BICUBIC:
-            raise ModelError(
-                f"preprocessor_config.json: resample={preprocessor_config['resample']}, "
-                "expected 3 (bicubic)"
-            )
+        problems = [
+            f"{switch}=false is not supported"
+            for switch in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+            if not preprocessor_config.get(switch, True)
+        ]
+        if (resample := preprocessor_config.get("resample", _BICUBIC)) != _BICUBIC:
+            problems.append(f"resample={resample!r}, expected 3 (bicubic)")
         size = preprocessor_config.get("size") or {}
+        if not isinstance(size, Mapping) or not size.keys() <= _BOUNDS:
+            problems.append(f"size={size!r}, expected shortest_edge and longest_edge")
+        processor_file.check(problems)
         found = {
             "min_pixels": size.get("shortest_edge", size.get("min_pixels")),
             "max_pixels": size.get("longest_edge", size.get("max_pixels")),
         }
-        for field in dataclasses.fields(cls):
-            value = preprocessor_config.get(field.name)
-            if value is not None:
-                found[field.name] = tuple(value) if isinstance(value, list) else value
+        own = {name: preprocessor_config.get(name) for name in _SIZES}
+        found |= {name: value for name, value in own.items() if value is not None}
+        found |= processor_file.numbers(preprocessor_config)
         return cls(**{name: value for name, value in found.items() if value is not None})
 
     @classmethod
