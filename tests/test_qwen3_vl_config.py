@@ -68,7 +68,10 @@ def test_config_tied_at_the_top_holds_as_in_transformers(top, text):
         ({"text_config.rope_scaling.mrope_interleaved": False}, "mrope_interleaved False"),
         ({"text_config.rope_scaling.mrope_section": [6, 5, 4]}, r"\[6, 5, 4\], expected three"),
         ({"text_config.rope_scaling.mrope_section": [8, 8]}, r"\[8, 8\], expected three"),
-        ({"text_config.rope_scaling.mrope_section": [6, 5, "5"]}, "expected integers"),
+        (
+            {"text_config.rope_scaling.mrope_section": [6, 5, "5"]},
+            "expected three positive integers",
+        ),
         ({"text_config.hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"text_config.attention_bias": True}, "attention_bias True"),
         ({"text_config.hidden_size": None}, "missing hidden_size"),

@@ -1,6 +1,7 @@
-"""Reading a config.json: required fields, positive integers, one ModelError for what is wrong."""
+"""Reading a config.json: required fields, positive numbers, one ModelError for what is wrong."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,26 +10,56 @@ from uirl_jax.errors import ModelError
 from uirl_jax.models.directory import read_json
 
 T = TypeVar("T")
+_MAY_BE_ZERO = ("initializer_range", "init_std")  # deviations of fresh weights
 
 
 def check(*configs: Any, problems: Sequence[str] = (), signed: Collection[str] = ()) -> None:
-    """Raises ModelError for `problems` and for every field of type int that is not positive.
+    """Raises ModelError for `problems`, and for fields of type int or float that are not positive.
 
     Args:
-      signed: fields that may be 0 or negative, too.
+      signed: integers that may be 0 or negative, too.
     """
     wrong = [
-        f"{field.name}={value!r}, expected {'an' if field.name in signed else 'a positive'} integer"
+        f"{field.name}={value!r}, expected {expected}"
         for config in configs
         for field in dataclasses.fields(config)
-        if field.type is int
-        and not (
-            (value := getattr(config, field.name)).__class__ is int
-            and (value > 0 or field.name in signed)
-        )
+        if (expected := _expected(field, value := getattr(config, field.name), signed))
     ]
     if wrong or problems:
         raise ModelError("config.json: " + "; ".join([*wrong, *problems]))
+
+
+def _expected(field: dataclasses.Field[Any], value: Any, signed: Collection[str]) -> str:
+    """What a value of this field must be, in words; empty where it is."""
+    if field.type is int:
+        is_right = type(value) is int and (value > 0 or field.name in signed)
+        return "" if is_right else f"{'an' if field.name in signed else 'a positive'} integer"
+    if field.type is not float:
+        return ""
+    if type(value) not in (int, float) or not math.isfinite(value):
+        return "a positive number"
+    return "" if value > 0 or (value == 0 and field.name in _MAY_BE_ZERO) else "a positive number"
+
+
+def head_dim(width: Any, heads: Any) -> int:
+    """The width of a head where config.json leaves it out.
+
+    Args: width, heads: hidden_size and num_attention_heads, unchecked.
+    Raises: ModelError: they are no positive integers, or have no such width.
+    """
+    given = {"hidden_size": width, "num_attention_heads": heads}
+    check(
+        problems=[
+            f"{name}={value!r}, expected a positive integer"
+            for name, value in given.items()
+            if type(value) is not int or value < 1
+        ]
+    )
+    if width % heads:
+        raise ModelError(
+            f"config.json: hidden_size={width} is not a multiple of num_attention_heads={heads}"
+        )
+    return width // heads
 
 
 def check_complete(

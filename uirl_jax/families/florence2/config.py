@@ -197,9 +197,6 @@ def _vision_problems(vision: VisionConfig) -> list[str]:
             problems.append(
                 f"vision_config.{name}={values!r}, expected {STAGES} of {kind.__name__}"
             )
-    ratio = vision.mlp_ratio
-    if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
-        problems.append(f"vision_config.mlp_ratio={ratio!r}, expected a positive number")
     if problems:
         return problems
     for stage, (kernel, stride, padding) in enumerate(

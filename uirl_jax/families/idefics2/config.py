@@ -107,12 +107,7 @@ class Idefics2Config:
             for name in ("hidden_size", "num_attention_heads", "rms_norm_eps")
         )
         if "head_dim" not in found:
-            if width % heads:
-                raise ModelError(
-                    f"config.json: hidden_size={width} is not a multiple of "
-                    f"num_attention_heads={heads}"
-                )
-            found["head_dim"] = width // heads
+            found["head_dim"] = config_file.head_dim(width, heads)
         # As in the reference: a resampler of another width has the text tower's width and epsilon.
         if perceiver.get("hidden_size", 4096) != width:
             perceiver["rms_norm_eps"] = eps

@@ -119,12 +119,7 @@ class LlavaConfig:
         )
         found.setdefault("num_key_value_heads", heads)  # no grouping
         if "head_dim" not in found:
-            if width % heads:
-                raise ModelError(
-                    f"config.json: hidden_size={width} is not a multiple of "
-                    f"num_attention_heads={heads}"
-                )
-            found["head_dim"] = width // heads
+            found["head_dim"] = config_file.head_dim(width, heads)
         cfg = cls(vision=VisionConfig.from_dict(vision), **found)
         tokens = config.get("image_seq_length", cfg.vision.patches)
         if tokens != cfg.vision.patches:

@@ -94,7 +94,7 @@ class PaliGemmaConfig:
     def __post_init__(self) -> None:
         problems = [
             f"{name}={value!r}, expected a positive number"
-            for name in (*_GEMMA2_ONLY, "rope_theta", "rms_norm_eps")
+            for name in _GEMMA2_ONLY
             if (value := getattr(self, name)) is not None
             and (type(value) not in (int, float) or not 0 < value < float("inf"))
         ]

@@ -51,7 +51,8 @@ class QwenConfig:
 
     def text_problems(self) -> list[str]:
         """What cannot be computed, in words; of fields that are positive integers."""
-        problems = []
+        if problems := section_problems(self.mrope_section):
+            return problems
         if self.hidden_size % self.num_attention_heads:
             problems.append(
                 f"hidden_size={self.hidden_size} is not a multiple of "
@@ -80,6 +81,15 @@ class QwenConfig:
             "rope_scaling": {"type": "mrope", "mrope_section": section},
             "use_sliding_window": False,
         }
+
+
+def section_problems(section: Any) -> list[str]:
+    """What of an mrope_section is no size, in words."""
+    sizes = section if isinstance(section, tuple) else (section,)
+    if len(sizes) == 3 and all(type(size) is int and size > 0 for size in sizes):
+        return []
+    shown = list(section) if isinstance(section, tuple) else section
+    return [f"mrope_section={shown!r}, expected three positive integers"]
 
 
 def read_text(

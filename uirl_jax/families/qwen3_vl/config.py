@@ -119,22 +119,17 @@ class Qwen3VLConfig:
     images: ImageConfig = _IMAGES  # of preprocessor_config.json
 
     def __post_init__(self) -> None:
-        numbers = {
-            "mrope_section": self.mrope_section,
-            "deepstack_visual_indexes": self.vision.deepstack_visual_indexes,
-        }
-        problems = [
-            f"{name}={list(values)!r}, expected integers"
-            for name, values in numbers.items()
-            if any(value.__class__ is not int for value in values)
-        ]
+        problems = qwen.section_problems(self.mrope_section)
+        indexes = self.vision.deepstack_visual_indexes
+        if any(index.__class__ is not int for index in indexes):
+            problems.append(f"deepstack_visual_indexes={list(indexes)!r}, expected integers")
         config_file.check(self, self.vision, problems=problems)
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        if len(self.mrope_section) != 3 or 2 * sum(self.mrope_section) != self.head_dim:
+        if 2 * sum(self.mrope_section) != self.head_dim:
             problems.append(
                 f"mrope_section={list(self.mrope_section)}, expected three numbers that add up to "
                 f"half of head_dim={self.head_dim}"
