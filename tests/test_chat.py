@@ -429,6 +429,16 @@ def test_history_as_text_has_the_newest_steps_with_their_numbers(model_dir, turn
     assert context.kept == (2,)
 
 
+def test_history_in_the_system_prompt_makes_one_turn(model_dir):
+    cfg = ChatConfig(system_prompt="Done: {history}", prompt_template="{instruction}")
+    chat = Chat(model_dir, cfg, LAYOUT)
+    context = chat.context("Go", SCREENS[:2], [chat.completion_ids("a")])
+    messages = [_system("Done: Step 1: a; "), _user(None, "Go")]
+    assert context.ids.tolist() == _oracle_ids(model_dir, messages, NUM_VISUAL[1:2])
+    assert context.kept == (1,)
+    assert cfg.most_screenshots == 1
+
+
 def test_context_of_ui_tars_equals_the_messages_of_its_authors(published_dir):
     chat = Chat(published_dir, ChatConfig(action_format="ui_tars"), LAYOUT)
     reply = "Thought: a\nAction: click(start_box='<|box_start|>(3,4)<|box_end|>')"

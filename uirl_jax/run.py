@@ -160,8 +160,8 @@ def check_family(cfg: RunConfig, family: Family) -> None:
     if cfg.learner.batch.share_prompts:
         wanted["share_in_group"] = "learner.batch.share_prompts=True"
     grows = turns > 1 and cfg.chat.history_turns != 0
-    if grows and "{history}" not in cfg.chat.prompt.template:
-        template = f"max_turns={turns} with a chat.prompt_template without {{history}}"
+    if grows and not cfg.chat.prompt.has_history:
+        template = f"max_turns={turns} without {{history}} in chat.prompt_template"
         wanted["growing_contexts"] = template
         if cfg.chat.most_screenshots > 1:
             wanted["multi_image"] = f"chat.max_screenshots={cfg.chat.max_screenshots}"

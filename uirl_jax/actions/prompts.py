@@ -38,8 +38,8 @@ class Prompt:
     """System prompt and user prompt with their placeholders, and how a turn is laid out.
 
     {instruction} or {task_description} is the task; {width} and {height} are those of the image as
-    the model sees it; {history} is what was done before, one line a turn. With {history} there is
-    one user message with the newest screenshot; without it a conversation with a reply a turn.
+    the model sees it; {history} is what was done before, one line a turn. With {history} in either
+    there is one user message with the newest screenshot; without it a conversation with a reply a turn.
     """
 
     system: str
@@ -47,6 +47,11 @@ class Prompt:
     # image_first and image_last: in the first user message; own_message: in one before it.
     layout: Literal["image_first", "image_last", "own_message"] = "image_first"
     summary: Callable[[str], str] = str.strip  # a turn's text -> its line of the history
+
+    @property
+    def has_history(self) -> bool:
+        """Whether earlier turns are lines of text, not turns of the conversation."""
+        return "{history}" in self.system or "{history}" in self.template
 
 
 def published(name: str) -> str:

@@ -156,7 +156,7 @@ class Chat:
         }
         first = 0 if self.cfg.history_turns is None else len(sampled) - self.cfg.history_turns
         first = max(0, first)
-        if "{history}" in self._prompt.template:
+        if self._prompt.has_history:
             lines = [self._prompt.summary(self.decode(tokens)) for tokens in sampled[first:]]
             steps = (f"Step {n}: {line}; " for n, line in enumerate(lines, first + 1))
             values["history"] = "".join(steps)

@@ -19,7 +19,7 @@ from uirl_jax.untrusted import json as untrusted_json
 
 DEFAULT_FORMAT = "text"
 _TRAVELS = ("action_format", "coordinates", "system_prompt", "prompt_template")
-_SCREEN_SIZE = re.compile(r"\{(width|height)\}")
+_OF_A_TURN = re.compile(r"\{(instruction|task_description|history|width|height)\}")
 _MAX_BYTES = 1_000_000
 
 
@@ -59,7 +59,7 @@ class ChatConfig:
     @property
     def most_screenshots(self) -> int:
         """That a context may hold."""
-        if "{history}" in self.prompt.template:
+        if self.prompt.has_history:
             return 1
         earlier = self.max_screenshots if self.history_turns is None else self.history_turns
         return min(self.max_screenshots, 1 + earlier)
@@ -122,8 +122,8 @@ def write(directory: str | Path, cfg: ChatConfig, layout: ChatLayout) -> None:
     """Writes uirl_chat.json, and a chat template whose default system prompt is this one.
 
     The file has the prompts in full: a later version of the action format changes nothing. A system
-    prompt that names the screen's size has no default: a template does not know the screen, and
-    the directory's own template stays.
+    prompt with placeholders is no default: a template does not know the screen or the task, and the
+    directory's own template stays.
     """
     directory = Path(directory)
     values = {
@@ -134,7 +134,7 @@ def write(directory: str | Path, cfg: ChatConfig, layout: ChatLayout) -> None:
     }
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     (directory / CHAT_FILE).write_text(text, encoding="utf-8", newline="\n")
-    if _SCREEN_SIZE.search(cfg.prompt.system):
+    if _OF_A_TURN.search(cfg.prompt.system):
         return
     template = layout.template(cfg.prompt.system)
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8", newline="\n")
