@@ -23,11 +23,10 @@ from flax import nnx
 
 from uirl_jax import assets
 from uirl_jax.errors import ModelError
-from uirl_jax.families import chat_config
+from uirl_jax.families import chat_config, token_ids
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
-from uirl_jax.families.token_ids import with_token_ids
 from uirl_jax.models import hub, peft_adapters, token_rows, weights
 from uirl_jax.models.blocks import Remat
 from uirl_jax.models.directory import copy_tokenizer, read_json
@@ -181,8 +180,8 @@ def check(
     if lora is not None and lora.trains_tokens:
         family.require({"trainable_tokens": "model.lora.trainable_tokens"})
     cfg = family.read_config(path)
-    _check_image_token(family, path, cfg)
-    lora = with_token_ids(lora, path, cfg.vocab_size)
+    lora = token_ids.with_token_ids(lora, path, cfg.vocab_size)
+    _check_tokenizer(family, path, cfg)
     found = _read_adapter(assets.find(adapter), family, cfg, lora) if adapter else None
     return Checked(cfg, lora, found)
 
@@ -195,18 +194,27 @@ def _base_rows(trainable: nnx.State, arrays: dict[str, np.ndarray]) -> dict[str,
     return {path: np.asarray(fresh[path]) for path in missing}  # every process has all of them
 
 
-def _check_image_token(family: Family, path: Path, cfg: Any) -> None:
-    """Raises: ModelError: config.json and tokenizer.json have other ids for the placeholder."""
+def _check_tokenizer(family: Family, path: Path, cfg: Any) -> None:
+    """Raises: ModelError: config.json and tokenizer.json have other ids for the placeholder, or
+    tokens have no row in the embeddings."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return
-    added = read_json(file).get("added_tokens") or ()
-    ids = {token.get("content"): token.get("id") for token in added if isinstance(token, dict)}
-    theirs = ids.get(family.chat.image_token, cfg.image_token_id)
+    tokenizer, placeholder = read_json(file), family.chat.image_token
+    theirs = token_ids.added_tokens(tokenizer).get(placeholder, cfg.image_token_id)
     if theirs != cfg.image_token_id:
         raise ModelError(
             f"{path}: config.json says image_token_id={cfg.image_token_id}, in tokenizer.json "
-            f"{family.chat.image_token} is {theirs}; one of the files is another model's"
+            f"{placeholder} is {theirs}; one of the files is another model's"
+        )
+    # A gather beyond the table would read its last row. The placeholder's is never used.
+    beyond = token_ids.ids_beyond(tokenizer, cfg.vocab_size)
+    beyond.pop(placeholder, None)
+    if beyond:
+        raise ModelError(
+            f"{file}: {len(beyond)} tokens, such as {min(beyond, key=beyond.__getitem__)!r}, have "
+            f"ids beyond the {cfg.vocab_size} rows of the model's embeddings; resize these, or add "
+            "tokens by tools.add_point_tokens"
         )
 
 
@@ -261,7 +269,7 @@ def save_merged(
         family,
         path,
         cfg,
-        lora=with_token_ids(lora, path, cfg.vocab_size),
+        lora=token_ids.with_token_ids(lora, path, cfg.vocab_size),
         param_dtype=weights.stored_dtype(path),
         init_key=jax.random.key(0),
     )

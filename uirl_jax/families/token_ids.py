@@ -28,7 +28,7 @@ def with_token_ids(lora: LoraConfig | None, model_dir: Path, vocab_size: int) ->
     ids, faults = set(lora.trainable_token_ids), []
     if lora.trainable_tokens:
         tokenizer = read_json(model_dir / "tokenizer.json")
-        added = _added(tokenizer)
+        added = added_tokens(tokenizer)
         for name in lora.trainable_tokens:
             found = _matches(name, added)
             ids |= {added[token] for token in found}
@@ -45,7 +45,8 @@ def with_token_ids(lora: LoraConfig | None, model_dir: Path, vocab_size: int) ->
     return dataclasses.replace(lora, trainable_token_ids=tuple(sorted(ids)))
 
 
-def _added(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of the added tokens of a tokenizer.json, which is untrusted."""
     entries = tokenizer.get("added_tokens")
     return {
         entry["content"]: entry["id"]
@@ -54,6 +55,16 @@ def _added(tokenizer: Mapping[str, Any]) -> dict[str, int]:
         and isinstance(entry.get("content"), str)
         and type(entry.get("id")) is int
     }
+
+
+def ids_beyond(tokenizer: Mapping[str, Any], rows: int) -> dict[str, int]:
+    """The tokens of a tokenizer.json, which is untrusted, with ids from `rows` on."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):  # Unigram's: an id is a place in the list
+        vocab = {str(entry[0]): i for i, entry in enumerate(vocab) if isinstance(entry, list)}
+    ids = (vocab if isinstance(vocab, dict) else {}) | added_tokens(tokenizer)
+    return {token: i for token, i in ids.items() if type(i) is int and i >= rows}
 
 
 def _matches(name: str, added: Collection[str]) -> list[str]:

@@ -1,0 +1,71 @@
+"""The files of a model directory that contradict each other or are hostile: one ModelError each."""
+
+import json
+import shutil
+
+import pytest
+
+from tests import tiny_model
+from uirl_jax.errors import ModelError
+from uirl_jax.families import loading
+from uirl_jax.families.table import family_of
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_model.write(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def model_dir(base, tmp_path):
+    return shutil.copytree(base, tmp_path / "model")
+
+
+def check(path):
+    return loading.check(family_of(path), path, lora=None)
+
+
+def change_tokenizer(model_dir, change):
+    path = model_dir / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+# -------------------------------------------------------------------- ids beyond the embedding table
+
+
+def add_token(content, token_id):
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, "special": True, **flags}
+
+
+@pytest.mark.parametrize("part", ["added_tokens", "vocab"])
+def test_token_beyond_the_embeddings_is_refused(model_dir, part):
+    rows = check(model_dir).cfg.vocab_size
+
+    def change(content):
+        if part == "vocab":
+            content["model"]["vocab"]["<new>"] = rows
+        else:
+            content["added_tokens"].append(add_token("<new>", rows))
+
+    change_tokenizer(model_dir, change)
+    message = f"1 tokens, such as '<new>', have ids beyond the {rows} rows.*tools.add_point_tokens"
+    with pytest.raises(ModelError, match=message):
+        check(model_dir)
+
+
+def test_placeholder_beyond_the_embeddings_is_taken(model_dir):
+    """Florence-2's is: its row is never read."""
+    rows = check(model_dir).cfg.vocab_size
+
+    def change(content):
+        for token in content["added_tokens"]:
+            if token["content"] == "<|image_pad|>":
+                token["id"] = rows
+
+    change_tokenizer(model_dir, change)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"image_token_id": rows}))
+    check(model_dir)
