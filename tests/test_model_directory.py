@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+import uirl_jax
 from tests import tiny_model
 from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
@@ -69,3 +70,21 @@ def test_placeholder_beyond_the_embeddings_is_taken(model_dir):
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(config | {"image_token_id": rows}))
     check(model_dir)
+
+
+# ------------------------------------------------------------------------ saving into the base itself
+
+
+@pytest.mark.parametrize("kind", ["itself", "link", "linked files"])
+def test_model_saved_into_its_own_directory_is_refused_and_unchanged(model_dir, tmp_path, kind):
+    target = model_dir if kind == "itself" else tmp_path / "target"
+    if kind == "link":
+        target.symlink_to(model_dir)
+    elif kind == "linked files":
+        target.mkdir()
+        (target / "tokenizer.json").symlink_to(model_dir / "tokenizer.json")
+    before = {file.name: file.read_bytes() for file in model_dir.iterdir()}
+    vlm = uirl_jax.VLM.from_pretrained(model_dir)
+    with pytest.raises(ModelError, match="save into another directory"):
+        vlm.save_pretrained(target)
+    assert {file.name: file.read_bytes() for file in model_dir.iterdir()} == before

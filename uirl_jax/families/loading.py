@@ -260,9 +260,10 @@ def save_merged(
     Args:
       lora: of the adapters, as a run's config has it; None: `trained` replaces all weights.
       chat: the prompts that the adapters were trained with (see `chat_config`); None: the base's.
-    Raises: ModelError where adapters do not fit.
+    Raises: ModelError where adapters do not fit, or the directory is model_dir.
     """
     path = Path(model_dir)
+    _refuse_own_files(path, Path(directory))
     family = family_of(path)
     cfg = family.read_config(path)
     model = read_model(
@@ -281,6 +282,17 @@ def save_merged(
         (Path(directory) / "preprocessor_config.json").write_text(content, encoding="utf-8")
     if chat is not None:
         chat_config.write(directory, chat, family.chat)
+
+
+def _refuse_own_files(model_dir: Path, directory: Path) -> None:
+    """Raises: ModelError: what is to be written would replace files of model_dir itself."""
+    for file in model_dir.iterdir():
+        target = directory / file.name
+        if target.exists() and target.samefile(file):
+            raise ModelError(
+                f"{directory}: its {file.name} is the file of the model that is read ({model_dir}), "
+                "which would be overwritten; save into another directory"
+            )
 
 
 def save_model(
