@@ -4,12 +4,16 @@ import json
 import shutil
 
 import pytest
+from safetensors.numpy import save_file
 
 import uirl_jax
 from tests import tiny_model
 from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
+from uirl_jax.families.chat import Chat
+from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
+from uirl_jax.models import weight_files, weights
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def change_tokenizer(model_dir, change):
     path.write_text(json.dumps(content))
 
 
-# -------------------------------------------------------------------- ids beyond the embedding table
+# ------------------------------------------------------------------------ ids beyond the embeddings
 
 
 def add_token(content, token_id):
@@ -72,7 +76,7 @@ def test_placeholder_beyond_the_embeddings_is_taken(model_dir):
     check(model_dir)
 
 
-# ------------------------------------------------------------------------ saving into the base itself
+# ----------------------------------------------------------------------- saving into the base
 
 
 @pytest.mark.parametrize("kind", ["itself", "link", "linked files"])
@@ -88,3 +92,56 @@ def test_model_saved_into_its_own_directory_is_refused_and_unchanged(model_dir, 
     with pytest.raises(ModelError, match="save into another directory"):
         vlm.save_pretrained(target)
     assert {file.name: file.read_bytes() for file in model_dir.iterdir()} == before
+
+
+# ------------------------------------------------------------------------------------ hostile files
+
+
+def without_added_tokens(content):
+    vocab = content["model"]["vocab"]
+    vocab |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    content["added_tokens"] = []
+
+
+def with_a_number(content):
+    content["added_tokens"] = 5
+
+
+def with_a_list_as_name(content):
+    content["added_tokens"][0]["content"] = []
+
+
+@pytest.mark.parametrize(
+    "change", [without_added_tokens, with_a_number, with_a_list_as_name], ids=lambda f: f.__name__
+)
+def test_tokenizer_without_usable_added_tokens_is_a_model_error(model_dir, change):
+    change_tokenizer(model_dir, change)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        check(model_dir)
+        Chat(model_dir, ChatConfig(), family_of(model_dir).chat)
+
+
+NESTED = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "preprocessor_config.json", "tokenizer.json", "uirl_chat.json"]
+)
+def test_deeply_nested_file_is_a_model_error(model_dir, name):
+    (model_dir / name).write_text(NESTED)
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        check(model_dir)
+        ChatConfig().completed(model_dir)
+
+
+def test_deeply_nested_index_is_a_model_error(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "model.safetensors.index.json").write_text(NESTED)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
+        weight_files.paths_in(model_dir)
+
+
+def test_weights_without_tensors_are_a_model_error(model_dir):
+    save_file({}, model_dir / "model.safetensors")
+    with pytest.raises(ModelError, match="hold no tensors"):
+        weights.stored_dtype(model_dir)

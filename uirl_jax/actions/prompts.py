@@ -39,7 +39,8 @@ class Prompt:
 
     {instruction} or {task_description} is the task; {width} and {height} are those of the image as
     the model sees it; {history} is what was done before, one line a turn. With {history} in either
-    there is one user message with the newest screenshot; without it a conversation with a reply a turn.
+    there is one user message with the newest screenshot; without it a conversation with a reply a
+    turn.
     """
 
     system: str

@@ -94,7 +94,10 @@ class Chat:
         path = Path(model_path)
         path = path / "tokenizer.json" if path.is_dir() else path
         self._tokenizer, self._plain = _load(path)
-        special = _special_ids(path, layout.needed, self._tokenizer, self._plain)
+        added = {
+            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        special = _special_ids(path, layout.needed, added, self._plain)
         self.end_token_ids = tuple(special[token] for token in layout.end_tokens)
         self.image_token_id = special[layout.image_token]
         # The placeholder of visual tokens, whether the layout lists it or not.
@@ -102,9 +105,6 @@ class Chat:
         self.forbidden_ids = tuple(special[token] for token in forbidden)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-        added = {
-            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
         self._added = added
         self._split_added = _splitter(added)  # in prompts, which are ours
         self._split_markers = _splitter(set(self.action_format.markers) & set(added))
@@ -375,14 +375,14 @@ def _load(path: Path) -> tuple[Tokenizer, Tokenizer]:
 
 
 def _special_ids(
-    path: Path, needed: Sequence[str], tokenizer: Tokenizer, plain: Tokenizer
+    path: Path, needed: Sequence[str], added: Mapping[str, int], plain: Tokenizer
 ) -> dict[str, int]:
-    found = {token: tokenizer.token_to_id(token) for token in needed}
-    ids = {token: token_id for token, token_id in found.items() if token_id is not None}
-    if missing := [token for token in needed if token not in ids]:
+    if missing := [token for token in needed if token not in added]:
         raise ModelError(
-            f"{path}: not the tokenizer of this model family, it lacks {', '.join(missing)}"
+            f"{path}: not the tokenizer of this model family, it lacks {', '.join(missing)} among "
+            "its added_tokens"
         )
+    ids = {token: added[token] for token in needed}
     leaking = [t for t, i in ids.items() if i in plain.encode(t, add_special_tokens=False).ids]
     if leaking:
         raise ModelError(

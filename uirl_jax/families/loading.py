@@ -290,8 +290,8 @@ def _refuse_own_files(model_dir: Path, directory: Path) -> None:
         target = directory / file.name
         if target.exists() and target.samefile(file):
             raise ModelError(
-                f"{directory}: its {file.name} is the file of the model that is read ({model_dir}), "
-                "which would be overwritten; save into another directory"
+                f"{directory}: its {file.name} is that of the model {model_dir}, which would be "
+                "overwritten; save into another directory"
             )
 
 

@@ -27,7 +27,7 @@ def read_json(path: Path, expected: str = "a model directory in Hugging Face's f
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path}: cannot be read as JSON ({error}); expected {expected}"
         ) from error

@@ -73,7 +73,7 @@ def paths_in(model_dir: Path) -> list[Path]:
             set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
         )
         outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index_path}: not an index of weights ({error!r})") from error
     missing = [name for name in names if not (model_dir / name).is_file()]
     if outside or missing:

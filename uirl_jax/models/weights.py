@@ -177,6 +177,8 @@ def stored_dtype(model_dir: str | Path) -> jnp.dtype:
     for path in weight_files.paths_in(Path(model_dir)):
         for tensor in weight_files.tensors_in(path):
             sizes[tensor.dtype_name] += tensor.size_bytes
+    if not sizes:
+        raise ModelError(f"{model_dir}: its safetensors files hold no tensors")
     [(stored, _)] = sizes.most_common(1)
     for name, stored_name in weight_files.DTYPE_NAMES.items():
         if stored_name == stored:
