@@ -64,6 +64,7 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "wrong.py").write_text("import math\n\nmath.nowhere\n")
     (tmp_path / "needs.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "wandbx_hooks.py").write_text("import wandbx\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
     return tmp_path
@@ -81,6 +82,8 @@ def module(tmp_path, monkeypatch):
         ("mine:CONSTANT", "mine.py: CONSTANT is int, expected a function"),
         ("wrong:f", "wrong.py, line 3: AttributeError"),
         ("needs:f", "needs.py, line 1: No module named 'not_installed_anywhere'"),
+        ("wandbx_hooks:f", "wandbx_hooks.py, line 1: No module named 'wandbx'"),
+        ("mine.deeper:f", "no module 'mine.deeper' in {folder} or on PYTHONPATH"),
     ],
 )
 def test_reference_that_cannot_be_loaded_is_one_error(module, reference, said):

@@ -37,7 +37,8 @@ def load(reference: str, key: str, kind: type | None = None, kind_name: str = "a
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
+        # The module itself, or a package that it is in; else something that it imports is missing.
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(f"{key}={reference!r}: {_where(error)}: {error}") from error
         raise ConfigError(
             f"{key}={reference!r}: no module {module_name!r} in {folder} or on PYTHONPATH"
