@@ -170,7 +170,6 @@ def test_from_processor_equals_pack_screens_of_the_same_images():
     returned, packed = SMALL.from_processor(
         pixel_values=np.concatenate(pixels),
         image_grid_thw=np.array([one.layout for one in screens]),
-        mm_token_type_ids=np.zeros((1, 9), np.int64),
     )
     assert [one.layout for one in returned] == [one.layout for one in screens]
     placed = [PlacedScreen(one, row, 0, 1) for row, one in enumerate(screens)]

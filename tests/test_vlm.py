@@ -98,7 +98,12 @@ def test_logits_without_images_equal_those_of_transformers(vlm, reference):
     ids_bt = np.array([[5, 9, 20, 33, 7]])
     with torch.no_grad():
         expected_btv = model(input_ids=torch.tensor(ids_bt)).logits.numpy()
-    np.testing.assert_allclose(vlm.logits(ids_bt, np.ones_like(ids_bt)), expected_btv, atol=1e-4)
+    got_btv = vlm.logits(ids_bt, np.ones_like(ids_bt))
+    np.testing.assert_allclose(got_btv, expected_btv, atol=1e-4)
+    # The processor of a text alone returns these, too.
+    kinds_bt = np.zeros_like(ids_bt)
+    same_btv = vlm.logits(ids_bt, np.ones_like(ids_bt), mm_token_type_ids=kinds_bt)
+    np.testing.assert_array_equal(same_btv, got_btv)
 
 
 def test_loss_is_that_of_transformers_over_the_answers_alone(vlm, reference, screens):

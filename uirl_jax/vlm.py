@@ -228,6 +228,7 @@ class VLM:
         pixel_values: np.ndarray | None = None,
         image_grid_thw: np.ndarray | None = None,
         token_type_ids: np.ndarray | None = None,
+        mm_token_type_ids: np.ndarray | None = None,
         labels: np.ndarray | None = None,
         **more: np.ndarray,
     ) -> np.ndarray:
@@ -240,12 +241,12 @@ class VLM:
             float[P,F], the patches of all images, row after row, and int[N,3], in patches.
           token_type_ids: int[B,T], 1 at an answer; of PaliGemma's processor, whose contexts see all
             of themselves. None: there is no answer.
-          labels: of the same processor; not read.
+          mm_token_type_ids, labels: of the same processors; not read.
 
         Returns: float32[B,T,V]; values at padding are undefined.
         Raises: ImageError where the images do not fit each other or the placeholders.
         """
-        del labels
+        del mm_token_type_ids, labels
         ids_bt, mask_bt = np.asarray(input_ids, np.int32), np.asarray(attention_mask, np.int32)
         images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw, **more}
         given = {name: np.asarray(array) for name, array in images.items() if array is not None}

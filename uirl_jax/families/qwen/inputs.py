@@ -98,7 +98,6 @@ class QwenInputs:
         *,
         pixel_values: np.ndarray | None = None,
         image_grid_thw: np.ndarray | None = None,
-        mm_token_type_ids: np.ndarray | None = None,
         **more: np.ndarray,
     ) -> tuple[list[Screen], PackedScreens]:
         """Screens without pixels, and the arrays of the images, each in a row of its own.
@@ -106,10 +105,8 @@ class QwenInputs:
         Args:
           pixel_values: float[P,F], the patches of all images, one after the other.
           image_grid_thw: int[N,3], of each image in patches.
-          mm_token_type_ids: not read, it says again where input_ids has images.
           more: refused.
         """
-        del mm_token_type_ids
         if more or pixel_values is None or image_grid_thw is None:
             got = sorted(more) or "one of them alone"
             raise ImageError(
