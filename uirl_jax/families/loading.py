@@ -8,7 +8,6 @@ a ModelError.
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import re
 import threading
 import warnings
@@ -23,7 +22,7 @@ from flax import nnx
 
 from uirl_jax import assets
 from uirl_jax.errors import ModelError
-from uirl_jax.families import chat_config, token_ids
+from uirl_jax.families import chat_config, processor_file, token_ids
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
@@ -278,8 +277,7 @@ def save_merged(
     save_model(family, model, directory, dtype=weights.stored_dtype(path) if lora is None else None)
     copy_tokenizer(path, Path(directory))
     if family.processor_json is not None:  # the base's cuts other screens than were trained on
-        content = json.dumps(family.processor_json(model.cfg), indent=2) + "\n"
-        (Path(directory) / "preprocessor_config.json").write_text(content, encoding="utf-8")
+        processor_file.write(Path(directory), family.processor_json(model.cfg))
     if chat is not None:
         chat_config.write(directory, chat, family.chat)
 

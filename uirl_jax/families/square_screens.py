@@ -7,7 +7,6 @@ How a square is made of a screen is the family's: LLaVA pads it, others squash i
 import abc
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -26,12 +25,13 @@ class SquareImages(Protocol):
     def side_px(self) -> int: ...
 
 
-def check_side(path: Path, images: SquareImages, image_size: int) -> None:
-    """Raises: ModelError: the preprocessor_config.json of that path is for other squares."""
+def check_side(where: str, images: SquareImages, image_size: int) -> None:
+    """Raises: ModelError: the image settings, which are there, are for other squares."""
     if images.side_px != image_size:
         raise ModelError(
-            f"{path}: squares of {images.side_px} pixels, config.json has image_size={image_size}: "
-            "it belongs to another model; take the file of this model's directory"
+            f"{where}: squares of {images.side_px} pixels, config.json has "
+            f"image_size={image_size}: it belongs to another model; take the file of this model's "
+            "directory"
         )
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import config_file
+from uirl_jax.families import config_file, processor_file
 from uirl_jax.families.florence2.images import ImageConfig
-from uirl_jax.models.directory import read_json
 
 STAGES = 4  # of the vision tower
 _PER_STAGE = (
@@ -88,7 +87,7 @@ class Florence2Config:
     pad_token_id: int = 1
     eos_token_id: int = 2
     image_token_id: int = 51289
-    images: ImageConfig = _IMAGES  # of preprocessor_config.json
+    images: ImageConfig = _IMAGES  # of the directory's processor file
 
     def __post_init__(self) -> None:
         config_file.check(
@@ -247,14 +246,15 @@ def read_model_config(model_dir: Path) -> Florence2Config:
 
 
 def read_config(model_dir: Path) -> Florence2Config:
-    """Reads config.json and preprocessor_config.json.
+    """Reads config.json and the image settings.
 
     Raises: ModelError: they cannot be read or contradict each other.
     """
     cfg = read_model_config(model_dir)
-    path = model_dir / "preprocessor_config.json"
-    content = read_json(path)
-    cfg = dataclasses.replace(cfg, images=ImageConfig.from_dict(content))
+    (images, tokens_said), where = processor_file.read(
+        model_dir, lambda content: (ImageConfig.from_dict(content), content.get("image_seq_length"))
+    )
+    cfg = dataclasses.replace(cfg, images=images)
     side_px, vision = cfg.images.side_px, cfg.vision
     problem = ""
     if side_px % vision.patch_px:
@@ -263,12 +263,12 @@ def read_config(model_dir: Path) -> Florence2Config:
         most = vision.max_position_embeddings * vision.patch_px
         problem = f"config.json has positions of {most} pixels"
     if problem:
-        raise ModelError(f"{path}: squares of {side_px} pixels, {problem}")
+        raise ModelError(f"{where}: squares of {side_px} pixels, {problem}")
     tokens = 1 + cfg.grid_side**2
-    if (said := content.get("image_seq_length", tokens)) != tokens:
+    if tokens_said not in (None, tokens):
         raise ModelError(
-            f"{path}: image_seq_length={said}, but a screen is {tokens} visual tokens: it belongs "
-            "to another model; take the file of this model's directory"
+            f"{where}: image_seq_length={tokens_said}, but a screen is {tokens} visual tokens: it "
+            "belongs to another model; take the file of this model's directory"
         )
     return cfg
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import config_file
+from uirl_jax.families import config_file, processor_file
 from uirl_jax.families.idefics2.images import ImageConfig
 from uirl_jax.families.vision_config import VisionConfig, tower_problems
-from uirl_jax.models.directory import read_json
 
 # What the reference takes where config.json has no text_config.
 _TEXT: Mapping[str, Any] = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
@@ -57,7 +56,7 @@ class Idefics2Config:
     bos_token_id: int | None = 1
     eos_token_id: int | None = 2
     image_token_id: int = 32001
-    images: ImageConfig  # of preprocessor_config.json
+    images: ImageConfig  # of the directory's processor file
 
     def __post_init__(self) -> None:
         config_file.check(self, self.vision, self.perceiver)
@@ -193,13 +192,14 @@ def read_model_config(model_dir: Path) -> Idefics2Config:
 
 
 def read_config(model_dir: Path) -> Idefics2Config:
-    """Reads config.json and preprocessor_config.json.
+    """Reads config.json and the image settings.
 
     Raises: ModelError: they cannot be read or contradict each other.
     """
     cfg = read_model_config(model_dir)
-    content = read_json(model_dir / "preprocessor_config.json")
-    return dataclasses.replace(cfg, images=ImageConfig.from_dict(content, cfg.vision.patch_size))
+    patch_size = cfg.vision.patch_size
+    images, _ = processor_file.read(model_dir, lambda c: ImageConfig.from_dict(c, patch_size))
+    return dataclasses.replace(cfg, images=images)
 
 
 def max_positions(cfg: Idefics2Config) -> int:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import config_file, vision_config
+from uirl_jax.families import config_file, processor_file, vision_config
 from uirl_jax.families.paligemma.images import ImageConfig
 from uirl_jax.families.square_screens import check_side
-from uirl_jax.models.directory import read_json
 
 # What the reference takes where config.json has no vision_config or text_config.
 _VISION: Mapping[str, Any] = {
@@ -89,7 +88,7 @@ class PaliGemmaConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     image_token_id: int = 256000
-    images: ImageConfig = _IMAGES  # of preprocessor_config.json
+    images: ImageConfig = _IMAGES  # of the directory's processor file
 
     def __post_init__(self) -> None:
         problems = [
@@ -251,14 +250,13 @@ def read_model_config(model_dir: Path) -> PaliGemmaConfig:
 
 
 def read_config(model_dir: Path) -> PaliGemmaConfig:
-    """Reads config.json and preprocessor_config.json.
+    """Reads config.json and the image settings.
 
     Raises: ModelError: they cannot be read or contradict each other.
     """
     cfg = read_model_config(model_dir)
-    path = model_dir / "preprocessor_config.json"
-    images = ImageConfig.from_dict(read_json(path))
-    check_side(path, images, cfg.vision.image_size)
+    images, where = processor_file.read(model_dir, ImageConfig.from_dict)
+    check_side(where, images, cfg.vision.image_size)
     return dataclasses.replace(cfg, images=images)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from uirl_jax.errors import ModelError
+from uirl_jax.families import processor_file
 from uirl_jax.families.qwen.images import ImageConfig
 
 VISION_ROPE_THETA = 10_000.0
@@ -43,7 +44,7 @@ class QwenConfig:
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
-    images: ImageConfig = _IMAGES  # of preprocessor_config.json
+    images: ImageConfig = _IMAGES  # of the directory's processor file
 
     @property
     def head_dim(self) -> int:
@@ -157,11 +158,11 @@ class PatchSizes(Protocol):
 
 
 def read_images(model_dir: Path, vision: PatchSizes) -> ImageConfig:
-    """Reads preprocessor_config.json.
+    """Reads the image settings of a directory.
 
     Raises: ModelError: it cannot be read, or cuts other patches than the vision tower takes.
     """
-    images = ImageConfig.load(model_dir)
+    images, where = processor_file.read(model_dir, ImageConfig.from_dict)
     problems = [
         f"{name}={cut!r}, config.json has {taken}"
         for name, cut, taken in (
@@ -173,7 +174,7 @@ def read_images(model_dir: Path, vision: PatchSizes) -> ImageConfig:
     ]
     if problems:
         raise ModelError(
-            f"{model_dir}/preprocessor_config.json: {'; '.join(problems)}: it belongs to another "
+            f"{where}: {'; '.join(problems)}: it belongs to another "
             "model; take the file of this model's directory"
         )
     return images

@@ -18,7 +18,6 @@ from PIL import Image
 from uirl_jax.errors import ImageError
 from uirl_jax.families import processor_file
 from uirl_jax.families.pixel_levels import level_values
-from uirl_jax.models.directory import read_json
 
 Grid = tuple[int, int, int]  # patches in time, height and width
 
@@ -98,8 +97,8 @@ class ImageConfig:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> "ImageConfig":
-        """Reads <model_dir>/preprocessor_config.json. Raises: ModelError."""
-        return cls.from_dict(read_json(Path(model_dir) / "preprocessor_config.json"))
+        """Reads the image settings of a directory. Raises: ModelError."""
+        return processor_file.read(Path(model_dir), cls.from_dict)[0]
 
     def to_dict(self, processor_class: str = "Qwen2VLProcessor") -> dict[str, Any]:
         """preprocessor_config.json as transformers reads it.

@@ -148,6 +148,6 @@ def read_model_config(model_dir: Path) -> Qwen25VLConfig:
 
 
 def read_config(model_dir: Path) -> Qwen25VLConfig:
-    """Reads config.json and preprocessor_config.json. Raises: ModelError."""
+    """Reads config.json and the image settings. Raises: ModelError."""
     cfg = read_model_config(model_dir)
     return dataclasses.replace(cfg, images=qwen.read_images(model_dir, cfg.vision))

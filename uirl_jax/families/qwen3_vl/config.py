@@ -116,7 +116,7 @@ class Qwen3VLConfig:
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
-    images: ImageConfig = _IMAGES  # of preprocessor_config.json
+    images: ImageConfig = _IMAGES  # of the directory's processor file
 
     def __post_init__(self) -> None:
         problems = qwen.section_problems(self.mrope_section)
@@ -257,7 +257,7 @@ def read_model_config(model_dir: Path) -> Qwen3VLConfig:
 
 
 def read_config(model_dir: Path) -> Qwen3VLConfig:
-    """Reads config.json and preprocessor_config.json.
+    """Reads config.json and the image settings.
 
     Raises: ModelError: they cannot be read or contradict each other, or it is a Thinking model.
     """
