@@ -1,10 +1,14 @@
 """VLM.logits of rows for both of Florence-2's towers, padded on the left, against transformers."""
 
+import dataclasses
+
 import numpy as np
+import pytest
 
 import uirl_jax
 from tests import family_world as world
 from tests.oracles import florence2_torch
+from uirl_jax.errors import ContextError
 
 
 def test_logits_of_prompts_and_answers_equal_transformers():
@@ -29,3 +33,19 @@ def test_logits_of_prompts_and_answers_equal_transformers():
         assert len(expected_tv) == decoders
         difference = np.abs(got_btv[row, -decoders:] - expected_tv).max()
         assert difference < 1e-5 * np.abs(expected_tv).max()
+
+
+def test_row_is_as_long_as_the_longer_of_its_towers():
+    vlm = uirl_jax.VLM.from_pretrained(world.directory_of("florence2_odd"))
+    end = florence2_torch.END
+    prompt, answer = [florence2_torch.BOS, 7, 8, 9, end], [end, florence2_torch.BOS, 11, 12]
+    ids_bt = np.array([[*prompt, *answer]])
+
+    def logits(limit):
+        cfg = dataclasses.replace(vlm.model.cfg, max_position_embeddings=limit)
+        vlm.model = dataclasses.replace(vlm.model, cfg=cfg)
+        return vlm.logits(ids_bt, np.ones_like(ids_bt))
+
+    assert np.isfinite(logits(len(prompt))).all()
+    with pytest.raises(ContextError, match=r"a context of 5 tokens: .* takes 4 positions"):
+        logits(len(prompt) - 1)

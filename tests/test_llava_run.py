@@ -27,7 +27,7 @@ from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.config import reading, schema
 from uirl_jax.demonstrations.recording import Recording
 from uirl_jax.engine.requests import SampleRequest, SampleResult
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, ContextError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import plan_screen
 from uirl_jax.run import check_model, completed
@@ -136,6 +136,22 @@ def test_predicted_click_is_on_the_screen(model_dir, monkeypatch):
     monkeypatch.setattr(vlm, "_engine", lambda chat, *sizes: Saying(chat, "click(60, 68)"))
     said = vlm.predict_action(Image.new("RGB", SCREEN), "Click the red button.")
     assert (said.action.x, said.action.y) == (60, 40)
+
+
+def test_notebook_refuses_contexts_beyond_the_positions_of_its_training(model_dir):
+    vlm = uirl_jax.VLM.from_pretrained(model_dir)
+    screen = Image.new("RGB", (64, 64))
+    with pytest.raises(ContextError, match=r"tokens, 100000 of them new: .* positions \(max_pos"):
+        vlm.predict_action(screen, "Go", max_new_tokens=100_000)
+    cfg = dataclasses.replace(vlm.model.cfg, max_position_embeddings=4)
+    vlm.model = dataclasses.replace(vlm.model, cfg=cfg)
+    for call in (
+        lambda: vlm.forward([screen], ["Go"], ["click(1, 2)"]),
+        lambda: vlm.logits(np.ones((1, 5), np.int32), np.ones((1, 5), np.int32)),
+    ):
+        with pytest.raises(ContextError, match=r"takes 4 positions") as error:
+            call()
+        assert "\n" not in str(error.value)
 
 
 def test_contexts_beyond_the_positions_of_its_training_are_refused_in_one_line(model_dir, tmp_path):

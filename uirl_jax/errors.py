@@ -103,7 +103,8 @@ class EngineError(UirlError):
 
 
 class ContextError(UirlError):
-    """A context that a sampling server would tokenize differently (`env_error`)."""
+    """A context that is longer than the model takes, or that a sampling server would tokenize
+    differently (`env_error`)."""
 
 
 class UserCodeError(UirlError):

@@ -22,7 +22,7 @@ from PIL import Image
 from uirl_jax import assets
 from uirl_jax.actions import parse
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
-from uirl_jax.errors import ActionError, ImageError
+from uirl_jax.errors import ActionError, ContextError, ImageError
 from uirl_jax.families import loading
 from uirl_jax.families.border import PlacedScreen, Screen, TokenRows
 from uirl_jax.families.chat import Chat, run_starts
@@ -130,6 +130,7 @@ class VLM:
         Raises:
           ImageError: an image that cannot be read.
           ConfigError: an unknown action format.
+          ContextError: the context and max_new_tokens are longer than the model takes.
           ValueError: a temperature, top_p or top_k out of range.
         """
         if not (0.0 <= temperature < 1e3 and 0.0 < top_p <= 1.0 and top_k >= 0):
@@ -143,6 +144,7 @@ class VLM:
         screen = dataclasses.replace(self.model.inputs.cut_screen(picture), key=key)
         chat = self._chat(action_format)
         context_ids = chat.context(instruction, [screen], []).ids
+        self._check_length(self.model.inputs.positions(context_ids, [screen]), max_new_tokens)
         request = SampleRequest(
             context_ids=context_ids,
             screens=(screen,),
@@ -191,6 +193,7 @@ class VLM:
 
         Raises:
           ValueError: lists of different lengths, or empty ones.
+          ContextError: a row is longer than the model takes.
         """
         if not 0 < len(images) == len(prompts) == len(labels):
             raise ValueError(
@@ -244,7 +247,9 @@ class VLM:
           mm_token_type_ids, labels: of the same processors; not read.
 
         Returns: float32[B,T,V]; values at padding are undefined.
-        Raises: ImageError where the images do not fit each other or the placeholders.
+        Raises:
+          ImageError: the images do not fit each other or the placeholders.
+          ContextError: a row is longer than the model takes.
         """
         del mm_token_type_ids, labels
         ids_bt, mask_bt = np.asarray(input_ids, np.int32), np.asarray(attention_mask, np.int32)
@@ -338,6 +343,26 @@ class VLM:
             engine.set_policy(self._lora, self._version)
         return engine
 
+    def _check_length(self, positions_ac: np.ndarray, more: int = 0) -> None:
+        """Of one row. Raises: ContextError: it has more positions than the model was trained on.
+
+        Args: more: tokens to be sampled behind it.
+        """
+        family = self.model.family
+        if family.max_positions is None:
+            return
+        position_c = positions_ac[0]
+        ahead = position_c.max(initial=-1) + 1 + np.arange(more, dtype=position_c.dtype)
+        length = _longest_run(np.concatenate([position_c, ahead]))
+        limit = family.max_positions(self.model.cfg)
+        if length > limit:
+            sampled = f", {more} of them new" if more else ""
+            raise ContextError(
+                f"a context of {length} tokens{sampled}: {self.model.path} takes {limit} positions "
+                "(max_position_embeddings or sliding_window of its config.json); shorten the text, "
+                "or lower max_new_tokens"
+            )
+
     def _rows(
         self,
         ids_bt: np.ndarray,
@@ -358,7 +383,9 @@ class VLM:
             ids_c = ids_bt[row, mask_t]
             first, used = used, used + int(run_starts(ids_c, inputs.image_token_id).sum())
             row_screens = screens[first:used]
-            positions_abt[:, row, mask_t] = inputs.positions(ids_c, row_screens)
+            positions_ac = inputs.positions(ids_c, row_screens)
+            self._check_length(positions_ac)
+            positions_abt[:, row, mask_t] = positions_ac
             rows_v = np.array(
                 [
                     start + token
@@ -371,6 +398,16 @@ class VLM:
         if used != len(screens):
             raise ImageError(f"placeholders of {used} images, expected those of {len(screens)}")
         return TokenRows(ids_bt, positions_abt, mask_bt, index_bt if len(screens) else None)
+
+
+def _longest_run(position_t: np.ndarray) -> int:
+    """Of positions that count on. A family with two towers counts anew in the second one:
+
+    positions     0 1 2 3 | D D+1     D is far beyond the others
+    runs          4       | 2         the longest has 4
+    """
+    breaks = np.flatnonzero(np.diff(position_t) != 1) + 1
+    return max(len(run_t) for run_t in np.split(position_t, breaks))
 
 
 def _open(image: Picture) -> Image.Image:
