@@ -19,6 +19,7 @@ from PIL import Image
 from tests.served import BUTTON, TEXT, ask, create, served
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
+from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.server import session_types
 from uirl_jax.verifiers.server import sessions as sessions_module
 from uirl_jax.verifiers.server.open_session import OpenSession
@@ -297,6 +298,56 @@ def test_idle_session_is_ended_and_a_used_one_is_not():
             assert (await ask(http, "GET", f"/session/{idle['id']}/progress"))[0] == 404
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [BrowserError("gone"), RuntimeError("odd")])
+def test_session_whose_close_fails_costs_no_other_session(monkeypatch, caplog, error):
+    closed = []
+
+    async def close(task):
+        closed.append(task)
+        if len(closed) == 1:
+            raise error
+
+    monkeypatch.setattr(DesktopTask, "close", close)
+
+    async def run():
+        async with served(limits=ServerLimits(idle_time_s=0.4)) as http:
+            await create(http)
+            await _until(lambda: len(closed) == 1)  # this close raised
+            await create(http)
+            await _until(lambda: len(closed) == 2)  # the sweeper goes on
+            closed.clear()
+            await create(http, n=3)
+        assert len(closed) == 3  # at the end too the first close raises
+
+    asyncio.run(run())
+    assert str(error) in caplog.text
+
+
+def test_session_that_is_lost_and_cannot_be_closed_tells_why_it_was_lost(monkeypatch):
+    async def lost(task, image_format):
+        raise BrowserError("the page crashed")
+
+    async def close(task):
+        raise BrowserError("no such page")
+
+    monkeypatch.setattr(DesktopTask, "screenshot", lost)
+    monkeypatch.setattr(DesktopTask, "close", close)
+
+    async def run():
+        async with served() as http:
+            path = f"/session/{(await create(http))['id']}/screenshot"
+            status, body, _ = await ask(http, "GET", path)
+            assert (status, body["detail"]) == (500, "the page crashed")
+
+    asyncio.run(run())
+
+
+async def _until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 def test_ended_sessions_are_remembered_only_so_far(monkeypatch):

@@ -31,6 +31,7 @@ from uirl_jax.verifiers.server.open_session import (
     ActionRate,
     OpenSession,
     ServerLimits,
+    close_task,
     refusal,
 )
 from uirl_jax.verifiers.server.session_types import SessionTypes
@@ -148,14 +149,14 @@ class SingleSession:
                     "simple_data_entry and desktop/data_entry do"
                 )
         except BaseException:
-            await running.close()
+            await close_task(running, self._task.name)
             raise
         rate = ActionRate(self._limits.max_actions_per_s)
         self._session = OpenSession("single", self._task.name, running, rate)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.task.close()
+        await close_task(self._session.task, self._session.session_id)
 
     def routes(self) -> list[web.RouteDef]:
         return [web.route("*", "/{endpoint:.*}", self._handle)]

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from typing import Any
@@ -17,6 +18,8 @@ from aiohttp import web
 from uirl_jax.errors import ConfigError
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.server.session_types import RunningTask
+
+logger = logging.getLogger(__name__)
 
 _ANSWERS_KEPT = 4  # per session: a client repeats its latest request, never an older one
 
@@ -149,6 +152,17 @@ class OpenSession:
     async def image(self, image_format: str) -> web.Response:
         """The screen as it stands."""
         return _image_response(await self.task.screenshot(image_format), image_format)
+
+
+async def close_task(task: RunningTask, label: str) -> None:
+    """Closes a task. What its `close` raises is logged: the other sessions go on.
+
+    Args: label: the session's id or the task's name, for the log.
+    """
+    try:
+        await task.close()
+    except Exception as error:  # of browsers, or of the code of others (examples/browsergym_bridge)
+        logger.warning("event=close_failed session=%s reason=%s", label, error, exc_info=error)
 
 
 def _image_response(image: bytes, image_format: str) -> web.Response:

@@ -44,6 +44,7 @@ from uirl_jax.verifiers.server.open_session import (
     ActionRate,
     OpenSession,
     ServerLimits,
+    close_task,
     refusal,
 )
 from uirl_jax.verifiers.server.session_types import RunningTask, SessionTypes
@@ -282,7 +283,7 @@ class Sessions:
         if not errors:
             return opened
         for running in opened:
-            await running.close()
+            await close_task(running, task.name)
         reason = untrusted_json.printable(str(errors[0]), 300)
         if isinstance(errors[0], PoolFullError):
             raise refusal(
@@ -377,7 +378,7 @@ class Sessions:
             except BrowserError as error:
                 logger.warning("event=lost session=%s reason=%s", session.session_id, error)
                 if self._forget(session):
-                    await session.task.close()
+                    await close_task(session.task, session.session_id)
                 reason = untrusted_json.printable(str(error), 300)
                 raise refusal(web.HTTPInternalServerError, reason) from error
 
@@ -385,7 +386,7 @@ class Sessions:
         """Closes what a session holds, after the call that is using it."""
         if self._forget(session):
             async with session.lock:
-                await session.task.close()
+                await close_task(session.task, session.session_id)
 
     def _forget(self, session: OpenSession) -> bool:
         """Whether it was still open. The calls that wait for it are refused from now on."""
