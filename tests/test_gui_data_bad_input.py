@@ -8,11 +8,14 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from tests import gui_data_files as files
 from tests.gui_data_files import prepared
+from tools.gui_data import columns as gui_columns
 from tools.gui_data import reading, sets
 from tools.gui_data.source import Source
 from uirl_jax.errors import ConfigError, RecordError
@@ -402,6 +405,49 @@ def test_tables_that_are_none_cost_themselves(tmp_path):
     assert "column gt_bbox, gt_action, gt_input_text is missing" in reasons["other"]
     assert "no parquet file or one that was cut" in reasons["cut"]
     assert "no parquet file or one that was cut" in reasons["text"]
+
+
+def test_tables_that_expand_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    numbers, texts = pa.list_(pa.float64()), pa.list_(pa.string())
+    nested = {"image": pa.struct([("bytes", pa.list_(pa.binary()))])}
+    wide = {"gt_bbox": pa.list_(pa.float32(), 10_000_000)}
+    kinds = {"history": texts, **nested, "gt_bbox": texts}
+    path = tmp_path / "train.parquet"
+
+    def never(*_, **__):
+        raise AssertionError("a page was read")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", never)
+    columns = ("image", "instruction", "gt_bbox", "gt_action", "gt_input_text")
+    for name, kind in [*kinds.items(), *wide.items()]:
+        table = pa.table({one: pa.nulls(1, pa.string()) for one in columns})
+        value = ["a" * 100_000] * 500 if kind == texts else None  # a dictionary has it once
+        made = pa.array([value], kind)
+        if name in columns:
+            table = table.set_column(columns.index(name), name, made)
+        else:
+            table = table.append_column(name, made)
+        pq.write_table(table, path)
+        assert path.stat().st_size < 200_000
+        with pytest.raises(RecordError, match=f"column {name} is of type .*, expected numbers, on"):
+            list(gui_columns.rows(path, columns, ("history",)))
+    monkeypatch.setattr(gui_columns, "_MAX_VALUES", 3)
+    pq.write_table(pa.table({"gt_bbox": pa.array([[0.5] * 4], numbers)}), path)
+    with pytest.raises(RecordError, match="gt_bbox.* has 4 values, at most 3 are read"):
+        list(gui_columns.rows(path, ["gt_bbox"]))
+
+
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+def test_a_text_that_is_repeated_is_in_memory_once(tmp_path, encoding):
+    text, path = "a" * 1_000_000, tmp_path / "train.parquet"
+    how = {} if encoding == "RLE_DICTIONARY" else {"column_encoding": {"instruction": encoding}}
+    pq.write_table(pa.table({"instruction": [text] * 50}), path, use_dictionary=not how, **how)
+    before, held, count = pa.total_allocated_bytes(), 0, 0
+    for row in gui_columns.rows(path, ["instruction"]):
+        assert row["instruction"] == text
+        held, count = max(held, pa.total_allocated_bytes() - before), count + 1
+    assert count == 50
+    assert held < 6_000_000  # eight rows at a time would be more
 
 
 SPLIT_TABLES: dict[str, tuple[object, str]] = {

@@ -360,7 +360,7 @@ def test_gui_r1_becomes_rows(tmp_path):
     assert found[1].labels == {"task_type": "low"}
 
 
-def test_a_parquet_file_of_one_group_is_read_a_few_rows_at_a_time(tmp_path):
+def test_a_parquet_file_of_one_group_is_read_a_row_at_a_time(tmp_path):
     """Any compression, dictionaries, a single row group: as pandas would write it."""
     rows = [files.gui_r1_row([0.5, 0.5]) for _ in range(100)]
     for number, codec in enumerate(("snappy", "zstd", "gzip")):

@@ -290,13 +290,18 @@ def test_files_that_expand_are_refused_before_they_are_read(tmp_path, monkeypatc
         with pytest.raises(RecordError, match=f"compressed with {codec.upper()}, expected"):
             parquet.RowFile(path)
     write_raw(path, records, use_dictionary=True)
-    with pytest.raises(RecordError, match="encoded with a dictionary"):
+    with pytest.raises(RecordError, match="encoded as RLE_DICTIONARY, expected PLAIN"):
         parquet.RowFile(path)
 
     def never(*_):
         raise AssertionError("a page was read")
 
     monkeypatch.setattr(parquet, "read_group", never)
+    repeated = [{**records[0], "instruction": "a" * 300_000} for _ in range(100)]
+    write_raw(path, repeated, column_encoding={"instruction": "DELTA_BYTE_ARRAY"})
+    assert path.stat().st_size < 400_000  # of 30 million characters
+    with pytest.raises(RecordError, match="instruction is encoded as DELTA_BYTE_ARRAY, expected"):
+        parquet.RowFile(path)
     monkeypatch.setattr(tables, "MAX_GROUP_BYTES", 1_000_000)
     write_raw(path, [{**records[0], "instruction": "a" * 3_000_000}], compression="snappy")
     assert path.stat().st_size < 200_000

@@ -6,9 +6,9 @@ reader takes maps. pyarrow reads and writes (`tables`); fastparquet silently ret
 nested columns.
 
 Files are untrusted. Before a page is read the footer must have our schema, at most so many rows and
-bytes, no dictionaries (a value of a megabyte may stand in them once and be meant a million times)
-and no compression but snappy (at most 22 bytes become of one). A broken row is left out and named
-in `RowFile.faults`; a broken file is one RecordError.
+bytes, no encoding that repeats values (`tables.ENCODINGS`) and no compression but snappy (at most
+22 bytes become of one). A broken row is left out and named in `RowFile.faults`; a broken file is
+one RecordError.
 """
 
 import collections
