@@ -433,7 +433,7 @@ def test_tables_that_expand_are_refused_before_they_are_read(tmp_path, monkeypat
             list(gui_columns.rows(path, columns, ("history",)))
     monkeypatch.setattr(gui_columns, "_MAX_VALUES", 3)
     pq.write_table(pa.table({"gt_bbox": pa.array([[0.5] * 4], numbers)}), path)
-    with pytest.raises(RecordError, match="gt_bbox.* has 4 values, at most 3 are read"):
+    with pytest.raises(RecordError, match=r"gt_bbox.* has 4 values, at most 3 are read"):
         list(gui_columns.rows(path, ["gt_bbox"]))
 
 

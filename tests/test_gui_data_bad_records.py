@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import struct
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +13,9 @@ from tfrecord.writer import TFRecordWriter
 
 from tests import gui_data_files as files
 from tests.gui_data_files import prepared
-from tools.gui_data import tfrecords
+from tools.gui_data import examples, tfrecords
 from uirl_jax.errors import RecordError
 from uirl_jax.shards import framing
-from uirl_jax.shards.example import decode_foreign
 
 NAN = float("nan")
 MISSING = object()
@@ -201,18 +201,61 @@ def test_a_broken_episode_is_named(tmp_path, name):
 
 
 def test_a_feature_with_two_lists_is_refused():
-    def field(number: int, content: bytes) -> bytes:
-        return bytes([number << 3 | 2, len(content)]) + content
-
     of_bytes, of_numbers = field(1, field(1, b"a")), field(3, field(1, b"\x01"))
 
     def example(feature: bytes) -> bytes:
-        return field(1, field(1, field(1, b"k") + field(2, feature)))
+        return field(1, entry(feature))
 
-    assert decode_foreign(example(of_bytes)) == {"k": [b"a"]}
-    assert decode_foreign(example(of_numbers)) == {"k": [1]}
+    assert examples.decode(example(of_bytes), "k") == {"k": [b"a"]}
+    assert examples.decode(example(of_numbers), "k") == {"k": [1]}
     with pytest.raises(RecordError, match="feature 'k' has 2 lists"):
-        decode_foreign(example(of_bytes + of_numbers))
+        examples.decode(example(of_bytes + of_numbers), "k")
+    assert examples.decode(example(of_bytes + of_numbers), "other") == {}  # not looked at
+
+
+def length(size: int) -> bytes:
+    """A varint."""
+    return bytes([size & 127 | 128]) + length(size >> 7) if size > 127 else bytes([size])
+
+
+def field(number: int, content: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + length(len(content)) + content
+
+
+def entry(feature: bytes, name: bytes = b"k") -> bytes:
+    return field(1, field(1, name) + field(2, feature))
+
+
+SIZE = 2**24
+MANY: dict[str, tuple[bytes, str]] = {
+    "packed numbers": (entry(field(3, field(1, bytes(SIZE)))), "has more than 200000 numbers"),
+    "single numbers": (entry(field(3, b"\x08\0" * (SIZE // 2))), "has more than 100000 fields"),
+    "floats": (entry(field(2, field(1, bytes(SIZE)))), "has more than 200000 numbers"),
+    "empty texts": (entry(field(1, b"\x0a\0" * (SIZE // 2))), "has more than 100000 fields"),
+    "features": (
+        b"".join(entry(b"", b"%d" % number) for number in range(150_000)),
+        "has more than 100000 fields",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_record_of_millions_of_values_is_refused_in_its_own_memory(name):
+    features, reason = MANY[name]
+    payload = field(1, features)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecordError, match=reason):
+            examples.decode(payload, ["k"])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 3 * SIZE
+
+
+def test_features_without_a_reader_cost_nothing():
+    payload = field(1, MANY["packed numbers"][0] + entry(field(3, field(1, b"\x07")), b"a"))
+    assert examples.decode(payload, ["a"]) == {"a": [7]}
 
 
 def test_there_are_dozens_of_them():

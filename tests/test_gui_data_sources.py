@@ -9,7 +9,7 @@ import pytest
 from tfrecord.writer import TFRecordWriter
 
 from tests import gui_data_files as files
-from tools.gui_data import demo, sets
+from tools.gui_data import demo, examples, sets
 from tools.gui_data.source import LeftOut, Source
 from uirl_jax.errors import ConfigError, RecordError
 from uirl_jax.families.screens import decode_image
@@ -42,7 +42,8 @@ def test_tfrecords_are_tensorflows_byte_for_byte(tmp_path):
     path = files.write_tfrecord(tmp_path / "a", [step, step])
     payload = TFRecordWriter.serialize_tf_example(step)
     assert gzip.decompress(path.read_bytes()) == framing.frame(payload) * 2
-    read_back = example.decode_foreign(payload)
+    read_back = examples.decode(payload, list(step))
+    assert set(read_back) == set(step)
     assert read_back["results/yx_touch"] == [0.5, 0.25] and read_back["episode_id"] == [b"4"]
 
 
@@ -50,13 +51,13 @@ def test_floats_of_others_are_read_and_ours_still_have_none():
     payload = TFRecordWriter.serialize_tf_example(
         {"a": ([1.5, -2.25], "float"), "b": ([-3, 2**40], "int"), "c": ([], "byte")}
     )
-    assert example.decode_foreign(payload) == {"a": [1.5, -2.25], "b": [-3, 2**40], "c": []}
+    assert examples.decode(payload, "abc") == {"a": [1.5, -2.25], "b": [-3, 2**40], "c": []}
     with pytest.raises(RecordError):
         example.decode(payload)
     unpacked = bytes.fromhex("0a0e0a0c0a0161120712050d0000803f")  # float_list{1.0}, not packed
-    assert example.decode_foreign(unpacked) == {"a": [1.0]}
+    assert examples.decode(unpacked, "a") == {"a": [1.0]}
     with pytest.raises(RecordError, match=r"not a tf\.train\.Example"):
-        example.decode_foreign(b"\xff\xff")
+        examples.decode(b"\xff\xff", "a")
 
 
 # ---- AITW

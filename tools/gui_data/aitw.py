@@ -30,6 +30,12 @@ from uirl_jax.verifiers.recorded.checks import MAX_PIXELS, MAX_STEPS
 from uirl_jax.verifiers.recorded.row import Box, Row, Step
 from uirl_jax.verifiers.recorded.rules import SWIPE_LENGTH
 
+_FEATURES = (
+    *("episode_id", "episode_length", "step_id", "goal_info", "device_type", "android_api_level"),
+    *(f"image/{name}" for name in ("encoded", "height", "width", "channels")),
+    "image/ui_annotations_positions",
+    *(f"results/{name}" for name in ("action_type", "type_action", "yx_touch", "yx_lift")),
+)
 _GESTURE, _TYPE = 4, 3
 _ACTIONS = {
     5: Action("navigate_back"),
@@ -70,7 +76,7 @@ class _Episodes:
         for number, payload in payloads(path):
             where = f"{path.name} record {number}"
             try:
-                example = features(payload)
+                example = features(payload, _FEATURES)
                 episode = example.text("episode_id")
             except ROW_ERRORS as error:
                 self._source.left_out.add("row", where, error)

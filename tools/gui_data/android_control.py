@@ -29,6 +29,10 @@ from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.recorded.row import Row, Step
 
 WAIT_S = 1.0
+_FEATURES = (
+    *("episode_id", "goal", "actions", "step_instructions"),
+    *("screenshots", "screenshot_widths", "screenshot_heights"),
+)
 
 
 def read(source: Source) -> Iterator[Draft]:
@@ -52,7 +56,7 @@ def _row(
     source: Source,
     where: str,
 ) -> Row:
-    example = features(payload)
+    example = features(payload, _FEATURES)
     episode = example.one("episode_id", int)
     screens = example.all("screenshots", bytes)
     sizes = list(

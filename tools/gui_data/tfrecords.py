@@ -7,12 +7,13 @@ file is never in memory at once.
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.gui_data import examples
 from uirl_jax.errors import RecordError, ShardError
-from uirl_jax.shards import example
+from uirl_jax.shards.example import decode_text
 from uirl_jax.shards.framing import stream_frames
 
 MAX_RECORD_BYTES = 256 * 2**20
@@ -33,9 +34,9 @@ def payloads(path: Path) -> Iterator[tuple[int, bytes]]:
         raise RecordError(f"behind record {number}: {reason}" if number >= 0 else reason) from None
 
 
-def features(payload: bytes) -> "Features":
-    """Raises RecordError for what is no tf.train.Example."""
-    return Features(example.decode_foreign(payload))
+def features(payload: bytes, names: Sequence[str]) -> "Features":
+    """The features of these names. Raises RecordError for what is no tf.train.Example."""
+    return Features(examples.decode(payload, names))
 
 
 class Features:
@@ -62,7 +63,7 @@ class Features:
         return values[0]
 
     def text(self, name: str) -> str:
-        return example.decode_text(self.one(name, bytes), name)
+        return decode_text(self.one(name, bytes), name)
 
     def texts(self, name: str) -> list[str]:
-        return [example.decode_text(one, name) for one in self.all(name, bytes)]
+        return [decode_text(one, name) for one in self.all(name, bytes)]

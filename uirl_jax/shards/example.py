@@ -1,8 +1,8 @@
 """The wire format of `tf.train.Example`, limited to bytes lists and int64 lists.
 
 Used by `record`, so that any TFRecord tool can open the shards. Parsing and writing are protobuf's;
-TensorFlow is not needed here. The decoder is strict: an unknown field is an error. But for
-`decode_foreign`, which reads the data sets of others.
+TensorFlow is not needed here. The decoder is strict: an unknown field is an error. The data sets of
+others are read by `tools.gui_data.examples`.
 
 `Fields` reads the decoded features, including arrays, with type checks.
 
@@ -24,7 +24,7 @@ _DTYPES = {"<i4": 4, "<i8": 8, "<f4": 4, "<f8": 8}
 _MAX_ITEMS = 2**26  # per dimension of an array, also if another dimension is 0
 
 
-def _example_class(*, is_map: bool = False, has_floats: bool = False) -> type[Any]:
+def _example_class(*, is_map: bool = False) -> type[Any]:
     """The message class of an Example, with the numbers and types of the source.
 
     Two differences change no byte. Entries are a list and not a map, and the lists of a feature
@@ -33,7 +33,6 @@ def _example_class(*, is_map: bool = False, has_floats: bool = False) -> type[An
 
     Args:
       is_map: entries are a map, as in the source: a few are found without touching the others.
-      has_floats: a feature may be a list of floats; ours never are.
     """
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="uirl_jax/example.proto", syntax="proto2")
@@ -45,9 +44,6 @@ def _example_class(*, is_map: bool = False, has_floats: bool = False) -> type[An
         "Features": [("feature", 1, "Entry")],
         "Example": [("features", 1, "Features")],
     }
-    if has_floats:
-        messages["FloatList"] = [("value", 1, field.TYPE_FLOAT)]
-        messages["Feature"].append(("float_list", 2, "FloatList"))
     for name, fields in messages.items():
         described = file.message_type.add(name=name)
         for field_name, number, kind in fields:
@@ -61,7 +57,7 @@ def _example_class(*, is_map: bool = False, has_floats: bool = False) -> type[An
                 added.type, added.type_name = field.TYPE_MESSAGE, f".{kind}"
             else:
                 added.type = kind
-            if kind in (field.TYPE_INT64, field.TYPE_FLOAT):
+            if kind == field.TYPE_INT64:
                 added.options.packed = True
     if is_map:
         _make_map(file)
@@ -83,7 +79,6 @@ def _make_map(file: descriptor_pb2.FileDescriptorProto) -> None:
 
 _Example = _example_class()
 _MapExample = _example_class(is_map=True)
-_FloatExample = _example_class(has_floats=True)
 
 
 def encode(features: Mapping[str, Feature]) -> bytes:
@@ -150,28 +145,6 @@ def decode_some(payload: bytes, names: Sequence[str]) -> dict[str, list]:
             feature = features[name]
             found[name] = list(feature.bytes_list.value or feature.int64_list.value)
     return found
-
-
-def decode_foreign(payload: bytes) -> dict[str, list[bytes] | list[int] | list[float]]:
-    """The features of an Example that others wrote: floats too; fields unknown to us are skipped.
-
-    A feature without a list, and one with an empty list, is []. Raises RecordError for what is no
-    Example, a name that is not UTF-8 or comes twice, and a feature with two lists.
-    """
-    try:
-        example = _FloatExample.FromString(payload)
-    except message.DecodeError as error:
-        raise RecordError(f"not a tf.train.Example: {error}") from None
-    features: dict[str, list[bytes] | list[int] | list[float]] = {}
-    for entry in example.features.feature:
-        name = decode_text(entry.key, "feature name")
-        if name in features:
-            raise RecordError(f"feature {name[:64]!r} appears twice")
-        lists = [list(found.value) for _, found in entry.value.ListFields()]
-        if len(lists) > 1:
-            raise RecordError(f"feature {name[:64]!r} has {len(lists)} lists, expected one")
-        features[name] = lists[0] if lists else []
-    return features
 
 
 class Fields:
