@@ -60,12 +60,14 @@ def test_only_touches_are_placed():
     assert rules.point_in_box(at(40, 60, "long_press"), click()) == 1.0
 
 
-def test_distance_is_gui_r1s_140_pixels_about_the_centre():
+def test_distance_is_gui_r1s_box_or_without_one_140_pixels():
     wide = click(200, 200, None, size=(600, 600))
     assert rules.distance(at(200, 339), wide) == 1.0
     assert rules.distance(at(200, 340), wide) == 0.0  # below 140, not at
     long_box = click(box=Box(0, 0, 500, 10), size=(600, 600))
-    assert rules.distance(at(500, 10), long_box) == 1.0  # in the box, 250 from its centre
+    assert rules.distance(at(499, 9), long_box) == 1.0  # in the box, 249 from its centre
+    assert rules.distance(at(500, 9), long_box) == rules.distance(at(499, 10), long_box) == 0.0
+    assert rules.distance(at(250, 11), long_box) == 0.0  # beside the box, 6 from its centre
 
 
 def test_gaussian_is_e_to_the_minus_half_at_an_edge():

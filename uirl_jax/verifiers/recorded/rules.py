@@ -80,18 +80,21 @@ def point_in_box(action: Action | None, step: Step) -> float:
 
 
 def distance(action: Action | None, step: Step) -> float:
-    """1 in the box, or less than 140 pixels of the picture from its centre; else 0.
+    """1 inside the box, edges left out; without a box less than 140 pixels from the recorded point.
 
-    Without a box the recorded point is the centre. On small pictures 140 pixels are everywhere:
-    `quadratic` measures in parts of the screen.
+    The pixels are those of the row's picture as it was prepared; GUI-R1's are those of the picture
+    as the model is shown it. On small pictures 140 are everywhere: `quadratic` measures in parts of
+    the screen.
 
     Source: icey-zhang/GUI-R1 (044e414), r1gui.py, `r1gui_accuracy_reward`.
     """
-    point, centre = _touch(action, step), _centre(step)
-    if point is None or centre is None:
+    point, recorded = _touch(action, step), _touch(step.action, step)
+    if point is None or recorded is None:
         return 0.0
-    inside = step.box is not None and step.box.contains(*point)
-    return float(inside or math.dist(point, centre) < NEAR_PX)
+    if step.box is None:
+        return float(math.dist(point, recorded) < NEAR_PX)
+    left, top, right, bottom = step.box
+    return float(left < point[0] < right and top < point[1] < bottom)
 
 
 def gaussian(action: Action | None, step: Step) -> float:
