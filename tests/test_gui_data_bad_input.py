@@ -360,6 +360,7 @@ TABLE_ROWS: dict[str, tuple[dict, str]] = {
     "turned": (files.gui_r1_row([0.5, 0.5, 0.4, 0.6]), "is no box"),
     "no action": (files.gui_r1_row([0.5, 0.5], None), "gt_action is missing"),
     "an unknown action": (files.gui_r1_row([0.5, 0.5], "fly"), "gt_action='fly' is unknown"),
+    "hotkey": (files.gui_r1_row([-1, -1], "hotkey"), "no action of ours is hotkey"),
     "select": (files.gui_r1_row([0.5, 0.5], "select", "a"), "no action of ours is select"),
     "a scroll to nowhere": (files.gui_r1_row([0.5, 0.5], "scroll"), "direction='no input text'"),
     "no text": (files.gui_r1_row([0.5, 0.5], "type", None), "gt_input_text is missing"),

@@ -337,6 +337,10 @@ def test_gui_r1_becomes_rows(tmp_path):
         row([-100, -100], "enter"),
         row([0.5, 0.5], "long_press"),
         row([-100, -100], "wait"),
+        row(files.fractions(BOX, (60, 40)), "moveto"),
+        row([0.5, 0.5], "doubleclick"),
+        row([0.5, 0.5], "rightclick"),
+        *(row([-100, -100], f"press_{key}") for key in ("enter", "tab", "space", "down")),
     ]
     files.write_gui_r1(tmp_path / "train.parquet", rows)
     files.write_gui_r1(tmp_path / "screenspot_test.parquet", rows[:1])
@@ -354,6 +358,10 @@ def test_gui_r1_becomes_rows(tmp_path):
         Action("keys", keys="enter"),
         Action("long_press", x=30, y=20),
         Action("wait", seconds=1.0),
+        Action("move", x=18, y=14),
+        Action("double_click", x=30, y=20),
+        Action("right_click", x=30, y=20),
+        *(Action("keys", keys=key) for key in ("enter", "tab", "space", "down")),
     ]
     assert found[1].steps[0].box == pytest.approx(BOX) and found[2].steps[0].box is None
     assert found[1].instruction == "go on"

@@ -2,8 +2,9 @@
 
 `gt_bbox` has two numbers (a point) or four (two corners), as fractions; `gt_action` is click, type,
 scroll, ...; `gt_input_text` is the text, or a scroll's direction. The history is put behind the
-instruction, because it is part of what is asked. `select`, `open_app` and `close/delete` are none
-of our actions: such rows are left out. train.parquet is split train, all others test.
+instruction, because it is part of what is asked. `select`, `open_app`, `close/delete` and `hotkey`,
+whose keys the set does not name, are none of our actions: such rows are left out. train.parquet is
+split train, all others test.
 
 Source: ritzz-ai/GUI-R1 d43eea2, verl/utils/dataset.py (columns, fractions of the resized picture),
 verl/utils/reward_score/r1gui.py (two or four numbers; its 140 pixels are `rules`' to know) and
@@ -26,14 +27,22 @@ from uirl_jax.types import Action
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.recorded.row import Box, Row
 
+_TOUCHES = {
+    "click": "click",
+    "long_press": "long_press",
+    "doubleclick": "double_click",
+    "rightclick": "right_click",
+    "moveto": "move",
+}
 _PLAIN = {
     "press_home": Action("system_button", text="home"),
     "press_back": Action("navigate_back"),
     "enter": Action("keys", keys="enter"),
+    **{f"press_{key}": Action("keys", keys=key) for key in ("enter", "tab", "space", "down")},
     "complete": Action("terminate", text="success"),
     "wait": Action("wait", seconds=WAIT_S),
 }
-_UNSAYABLE = ("select", "open_app", "close/delete")
+_UNSAYABLE = ("select", "open_app", "close/delete", "hotkey")
 
 
 def read(source: Source) -> Iterator[Draft]:
@@ -63,14 +72,14 @@ def _row(item: Mapping[str, Any], row_id: str, split: str) -> Row:
 
 def _action(item: Mapping[str, Any], picture: Picture) -> tuple[Action, Box | None]:
     word = value_of(item, "gt_action", str).lower()
-    if word in ("click", "long_press"):
+    if word in _TOUCHES:
         values = value_of(item, "gt_bbox", list)
         if len(values) == 2:
             (x, y), box = read_point(values, FRACTIONS, picture.size), None
         else:
             box = read_box(values, FRACTIONS, picture.size)
             x, y = centre(box, picture.size)
-        return Action(word, x=x, y=y), box
+        return Action(_TOUCHES[word], x=x, y=y), box
     if word in _PLAIN:
         return _PLAIN[word], None
     if word == "type":
