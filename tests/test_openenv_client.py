@@ -17,6 +17,7 @@ from PIL import Image
 from tests import actor_world as world
 from tests import openenv_world
 from tests.openenv_world import TASK, error, observation, serving
+from tests.recorded_rows import InMemory, row, step
 from uirl_jax import actions
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode
 from uirl_jax.config.schema import VerifierConfig
@@ -563,6 +564,29 @@ def test_episode_through_the_door_equals_one_in_our_own_protocol():
         assert one.instruction == other.instruction and one.images == other.images
         assert (one.reward, one.stop_reason) == (other.reward, other.stop_reason)
         assert len(one.turns) == len(other.turns)
+
+
+def test_recorded_end_through_the_door_is_judged_and_a_format_error_keeps_its_labels():
+    end = step(Action("terminate", text="success"))
+    sets = RecordedSets({"made": InMemory([row(0, [end], labels={"platform": "web"})])})
+
+    async def run():
+        async with (
+            serve(recorded=sets) as port,
+            OpenEnvClient(f"http://127.0.0.1:{port}") as client,
+        ):
+            made = TaskSpec("recorded/made", 0)
+            right = await _play(client, made, lambda turn: 'terminate("success")')
+            broken = await _play(client, made, lambda turn: "no action")
+            session = await client.create(BUTTON)
+            with pytest.raises(VerifierError, match="'terminate' cannot be sent"):
+                await client.act(session.id, Action("terminate", text="success"))
+            return right, broken
+
+    right, broken = asyncio.run(run())
+    assert right.success and right.reward == 1.0
+    assert broken.stop_reason is StopReason.FORMAT_ERROR
+    assert broken.turns[0].progress["labels"] == {"platform": "web"}
 
 
 def test_config_of_the_dialect_makes_this_client(tmp_path, monkeypatch):

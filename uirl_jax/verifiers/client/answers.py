@@ -82,17 +82,25 @@ def read_session(
             f"{where}: a screen of {width_px}x{height_px} pixels, at most "
             f"{limits.max_image_pixels} are accepted (verifier.limits.max_image_pixels)"
         )
-    judges_every_action = entry.get("judges_every_action", False)
-    if not isinstance(judges_every_action, bool):
-        raise VerifierError(f"{where}: a session's judges_every_action is not a boolean")
     return Session(
         session_id,
         instruction,
         width_px,
         height_px,
         renderer=read_renderer(entry, where),
-        judges_every_action=judges_every_action,
+        judges_every_action=read_judges(entry, where),
     )
+
+
+def read_judges(entry: dict[str, Any], where: str) -> bool:
+    """Session.judges_every_action by a session's description; false where it does not say.
+
+    Raises: VerifierError
+    """
+    judges_every_action = entry.get("judges_every_action", False)
+    if not isinstance(judges_every_action, bool):
+        raise VerifierError(f"{where}: a session's judges_every_action is not a boolean")
+    return judges_every_action
 
 
 def read_renderer(entry: dict[str, Any], where: str) -> str:

@@ -30,7 +30,7 @@ from uirl_jax.types import Action, Rule, TaskSpec
 from uirl_jax.untrusted import text as untrusted_text
 from uirl_jax.untrusted.http import open_session
 from uirl_jax.untrusted.json import printable
-from uirl_jax.verifiers import dialects
+from uirl_jax.verifiers import dialects, wire
 from uirl_jax.verifiers.client import answers, openenv_actions, openenv_answers
 from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.client.openenv_answers import Observation
@@ -179,6 +179,8 @@ class OpenEnvClient:
           RequestRefusedError: the environment did not take it.
         """
         entry, kind = self._find(session_id), await self.kind()
+        if action.kind in wire.SAID and not entry.session.judges_every_action:
+            raise VerifierError(f"an action {action.kind!r} cannot be sent to a verifier")
         entry.turns += 1
         if action.x is not None and action.y is not None:
             entry.pointer = (action.x, action.y)
@@ -288,8 +290,9 @@ class OpenEnvClient:
             )
         renderer = answers.read_renderer(seen.fields, where)
         width_px, height_px = seen.size_px
+        judges = kind.name == "uirl_jax" and answers.read_judges(seen.fields, where)
         session = Session(
-            uuid.uuid4().hex, instruction, width_px, height_px, rule is not None, renderer
+            uuid.uuid4().hex, instruction, width_px, height_px, rule is not None, renderer, judges
         )
         middle = (width_px // 2, height_px // 2)
         self._open[session.id] = _Open(session, socket, rule, seen, seen.image, middle)

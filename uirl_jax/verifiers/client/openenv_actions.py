@@ -113,7 +113,7 @@ def _openapp(action: Action, pointer: tuple[int, int], delay_s: float) -> dict[s
 
 
 def _own(action: Action, pointer: tuple[int, int], delay_s: float) -> dict[str, Any]:
-    return {**wire.action_fields(action), "delay": delay_s}
+    return {**wire.action_fields(action, said=True), "delay": delay_s}  # `act` knows the session
 
 
 def _chord(keys: str) -> str:

@@ -215,6 +215,7 @@ class OpenEnvDoor:
             "screen_width": session.task.width_px,
             "screen_height": session.task.height_px,
             "renderer": session.task.renderer,
+            "judges_every_action": session.task.judges_every_action,
             "progress": progress,
             "last_action_error": "",
             "metadata": {},

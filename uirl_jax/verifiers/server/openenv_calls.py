@@ -41,6 +41,7 @@ OBSERVATION = calls.whole(
     screen_width=_WHOLE,
     screen_height=_WHOLE,
     renderer=_TEXT,
+    judges_every_action={"type": "boolean"},  # takes `terminate` and `answer` too
     progress=ANY,  # what the task counts
     last_action_error=_TEXT,  # always empty: what cannot be done is refused
     metadata=ANY,
