@@ -389,6 +389,20 @@ def test_a_broken_row_of_a_table_is_named(tmp_path, name):
     assert reason in left_out[0]["reason"]
 
 
+def test_a_text_that_is_not_utf_8_costs_its_row_alone(tmp_path):
+    path = tmp_path / "train.parquet"
+    files.write_gui_r1(path, [files.gui_r1_row([0.5, 0.5]) for _ in range(10)])
+    table = pq.read_table(path)
+    texts = pa.array([b"go on"] * 4 + [b"go \xff"] + [b"go on"] * 5).view(pa.string())
+    place = table.column_names.index("instruction")
+    pq.write_table(table.set_column(place, "instruction", texts), path)
+    ids, left_out = prepared("gui_r1", path, tmp_path / "out")
+    assert ids == [f"train-{number}" for number in range(10) if number != 4]
+    (one,) = left_out
+    assert (one["what"], one["where"]) == ("row", "train.parquet row 4")
+    assert "can't decode byte 0xff in position 3" in one["reason"]
+
+
 def test_tables_that_are_none_cost_themselves(tmp_path):
     source = tmp_path / "source"
     files.write_gui_r1(source / "train.parquet", [files.gui_r1_row([0.5, 0.5])])
@@ -445,7 +459,7 @@ def test_a_text_that_is_repeated_is_in_memory_once(tmp_path, encoding):
     pq.write_table(pa.table({"instruction": [text] * 50}), path, use_dictionary=not how, **how)
     before, held, count = pa.total_allocated_bytes(), 0, 0
     for row in gui_columns.rows(path, ["instruction"]):
-        assert row["instruction"] == text
+        assert row()["instruction"] == text
         held, count = max(held, pa.total_allocated_bytes() - before), count + 1
     assert count == 50
     assert held < 6_000_000  # eight rows at a time would be more

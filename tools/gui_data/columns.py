@@ -9,7 +9,7 @@ So a row has one text or picture in a column, never a list of them, and no two r
 together: no value is longer than the pages that it was decoded from.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ _MAX_VALUES = 2_000_000  # of a column in a row group: 500,000 rows of a box's f
 _MAX_LIST = 100  # the length that a type may fix: also a null takes that much memory
 
 
-def rows(path: Path, wanted: Sequence[str], optional: Sequence[str] = ()) -> Iterator[dict]:
-    """The rows as plain objects, with the wanted columns and the optional ones that are there.
+def rows(
+    path: Path, wanted: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[Callable[[], dict]]:
+    """The rows, with the wanted columns and the optional ones that are there. Each is a function
+    that makes its plain objects, or raises RecordError, as for a text that is not UTF-8.
 
     Raises: RecordError: no parquet file, a column is missing or of a type that may expand, or pages
       that are broken.
@@ -48,8 +51,15 @@ def rows(path: Path, wanted: Sequence[str], optional: Sequence[str] = ()) -> Ite
     _check_growth(file.metadata)
     try:
         for batch in file.iter_batches(1, columns=columns, use_threads=False):
-            yield batch.to_pylist()[0]
+            yield lambda batch=batch: _plain(batch)
     except (OSError, pa.ArrowException, ValueError) as error:
+        raise RecordError(printable(" ".join(str(error).split()), 200)) from None
+
+
+def _plain(batch: Any) -> dict:
+    try:
+        return batch.to_pylist()[0]
+    except (ValueError, OverflowError) as error:  # no UTF-8; a time that Python has none for
         raise RecordError(printable(" ".join(str(error).split()), 200)) from None
 
 

@@ -54,7 +54,7 @@ def read(source: Source) -> Iterator[Draft]:
             row_id = source.row_id(path, number)
             yield Draft(
                 f"{path.name} row {number}",
-                lambda item=item, row_id=row_id: _row(item, row_id, split),
+                lambda item=item, row_id=row_id: _row(item(), row_id, split),
             )
 
     yield from source.over(source.files("*.parquet"), items)

@@ -101,7 +101,7 @@ def _table(path: Path) -> Iterator[Draft]:
 
     for number, item in enumerate(columns.rows(path, wanted, ("data_type", "data_source"))):
         where = f"{path.name} row {number}"
-        yield Draft(where, lambda i=item, n=number: row(i, f"{path.stem}-{n}"))
+        yield Draft(where, lambda i=item, n=number: row(i(), f"{path.stem}-{n}"))
 
 
 def _pro_row(item: Mapping[str, Any], pictures: Pictures) -> Row:
