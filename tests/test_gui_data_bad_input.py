@@ -244,6 +244,14 @@ LINES: dict[str, tuple[object, str]] = {
     "elements beside steps": ({**steps(), "elements": []}, "elements stands beside steps"),
     "a picture beside steps": ({**steps(), "image": "a.png"}, "image stands beside steps"),
     "an unknown key of an action": (steps(action={"kind": "wait", "s": 1}), "unknown key 's'"),
+    "a click beside its box": (
+        line(action={"kind": "click", "x": 32, "y": 10}),
+        "step 0: the click at (32, 10) is outside of its box (6, 8, 30, 20)",
+    ),
+    "a press in a step far from its box": (
+        steps(action={"kind": "long_press", "x": 10, "y": 39}, box=[6, 8, 30, 20]),
+        "step 0: the long_press at (10, 39) is outside of its box",
+    ),
     "an unknown unit": (line(coordinates="0-100"), "expected pixels, 0-1 or 0-1000"),
     "a unit that is a list": (line(coordinates=[1]), "expected pixels, 0-1 or 0-1000"),
     "an unknown form": (line(box_form="xywh"), "box_form='xywh'"),
@@ -294,6 +302,20 @@ def test_a_broken_line_is_named_and_the_others_stay(tmp_path, name):
     assert ids == ["mine-1", "mine-3"]
     assert [(one["what"], one["where"]) for one in left_out] == [("row", "mine.jsonl line 2")]
     assert reason in left_out[0]["reason"]
+
+
+def test_a_click_a_pixel_beside_its_box_is_taken_and_a_drag_beside_it_too(tmp_path):
+    drag = {"kind": "drag", "x": 50, "y": 30, "x2": 50, "y2": 2}
+    lines = [
+        line(action={"kind": "click", "x": 31, "y": 7}),
+        steps(action=drag, box=[6, 8, 30, 20]),
+    ]
+    (tmp_path / "mine.jsonl").write_bytes(b"\n".join(map(encoded, lines)))
+    files.write_picture(tmp_path / "a.png")
+    assert prepared("jsonl", tmp_path / "mine.jsonl", tmp_path / "out") == (
+        ["mine-1", "mine-2"],
+        [],
+    )
 
 
 def test_a_line_that_does_not_end_costs_the_rest(tmp_path, monkeypatch):

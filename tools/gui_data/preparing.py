@@ -20,7 +20,8 @@ from uirl_jax.store.files import new_directory, write_atomically
 from uirl_jax.verifiers.recorded import verl
 from uirl_jax.verifiers.recorded.checks import SPLITS, check_row
 from uirl_jax.verifiers.recorded.parquet import RowFile, write_rows
-from uirl_jax.verifiers.recorded.row import Row
+from uirl_jax.verifiers.recorded.row import Row, Step
+from uirl_jax.verifiers.recorded.rules import TOUCHES
 from uirl_jax.verifiers.recorded.tables import require_pyarrow
 
 ROWS, LEFT_OUT, SUMMARY, VERL = "rows.parquet", "left_out.jsonl", "summary.json", "verl"
@@ -172,6 +173,8 @@ def _row(draft: Draft, splitter: Splitter, wanted: Wanted) -> Row:
     """Raises one of ROW_ERRORS."""
     row = draft.make()
     check_row(dataclasses.replace(row, split=row.split or SPLITS[0]))
+    for number, step in enumerate(row.steps):
+        _check_touch(step, number)
     split = splitter.assign(row.split, [look(step.image).digest for step in row.steps])
     steps = row.steps
     if wanted.longest_px is not None:
@@ -179,6 +182,24 @@ def _row(draft: Draft, splitter: Splitter, wanted: Wanted) -> Row:
     row = dataclasses.replace(row, split=split, steps=steps)
     check_row(row)
     return row
+
+
+def _check_touch(step: Step, number: int) -> None:
+    """Raises RecordError where a touch is not in its own box: one of the two places is wrong.
+
+    A pixel beside it is allowed, because sets round points and boxes differently.
+    """
+    action, box = step.action, step.box
+    if box is None or action.kind not in TOUCHES:
+        return
+    assert action.x is not None and action.y is not None  # of every valid touch
+    left, top, right, bottom = box
+    off_px = max(left - action.x, action.x - right, top - action.y, action.y - bottom)
+    if off_px > 1:
+        raise RecordError(
+            f"step {number}: the {action.kind} at ({action.x}, {action.y}) is outside of its box "
+            f"({left:g}, {top:g}, {right:g}, {bottom:g})"
+        )
 
 
 class _Progress:
