@@ -125,6 +125,25 @@ def test_recorded_steps_are_listed_and_take_the_ends_that_they_judge():
     talk(use, recorded=sets)
 
 
+def test_pings_are_answered_while_a_call_runs_and_messages_wait_for_their_turn():
+    async def use(http, base, connect):
+        async with http.ws_connect(f"{base}/ws", autoping=False) as socket:
+            await socket.send_json(RESET)
+            assert (await socket.receive_json())["type"] == "observation"
+            wait = {"action_type": "wait", "seconds": 3}
+            await socket.send_json({"type": "step", "data": wait})
+            await socket.send_json({"type": "state"})
+            await asyncio.sleep(0.2)  # the call runs
+            await socket.ping(b"there?")
+            pong = await socket.receive(timeout=1.0)
+            assert (pong.type, bytes(pong.data)) == (aiohttp.WSMsgType.PONG, b"there?")
+            answers = [await socket.receive_json() for _ in range(2)]
+            assert [answer["type"] for answer in answers] == ["observation", "state"]
+            assert answers[1]["data"]["step_count"] == 1
+
+    talk(use)
+
+
 def test_rewards_of_the_steps_add_up_to_the_episodes():
     task = TaskSpec("desktop/data_entry", 3, "rows=2")
 

@@ -53,6 +53,8 @@ from uirl_jax.verifiers.server.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
+_HEARD = 8  # messages that wait for the call that runs; behind them pings wait too
+
 
 @dataclasses.dataclass
 class _Episode:
@@ -120,15 +122,18 @@ class OpenEnvDoor:
             return socket
         self._sockets.add(socket)
         held = _Held()
+        heard: asyncio.Queue[str | bytes | None] = asyncio.Queue(_HEARD)
+        listening = asyncio.create_task(_listen(socket, heard))
         try:
             while True:
-                message = await socket.receive(timeout=self._limits.idle_time_s)
-                if message.type is not web.WSMsgType.TEXT:
-                    if message.type is web.WSMsgType.BINARY:
-                        await self._send(socket, _error("INVALID_JSON", "bytes, expected text"))
-                        continue
+                async with asyncio.timeout(self._limits.idle_time_s):
+                    message = await heard.get()
+                if message is None:
                     break
-                answer = await self._answer(held, message.data)
+                if isinstance(message, bytes):
+                    await self._send(socket, _error("INVALID_JSON", "bytes, expected text"))
+                    continue
+                answer = await self._answer(held, message)
                 if answer is None:
                     break
                 await self._send(socket, answer)
@@ -136,6 +141,8 @@ class OpenEnvDoor:
             pass
         finally:
             self._sockets.discard(socket)
+            listening.cancel()
+            await asyncio.wait([listening])  # `close` reads what follows
             await asyncio.shield(self._end(held))
             with contextlib.suppress(ConnectionError):
                 await socket.close()
@@ -336,6 +343,18 @@ class OpenEnvDoor:
             "reset_observation": observation,
             "state": {**STATE, "title": "State"},
         }
+
+
+async def _listen(socket: web.WebSocketResponse, heard: asyncio.Queue[str | bytes | None]) -> None:
+    """Hands on the messages, and None at their end. aiohttp answers pings in `receive` alone, so
+    this goes on while a call runs: clients of `websockets` hang up 20 s after such a ping."""
+    with contextlib.suppress(ConnectionError):
+        while (message := await socket.receive()).type in (
+            web.WSMsgType.TEXT,
+            web.WSMsgType.BINARY,
+        ):
+            await heard.put(message.data)
+    await heard.put(None)
 
 
 @dataclasses.dataclass
