@@ -129,6 +129,39 @@ def test_half_written_workdir_names_what_cannot_be_read(tmp_path):
     assert "Advantages are unknown: config.json names no algorithm." in words(parsed(episode).text)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "policy/manifest.json", "metrics.jsonl", "logs/actor-a0.jsonl"]
+)
+def test_a_deeply_nested_file_costs_itself_alone(tmp_path, name):
+    world.make_run(tmp_path, groups=1)
+    path = tmp_path / name
+    is_lines = path.suffix == ".jsonl"
+    lines = path.read_bytes() if is_lines else b""
+    path.write_bytes(lines + b"[" * 30_000 + b"]" * 30_000 + b"\n")
+
+    async def test(asked):
+        return await asked.page("/"), await asked.rows()
+
+    run, rows = ask(tmp_path, test)
+    shown = words(parsed(run).text)
+    assert rows["total"] > 0 and "steps done" in shown
+    assert ("config.json is not JSON" in shown) == (name == "config.json")
+    assert watch.write_report(tmp_path).stat().st_size > 0
+
+
+def test_episodes_are_followed_where_the_small_files_are_not(tmp_path, monkeypatch):
+    world.make_run(tmp_path, groups=1)
+
+    def broken(follower):
+        raise ArithmeticError
+
+    monkeypatch.setattr(Follower, "_take_snapshot", broken)
+    follower = Follower(str(tmp_path))
+    with pytest.raises(ArithmeticError):
+        follower.look()
+    assert follower.index.rows
+
+
 @pytest.mark.parametrize("schema", [2, 3])
 def test_workdir_of_an_older_schema_is_shown(tmp_path, schema):
     shards = tmp_path / "shards" / "a0"

@@ -46,7 +46,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     """One line of metrics.jsonl; None if it is torn or invalid."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
@@ -75,7 +75,7 @@ def last_object(path: Path) -> dict[str, Any]:
     for line in reversed(lines):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             return value

@@ -142,13 +142,17 @@ class Follower:
 
     def look(self) -> None:
         """One look at the small files and at the shards."""
+        before = len(self.index.rows)
+        trouble = ""
         try:
             self._take_snapshot()
         except (OSError, UirlError) as error:
-            self.index.trouble = f"the workdir cannot be read: {error}"
+            trouble = f"the workdir cannot be read: {error}"
+        finally:  # one small file may be all that is broken
+            self.index.refresh(self._over.is_set)
+        if trouble:
+            self.index.trouble = trouble
             return
-        before = len(self.index.rows)
-        self.index.refresh(self._over.is_set)
         if len(self.index.rows) != before:
             self._take_snapshot()
 
@@ -323,7 +327,7 @@ def trained_groups(manifest: Mapping[str, Any]) -> list[tuple[int, int]]:
 def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

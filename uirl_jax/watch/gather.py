@@ -91,7 +91,7 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         notes.append(f"{path.name} is not JSON ({error}) and is left out")
         return {}
     if isinstance(content, dict):
