@@ -318,6 +318,16 @@ def test_a_click_a_pixel_beside_its_box_is_taken_and_a_drag_beside_it_too(tmp_pa
     )
 
 
+def test_pictures_in_hugging_faces_cache_are_told_how_to_be_had(tmp_path):
+    files.write_picture(tmp_path / "blobs/0a1b.png")
+    folder = tmp_path / "snapshots/main"
+    files.write_picture(folder / "b.png")
+    (folder / "a.png").symlink_to("../../blobs/0a1b.png")
+    (folder / "mine.jsonl").write_bytes(b"\n".join(map(encoded, (line(), line(image="b.png")))))
+    ids, left_out = prepared("jsonl", folder / "mine.jsonl", tmp_path / "out")
+    assert ids == ["mine-2"] and "hf download --local-dir" in left_out[0]["reason"]
+
+
 def test_a_line_that_does_not_end_costs_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "MAX_ITEM_BYTES", 1000)
     source = tmp_path / "mine.jsonl"

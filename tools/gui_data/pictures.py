@@ -56,7 +56,10 @@ class Pictures:
                 reason = getattr(error, "strerror", None) or type(error).__name__
                 raise RecordError(f"picture {printable(name)!r}: {reason}") from None
             if not path.is_relative_to(root):
-                raise RecordError(f"picture {printable(name)!r} lies outside of {root}")
+                hint = ""
+                if path.parent.name == "blobs":  # a link of Hugging Face's cache
+                    hint = "; download the set with `hf download --local-dir`, not into the cache"
+                raise RecordError(f"picture {printable(name)!r} lies outside of {root}{hint}")
             if is_there:
                 return look(self._read(path))
         where = " or ".join(map(str, self._roots))
