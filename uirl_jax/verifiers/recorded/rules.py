@@ -86,7 +86,7 @@ def distance(action: Action | None, step: Step) -> float:
     as the model is shown it. On small pictures 140 are everywhere: `quadratic` measures in parts of
     the screen.
 
-    Source: icey-zhang/GUI-R1 (044e414), r1gui.py, `r1gui_accuracy_reward`.
+    Source: ritzz-ai/GUI-R1 (d43eea2), verl/utils/reward_score/r1gui.py, `r1gui_accuracy_reward`.
     """
     point, recorded = _touch(action, step), _touch(step.action, step)
     if point is None or recorded is None:
