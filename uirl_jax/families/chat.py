@@ -97,7 +97,7 @@ class Chat:
         added = {
             token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()
         }
-        special = _special_ids(path, layout.needed, added, self._plain)
+        special = _special_ids(path, layout.needed, self._tokenizer, self._plain, added)
         self.end_token_ids = tuple(special[token] for token in layout.end_tokens)
         self.image_token_id = special[layout.image_token]
         # The placeholder of visual tokens, whether the layout lists it or not.
@@ -375,18 +375,24 @@ def _load(path: Path) -> tuple[Tokenizer, Tokenizer]:
 
 
 def _special_ids(
-    path: Path, needed: Sequence[str], added: Mapping[str, int], plain: Tokenizer
+    path: Path,
+    needed: Sequence[str],
+    tokenizer: Tokenizer,
+    plain: Tokenizer,
+    added: Mapping[str, int],
 ) -> dict[str, int]:
-    if missing := [token for token in needed if token not in added]:
+    found = {token: tokenizer.token_to_id(token) for token in needed}
+    ids = {token: token_id for token, token_id in found.items() if token_id is not None}
+    if missing := [token for token in needed if token not in ids]:
         raise ModelError(
-            f"{path}: not the tokenizer of this model family, it lacks {', '.join(missing)} among "
-            "its added_tokens"
+            f"{path}: not the tokenizer of this model family, it lacks {', '.join(missing)}"
         )
-    ids = {token: added[token] for token in needed}
     leaking = [t for t, i in ids.items() if i in plain.encode(t, add_special_tokens=False).ids]
     if leaking:
         raise ModelError(
             f"{path}: text would be read as the special tokens {', '.join(leaking)}; expected them "
             "in added_tokens and not among the merges"
         )
+    if ordinary := [token for token in needed if token not in added]:
+        raise ModelError(f"{path}: expected {', '.join(ordinary)} in added_tokens")
     return ids
