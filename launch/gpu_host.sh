@@ -49,11 +49,9 @@ stop() {
   stopping=yes
   [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
 }
-# A signal of the pause, or of the moment before a start, starts nothing.
-unless_stopping() { [ $stopping = no ] || exit 75; }
 trap stop TERM INT
 while :; do
-  unless_stopping
+  [ $stopping = no ] || exit 75 # a signal of the pause starts nothing
   "${command[@]}" &
   child=$!
   code=0
@@ -69,5 +67,5 @@ while :; do
   echo "ended with $code; again in $RESTART_S s" >&2
   sleep "$RESTART_S" &
   child=$!
-  wait "$child" || unless_stopping
+  wait "$child" || true
 done

@@ -273,12 +273,16 @@ def test_a_worker_whose_files_never_come_ends_the_start_with_its_journal(cloud, 
     ]
     line = line.replace("/opt/uirl", str(tmp_path)).replace("timeout 900", "timeout 0.5")
     sudo = 'sudo() { echo "$*"; }; '
-    process = subprocess.run(["bash", "-c", sudo + line], capture_output=True, text=True)
+    process = subprocess.run(
+        ["bash", "-c", sudo + line], capture_output=True, text=True, timeout=60
+    )
     assert process.returncode == 1
     assert process.stdout == "journalctl --unit=google-startup-scripts --lines=20\n"
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "host_boot.sh").touch()
-    process = subprocess.run(["bash", "-c", sudo + line], capture_output=True, text=True)
+    process = subprocess.run(
+        ["bash", "-c", sudo + line], capture_output=True, text=True, timeout=60
+    )
     assert process.returncode == 0
     assert process.stdout == f"timeout 1800 bash {tmp_path}/files/host_boot.sh\n"
 
