@@ -49,11 +49,16 @@ stop() {
   stopping=yes
   [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
 }
+# A signal may come before there is a child that it could be handed to.
+started() {
+  child=$1
+  [ $stopping = no ] || stop
+}
 trap stop TERM INT
 while :; do
   [ $stopping = no ] || exit 75 # a signal of the pause starts nothing
   "${command[@]}" &
-  child=$!
+  started $!
   code=0
   wait "$child" || code=$?
   while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the run has saved
@@ -66,6 +71,6 @@ while :; do
   esac
   echo "ended with $code; again in $RESTART_S s" >&2
   sleep "$RESTART_S" &
-  child=$!
+  started $!
   wait "$child" || true
 done

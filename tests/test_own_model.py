@@ -316,7 +316,7 @@ def test_visual_tokens_stand_in_rows_from_the_top(model_dir):
         ({"hidden_size": "wide"}, "hidden_size='wide', expected a positive integer"),
         ({"rope_scaling": {}}, "nothing here computes rope_scaling"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0, expected a positive integer"),
-        ({"rms_norm_eps": "x"}, "rms_norm_eps='x', expected a float"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x', expected a positive number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no', expected a bool"),
         ({"vocab_size": None}, "vocab_size=None, expected a positive integer"),
     ],

@@ -36,9 +36,6 @@ class OwnConfig:
             problems.append("num_attention_heads is not a multiple of num_key_value_heads")
         if type(self.tie_word_embeddings) is not bool:
             problems.append(f"tie_word_embeddings={self.tie_word_embeddings!r}, expected a bool")
-        for name in ("rms_norm_eps", "initializer_range"):
-            if type(getattr(self, name)) is not float:
-                problems.append(f"{name}={getattr(self, name)!r}, expected a float")
         config_file.check(problems=problems)
 
 
