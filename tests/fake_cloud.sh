@@ -10,6 +10,7 @@
 #     LOCATION            of the bucket
 #     $FAKE_CLOUD/slice_states, run_states, versions    answers, one a line; the last one stays
 #     WARNING             what every call of gcloud says before it answers
+#     DIFF_SAYS           why kubectl diff fails
 #     DIGEST              of an image in Artifact Registry
 #     $FAKE_CLOUD/jobset  the manifest that was applied; jobset_state: its terminal state
 set -eu
@@ -86,7 +87,10 @@ effect() {
         cp "$FAKE_CLOUD/stdin/$padded" "$jobset"
       fi
       ;;
-    "kubectl diff "*) cmp -s "$jobset" "$FAKE_CLOUD/stdin/$padded" || exit 1 ;;
+    "kubectl diff "*)
+      [ -z "${DIFF_SAYS:-}" ] || { echo "$DIFF_SAYS" >&2 && exit 2; }
+      cmp -s "$jobset" "$FAKE_CLOUD/stdin/$padded" || exit 1
+      ;;
   esac
   case $verb in
     create)

@@ -352,6 +352,18 @@ def test_start_again_ends_a_learner_whose_line_or_code_has_changed(tmp_path, cha
     assert container["image"] == f"us-docker.pkg.dev/my-project/uirl/uirl_jax@{digest}"
 
 
+@pytest.mark.parametrize(
+    ("says", "ends"),
+    [("spec.replicatedJobs: field is immutable", True), ("dial tcp: i/o timeout", False)],
+)
+def test_start_again_ends_no_learner_where_the_cluster_does_not_answer(tmp_path, says, ends):
+    cloud = FakeCloud(tmp_path / "cloud")
+    assert cloud.run("gke/cluster.sh", "start").returncode == 0
+    process = cloud.run("gke/cluster.sh", "start", DIFF_SAYS=says)
+    assert (process.returncode == 0) == ends and (ends or says in process.stderr)
+    assert bool([call for call in cloud.calls() if "delete" in call]) == ends
+
+
 @pytest.mark.parametrize("state", ["Completed", "Failed"])
 def test_start_again_starts_a_learner_that_has_ended(tmp_path, state):
     cloud = FakeCloud(tmp_path / "cloud")

@@ -151,8 +151,9 @@ end_changed_learner() {
   state=$ANSWER
   manifest=$(render launch/gke/learner.yaml) || die "launch/gke/learner.yaml: could not be filled in"
   show kubectl --context="gke_${PROJECT}_${ZONE}_$CLUSTER" diff --filename=-
-  kubectl --context="gke_${PROJECT}_${ZONE}_$CLUSTER" diff --filename=- <<<"$manifest" >/dev/null 2>&1 ||
-    code=$? # 1: it differs; more: it cannot be said, as of a field that must not change
+  ask kubectl --context="gke_${PROJECT}_${ZONE}_$CLUSTER" diff --filename=- <<<"$manifest" || code=$?
+  # 1: it differs. More: a change that is refused, or no answer, for which no run is ended.
+  [ "$code" -le 1 ] || [[ $ERRORS == *immutable* ]] || die "jobset $NAME-learner: ${ERRORS//$'\n'/ }"
   [ -n "$state" ] || [ "$code" -ne 0 ] || return 0
   kube delete jobset "$NAME-learner" --namespace="$NAME" --wait || die "could not delete jobset $NAME-learner"
 }
