@@ -8,8 +8,9 @@ from ml_collections import ConfigDict
 
 from configs import miniwob_tasks
 
-# By the turns of an episode: the longest of a script's over 20 seeds (2026-11-25), one more where
-# that is 1 or 2, and two where it is longer; the tasks of miniwob_tasks.py have theirs.
+# By the turns of an episode: the longest of a script's over 20 seeds (2026-11-25; over 60 where it
+# looks for something, 2026-11-30), one more where that is 1 or 2, and two where it is longer; the
+# tasks of miniwob_tasks.py have theirs.
 _NAMES = {
     2: (
         *("click-button", "click-color", "click-dialog", "click-dialog-2", "click-link"),
@@ -19,21 +20,20 @@ _NAMES = {
         *("grid-coordinate", "identify-shape", "unicode-test"),
     ),
     3: (
-        *("bisect-angle", "circle-center", "click-button-sequence", "click-collapsible-2-nodelay"),
-        *("click-collapsible-nodelay", "click-option", "click-pie-nodelay", "click-tab-2"),
-        *("click-tab-2-hard", "drag-box", "drag-circle", "find-midpoint", "navigate-tree"),
+        *("bisect-angle", "circle-center", "click-button-sequence", "click-collapsible-nodelay"),
+        *("click-option", "click-pie-nodelay", "drag-box", "drag-circle", "find-midpoint"),
         *("resize-textarea", "right-angle"),
     ),
     5: (
-        *("drag-shapes", "enter-date", "enter-text-2", "enter-time", "simple-algebra"),
-        *("simple-arithmetic", "text-transform", "visual-addition"),
+        *("click-tab-2", "drag-shapes", "enter-date", "enter-text-2", "enter-time"),
+        *("simple-algebra", "simple-arithmetic", "text-transform", "visual-addition"),
     ),
     6: (
-        *("click-checkboxes-transfer", "drag-sort-numbers", "use-autocomplete-nodelay"),
-        *("use-slider", "use-slider-2"),
+        *("click-checkboxes-transfer", "click-collapsible-2-nodelay", "drag-sort-numbers"),
+        *("navigate-tree", "use-autocomplete-nodelay", "use-slider", "use-slider-2"),
     ),
     7: ("tic-tac-toe", "use-colorwheel", "use-colorwheel-2"),
-    8: ("click-checkboxes", "click-checkboxes-soft", "click-shades"),
+    8: ("click-checkboxes", "click-checkboxes-soft", "click-shades", "click-tab-2-hard"),
     15: ("click-checkboxes-large",),
     16: ("choose-date-nodelay",),
     17: ("number-checkboxes",),

@@ -96,6 +96,21 @@ def test_every_scripted_task_is_solved(world):
     assert runner.run(run()) == []
 
 
+# What is asked for is behind the third tab, the fifth, in a folder, in the first of three sections;
+# three cards lie face down. A script that took it from the document would need fewer turns.
+@pytest.mark.parametrize(
+    ("name", "seed", "turns"),
+    [
+        *(("click-tab-2", 1, 3), ("click-tab-2-hard", 10, 5), ("navigate-tree", 0, 3)),
+        *(("click-collapsible-2-nodelay", 4, 4), ("find-greatest", 0, 4)),
+    ],
+)
+def test_script_looks_for_what_the_screen_does_not_show(world, name, seed, turns):
+    pool, runner = world
+    assert not runner.run(play(pool, spec(name, seed), max_turns=turns - 1))["done"]
+    assert runner.run(play(pool, spec(name, seed), max_turns=turns + 1))["reward"] == 1.0
+
+
 @pytest.mark.parametrize("name", AIMED)
 def test_point_is_paid_what_its_script_aimed_at(world, name):
     pool, runner = world

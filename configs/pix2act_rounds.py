@@ -1,0 +1,36 @@
+"""How often each task is shown in the stages of pix2act_pages.py; not a config by itself.
+
+A stage of demonstrations is a number of rounds. What the model before solved, by its tuning
+episodes, is shown once in a round, so that it is not forgotten; what it did not, more often.
+"""
+
+_EASY = (
+    *("click-button", "click-button-sequence", "click-collapsible-nodelay", "click-color"),
+    *("click-dialog", "click-dialog-2", "click-tab", "click-test", "click-test-2"),
+    *("click-test-transfer", "click-widget", "enter-date", "enter-text", "enter-text-2"),
+    *("enter-time", "focus-text", "focus-text-2", "login-user", "use-autocomplete-nodelay"),
+)
+_EXACT = ("bisect-angle", "circle-center", "find-midpoint", "right-angle")  # one pixel pays 1
+_SOLVED = (  # by :more, nine of ten times or more
+    *(*_EASY, "click-option", "click-shades", "grid-coordinate", "identify-shape"),
+    *("number-checkboxes", "use-colorwheel"),
+)
+# Solved never, or 3 of 100 times; a demonstration of the first has up to 13 turns.
+_LEFT_OUT = ("choose-date-nodelay", "text-transform", "simple-algebra")
+# The stage before, seed, steps and rounds.
+GOING_ON = {
+    "more": ("base", 29, 620, 45),
+    "last": ("more", 30, 720, 56),
+    "again": ("last", 31, 1000, 52),
+}
+
+
+def shown(stage: str, name: str) -> int:
+    """How many times in a round: once what is solved, three times what is not."""
+    if stage == "more":
+        return 1 if name in (*_EASY, *_EXACT, "unicode-test") else 3
+    if name in _LEFT_OUT:
+        return 0
+    if stage == "again" and name in _EXACT:
+        return 1 if name == "circle-center" else 8
+    return 1 if name in _SOLVED else 3
