@@ -1,4 +1,4 @@
-"""The layers of DESIGN.md hold: read from the imports of every file, run by nothing."""
+"""The layers of docs/architecture.md hold: read from the imports of every file, run by nothing."""
 
 import ast
 import subprocess
