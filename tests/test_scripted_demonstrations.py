@@ -13,13 +13,14 @@ from tests.sample_trajectories import make_trajectory
 from uirl_jax import seeds
 from uirl_jax.demonstrations.recording import is_example
 from uirl_jax.demonstrations.scripted import Demonstrator
-from uirl_jax.errors import ConfigError, RestartError, ShardError
+from uirl_jax.errors import ConfigError, PageError, RestartError, ShardError
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.learner import scripted_demonstrations
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Action, TaskSpec
+from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.recorded.sets import RecordedSets
 
 KINDS = [
@@ -290,6 +291,67 @@ def test_script_that_fails_on_a_page_ends_that_demonstration_alone(
     out, err = capsys.readouterr()
     assert "2 of 3 solved" in out
     assert "demonstration of miniwob/click-test with seed" in err and said in err
+
+
+class Failing:
+    """Opens sessions, of which those with the numbers in `lost` fail at once with `error`."""
+
+    def __init__(self, opened, lost, error):
+        self._opened, self._lost, self._error = opened, lost, error
+        self._num = 0
+
+    async def open(self, task):
+        self._num += 1
+        if self._num - 1 in self._lost:
+            raise self._error
+        return await self._opened.open(task)
+
+    async def close(self):
+        await self._opened.close()
+
+
+@pytest.fixture
+def screens(monkeypatch):
+    """A demonstrator of recorded screens, and the tasks of the first three."""
+    rows = InMemory([row(n, [click(shade=n)]) for n in range(8)])
+    monkeypatch.setattr(
+        "uirl_jax.verifiers.recorded.sets.load", lambda paths: RecordedSets({"a": rows})
+    )
+    with Demonstrator(recorded={"made": "x"}) as demonstrator:
+        yield demonstrator, [TaskSpec("recorded/a", seed) for seed in range(3)]
+
+
+def seeds_played(demonstrator, model, tasks):
+    chat = Chat(model.path, ChatConfig(), model.family.chat)
+    rngs = [np.random.default_rng(task.seed) for task in tasks]
+    return [one.task.seed for one in demonstrator.demonstrate_all(tasks, chat, model.inputs, rngs)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "error", "left"),
+    [
+        ({0, 1}, BrowserError("the browser is gone"), [0, 1, 2]),  # the third try is played
+        ({0, 1, 2}, BrowserError("the browser is gone"), [1, 2]),
+        ({0}, PageError("the page threw TypeError"), [1, 2]),  # and would throw again
+    ],
+)
+def test_a_demonstration_whose_session_is_lost_ends_no_other(
+    screens, model, monkeypatch, capsys, lost, error, left
+):
+    demonstrator, tasks = screens
+    monkeypatch.setattr(demonstrator, "_types", Failing(demonstrator._types, lost, error))
+    assert seeds_played(demonstrator, model, tasks) == left
+    said = capsys.readouterr().err
+    assert said.count("demonstration of recorded/a with seed 0 ended early") == len(lost)
+    assert str(error) in said
+
+
+def test_demonstrations_end_where_no_browser_can_be_had(screens, model, monkeypatch):
+    demonstrator, tasks = screens
+    error = BrowserError("chromium does not start")
+    monkeypatch.setattr(demonstrator, "_types", Failing(demonstrator._types, range(99), error))
+    with pytest.raises(BrowserError, match="does not start"):
+        seeds_played(demonstrator, model, tasks)
 
 
 def test_a_broken_shard_of_demonstrations_is_said(make, tmp_path):

@@ -6,6 +6,7 @@ thread (`demonstrate`); other tasks need an event loop, and processes if they ru
 """
 
 import asyncio
+import copy
 import dataclasses
 import io
 import sys
@@ -21,9 +22,12 @@ from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers import own_tasks
+from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.recorded import sets as recorded_sets
 from uirl_jax.verifiers.server.session_types import RunningTask, SessionTypes
 from uirl_jax.verifiers.tasks import desktop
+
+_TRIES = 3  # of a demonstration whose browser is lost
 
 
 def _record(
@@ -43,6 +47,14 @@ def _ended(recording: Recording, progress: Mapping[str, Any]) -> Trajectory:
         progress,
         success=success,
         stop_reason=ended if progress["done"] else StopReason.MAX_TURNS,
+    )
+
+
+def _say_ended_early(task: TaskSpec, why: str) -> None:
+    print(
+        f"demonstration of {task.name} with seed {task.seed} ended early, {why}",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -128,11 +140,15 @@ class Demonstrator:
         A script that fails on a page ends the episode, unsolved; stderr says which and why.
 
         Raises:
-          VerifierError: no such task, nobody who can demonstrate it, or no browser.
+          VerifierError: no such task, nobody who can demonstrate it, no browser, or a page that
+            fails before its script begins.
         """
         if task.name in desktop.TASKS:
             return demonstrate(task, chat, inputs, rng, quality=quality)
-        return self._runner.run(self._play(task, chat, inputs, rng, quality))
+        played = self._runner.run(self._try(task, chat, inputs, rng, quality))
+        if isinstance(played, VerifierError):
+            raise played
+        return played
 
     def demonstrate_all(
         self,
@@ -143,24 +159,61 @@ class Demonstrator:
         *,
         quality: float = 1.0,
     ) -> list[Trajectory]:
-        """As `demonstrate`, of several tasks, side by side where they run in browsers."""
+        """As `demonstrate`, of several tasks, side by side where they run in browsers.
 
-        async def play(task: TaskSpec, rng: np.random.Generator) -> Trajectory:
+        Without those whose page cannot be opened, or whose browser is lost each time: stderr says
+        which and why.
+
+        Raises:
+          VerifierError: as `demonstrate`, where it is of all of them.
+        """
+
+        async def play(task: TaskSpec, rng: np.random.Generator) -> Trajectory | VerifierError:
             if task.name in desktop.TASKS:
                 return demonstrate(task, chat, inputs, rng, quality=quality)
             async with self._browsers:
-                return await self._play(task, chat, inputs, rng, quality)
+                return await self._try(task, chat, inputs, rng, quality)
 
-        async def play_all() -> list[Trajectory]:
+        async def play_all() -> list[Trajectory | VerifierError]:
             # None of them goes on when one has failed: whoever catches that may close the browsers.
             async with asyncio.TaskGroup() as group:
                 playing = [group.create_task(play(*one)) for one in zip(tasks, rngs, strict=True)]
             return [task.result() for task in playing]
 
         try:
-            return self._runner.run(play_all())
+            ended = self._runner.run(play_all())
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+        played = [one for one in ended if isinstance(one, Trajectory)]
+        lost = [one for one in ended if isinstance(one, BrowserError)]
+        if lost and not played:
+            raise lost[0]
+        return played
+
+    async def _try(
+        self,
+        task: TaskSpec,
+        chat: Chat,
+        inputs: Inputs,
+        rng: np.random.Generator,
+        quality: float,
+    ) -> Trajectory | VerifierError:
+        """As `_play`, again in another browser where one is lost; a page's own error, or the last.
+
+        Among thousands of demonstrations a browser crashes, or does not answer for too long on a
+        busy machine: an hour of them does not end with it.
+        """
+        lost = BrowserError("not played")
+        for _ in range(_TRIES):
+            try:
+                return await self._play(task, chat, inputs, copy.deepcopy(rng), quality)
+            except PageError as error:  # it would throw again
+                _say_ended_early(task, f"its page fails: {error}")
+                return error
+            except BrowserError as error:
+                _say_ended_early(task, f"its browser is lost: {error}")
+                lost = error
+        return lost
 
     async def _play(
         self,
@@ -189,12 +242,7 @@ class Demonstrator:
                 except (ActionError, PageError) as error:
                     # Of a page that its script does not understand; thousands of others do not wait
                     # for that one.
-                    print(
-                        f"demonstration of {task.name} with seed {task.seed} ended early, its "
-                        f"script failed: {error}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    _say_ended_early(task, f"its script failed: {error}")
                     break
             return dataclasses.replace(_ended(recording, progress), renderer=session.renderer)
         finally:

@@ -165,6 +165,9 @@ class BrowserPool:
                 except BrowserError as error:
                     logger.warning("event=browser_replaced reason=%s", error)
                     self._in_background(self._end(tab))
+                except BaseException:  # cancelled: nobody else has this tab
+                    self._in_background(self._end(tab))
+                    raise
             if self._num_hoping >= self._num_renewing:
                 return None
             self._num_hoping += 1
