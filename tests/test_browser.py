@@ -417,6 +417,33 @@ def test_page_that_hangs_is_lost_after_a_bound(world, monkeypatch):
     runner.run(run())
 
 
+def test_tab_whose_caller_is_cancelled_is_not_lost(world, monkeypatch):
+    pool, runner = world
+
+    async def run():
+        tab = await pool.acquire()
+        await pool.release(tab)
+        while tab not in pool._waiting:
+            await asyncio.sleep(0.01)
+        asked, never = asyncio.Event(), asyncio.Event()
+
+        async def check(self):
+            asked.set()
+            await never.wait()
+
+        monkeypatch.setattr(type(tab), "check", check)
+        acquiring = asyncio.create_task(pool.acquire())
+        await asked.wait()
+        acquiring.cancel()
+        await asyncio.gather(acquiring, return_exceptions=True)
+        monkeypatch.undo()
+        async with asyncio.timeout(20):
+            while tab in pool._tabs:  # its process is ended
+                await asyncio.sleep(0.01)
+
+    runner.run(run())
+
+
 def test_sessions_beyond_the_limit_are_refused(world):
     pool, runner = world
 

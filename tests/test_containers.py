@@ -367,14 +367,15 @@ def test_start_removes_what_earlier_processes_left_and_nothing_else(kind, capsys
             for name, owner, until_unix_s in (
                 ("left", "run-a0", now + 999),
                 ("neighbour", "run-a1", now + 999),
-                ("forgotten", "other-a0", now - 1),
+                ("on_a_slow_clock", "other-a0", now - 1000),
+                ("forgotten", "other-a0", now - 4000),
             ):
                 labels = {OWNER: owner, CLIENT: "x", UNTIL: str(until_unix_s)}
                 await asyncio.to_thread(runtime.create, name, labels)
             async with client_of(cfg) as client:
-                await until(lambda: list(api.found) == ["neighbour"])
+                await until(lambda: list(api.found) == ["neighbour", "on_a_slow_clock"])
                 await client.create(TASK)
-            assert list(api.found) == ["neighbour"]
+            assert list(api.found) == ["neighbour", "on_a_slow_clock"]
 
     asyncio.run(run())
     assert "event=containers_of_earlier_run removed=2" in capsys.readouterr().out
