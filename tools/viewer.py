@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from uirl_jax.errors import ConfigError, UirlError
-from uirl_jax.untrusted.http import port_number
+from uirl_jax.untrusted.http import is_loopback, port_number
 from uirl_jax.watch import viewer
 from uirl_jax.watch.follow import Follower
 
@@ -59,7 +59,7 @@ def read_token(path: str, host: str) -> str | None:
     given = os.environ.get(TOKEN_VARIABLE, "")
     if given:
         return given
-    return None if viewer.is_loopback(host) else secrets.token_urlsafe(24)
+    return None if is_loopback(host) else secrets.token_urlsafe(24)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from tools.recorder.episode import Demonstration, End
 from uirl_jax.errors import ActionError, ConfigError, RecordError, ShardError, VerifierError
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.untrusted import json as untrusted_json
+from uirl_jax.untrusted.http import equal_secrets
 
 HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 64 * 1024
@@ -205,9 +205,9 @@ def _guard(token: str) -> Handler:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.match_info.get("token", "").encode("utf-8", "surrogateescape")
+        given = request.match_info.get("token", "")
         named = request.host.partition(":")[0]  # request.url raises on what is no address
-        if named not in (HOST, "localhost") or not hmac.compare_digest(given, token.encode()):
+        if named not in (HOST, "localhost") or not equal_secrets(given, token):
             raise web.HTTPNotFound
         origin = request.headers.get("Origin")
         if origin is not None and origin != f"http://{request.host}":

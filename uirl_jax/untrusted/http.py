@@ -1,10 +1,12 @@
 """HTTP to servers that are not trusted: addresses, sessions and answers within limits.
 
-Shared by every client of this package; each has its own retries and time-outs. Also the port that a
-server is given on its command line.
+Shared by every client of this package; each has its own retries and time-outs. Also what the
+servers of this package have in common: the port on the command line, and who may ask.
 """
 
 import argparse
+import hmac
+import ipaddress
 from collections.abc import Mapping, Sequence
 
 import aiohttp
@@ -43,6 +45,22 @@ def port_number(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 0 to 65535")
     return int(text)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def equal_secrets(given: str, expected: str) -> bool:
+    """Compares in a time that does not tell how much of `given` is right.
+
+    Args: given: of a caller; may have the lone surrogates of a header that is not UTF-8.
+    """
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
 
 
 def open_session(

@@ -11,8 +11,6 @@ import collections
 import contextlib
 import errno
 import functools
-import hmac
-import ipaddress
 import logging
 import math
 import re
@@ -25,6 +23,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from uirl_jax.errors import ConfigError, RecordError, ShardError
 from uirl_jax.types import Trajectory
+from uirl_jax.untrusted.http import equal_secrets, is_loopback
 from uirl_jax.watch import episode_view, frames, panels
 from uirl_jax.watch.charts import format_value
 from uirl_jax.watch.episode_index import ORDERS, TRAINING, Filter, Row
@@ -408,7 +407,7 @@ async def _guarded(
     if token is None:
         return await handler(request)
     if "token" in request.query:  # the first visit: the token leaves the address
-        if not _equal(request.query["token"], token):
+        if not equal_secrets(request.query["token"], token):
             raise web.HTTPUnauthorized(text="The token is wrong.")
         left = [(name, value) for name, value in request.query.items() if name != "token"]
         # A path that begins with two slashes would be another host's.
@@ -421,15 +420,11 @@ async def _guarded(
         return response
     header = request.headers.get("Authorization", "")
     given = header.removeprefix("Bearer ") if header else request.cookies.get(COOKIE, "")
-    if not _equal(given, token):
+    if not equal_secrets(given, token):
         raise web.HTTPUnauthorized(
             text="The viewer asks for its token: open the address that it printed."
         )
     return await handler(request)
-
-
-def _equal(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
 
 
 def _host(request: web.Request) -> str:
@@ -437,13 +432,6 @@ def _host(request: web.Request) -> str:
     host = request.headers.get("Host", "")
     bracketed = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](:\d+)?", host)
     return (bracketed[1] if bracketed else host.rpartition(":")[0] or host).lower()
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextlib.asynccontextmanager

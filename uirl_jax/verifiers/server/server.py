@@ -15,8 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import errno
-import hmac
-import ipaddress
 import json
 import logging
 import os
@@ -31,7 +29,7 @@ from aiohttp.typedefs import Handler, Middleware
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import TaskSpec
-from uirl_jax.untrusted.http import port_number
+from uirl_jax.untrusted.http import equal_secrets, is_loopback, port_number
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.recorded import rewards
 from uirl_jax.verifiers.recorded import sets as recorded_sets
@@ -54,7 +52,7 @@ def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Middle
     """The middleware before every call: who may speak, and how errors are told."""
     # A URL's host comes in small letters.
     names = {"localhost", "127.0.0.1", "::1", host.lower(), *map(str.lower, allowed_hosts)}
-    expected = None if token is None else f"Bearer {token}".encode()
+    expected = None if token is None else f"Bearer {token}"
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -66,10 +64,9 @@ def _guard(host: str, allowed_hosts: Sequence[str], token: str | None) -> Middle
             site = request.headers.get("Sec-Fetch-Site")
             if "Origin" in request.headers or site in ("cross-site", "same-site"):
                 raise refusal(web.HTTPForbidden, "browsers are not served")
-            if expected is not None:
-                given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-                if not hmac.compare_digest(given, expected):
-                    raise refusal(web.HTTPUnauthorized, "the bearer token is missing or wrong")
+            given = request.headers.get("Authorization", "")
+            if expected is not None and not equal_secrets(given, expected):
+                raise refusal(web.HTTPUnauthorized, "the bearer token is missing or wrong")
             if request.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise refusal(web.HTTPUnsupportedMediaType, "compressed bodies are not read")
             return await handler(request)
@@ -141,7 +138,7 @@ async def serve(
       VerifierError: the address or the port cannot be had, or the single session.
     """
     limits = limits or ServerLimits()
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise ConfigError(f"verifier: listening on {host} needs a token (--token-file)")
     if token is not None and len(token.encode()) < MIN_TOKEN_BYTES:
         raise ConfigError(f"verifier: a token has at least {MIN_TOKEN_BYTES} bytes")
@@ -184,15 +181,6 @@ async def serve(
                 f"verifier: port {port} of {host} {why}; give another one, or 0 for any"
             ) from error
         yield runner.addresses[0][1]
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def run_server(
