@@ -26,7 +26,7 @@ from uirl_jax.metrics import last_object
 from uirl_jax.shards.queue import QUARANTINE
 from uirl_jax.shards.reader import SHARDS
 from uirl_jax.store import Store, open_store
-from uirl_jax.store.bucket import is_address
+from uirl_jax.store.bucket import BucketStore, is_address
 from uirl_jax.store.local import LocalStore
 from uirl_jax.watch import gather
 from uirl_jax.watch.episode_index import TRAINING, EpisodeIndex
@@ -104,6 +104,7 @@ class Follower:
         except OSError as error:
             raise ConfigError(f"--workdir={workdir}: {error.strerror or error}") from None
         self._is_local = isinstance(self._store, LocalStore)
+        self._bucket = self._store if isinstance(self._store, BucketStore) else None
         if not is_address(workdir) and not Path(workdir).is_dir():
             raise ConfigError(f"--workdir={workdir}: no such directory; give the workdir of a run")
         self._name = workdir.rstrip("/") if is_address(workdir) else Path(workdir).resolve().name
@@ -159,8 +160,8 @@ class Follower:
     # ------------------------------------------------------------------------ small files
 
     def _take_snapshot(self) -> None:
-        if self._copies is not None:
-            self._copy()
+        if self._bucket is not None:
+            self._copy(self._bucket)
         signature = _signature(self.directory)
         if self._run is None or self._run[0] != signature:
             self._run = signature, gather.read_run(self.directory, with_episodes=False)
@@ -180,19 +181,18 @@ class Follower:
             signature=hashlib.sha256(repr(shown).encode("utf-8", "replace")).hexdigest()[:16],
         )
 
-    def _copy(self) -> None:
+    def _copy(self, bucket: BucketStore) -> None:
         """Fetches the small files of a bucket whose version changed."""
-        versions = getattr(self._store, "versions")  # noqa: B009 - a bucket's, not every store's
         found: dict[str, str] = {}
         for folder in _FOLDERS[1:]:
-            found |= versions(folder)
+            found |= bucket.versions(folder)
         listed = [name for name in found if any(fnmatch.fnmatch(name, one) for one in _FILES)]
         for name in (*(one for one in _FILES if "/" not in one), *listed):
             version = found.get(name)
             if version is not None and self._versions.get(name) == version:
                 continue
             try:
-                with self._store.open(name) as file:
+                with bucket.open(name) as file:
                     content = file.read(_MAX_FILE_BYTES)
             except FileNotFoundError:
                 continue
