@@ -16,9 +16,7 @@ from typing import Any
 from uirl_jax import evaluation
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import UirlError
-from uirl_jax.evaluation.rates import wilson_interval
-from uirl_jax.evaluation.statistics import EvalResult
-from uirl_jax.evaluation.suite_play import SCORES_FILE, SUITES_DIR
+from uirl_jax.evaluation import SCORES_FILE, SUITES_DIR, EvalResult, wilson_interval
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.untrusted.json import printable
 from uirl_jax.watch.gather import machine_facts, without_secrets

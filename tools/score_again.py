@@ -22,7 +22,7 @@ from pathlib import Path
 from tools.inspect_shards import find_shards
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, ShardError, UirlError, VerifierError
-from uirl_jax.evaluation.outcome import outcome_of
+from uirl_jax.evaluation import outcome_of
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Judgement, Rule, StopReason, TaskSpec, Trajectory
 from uirl_jax.untrusted.json import printable

@@ -24,7 +24,7 @@ from tools.episode_formats.parts import (
     text_part,
     tokens_of,
 )
-from uirl_jax.evaluation.rates import wilson_interval
+from uirl_jax.evaluation import wilson_interval
 from uirl_jax.types import StopReason, Trajectory
 
 _LIMITS = {StopReason.MAX_TURNS: "turn", StopReason.MAX_TOKENS: "token", StopReason.TIMEOUT: "time"}

@@ -5,7 +5,7 @@ from pathlib import Path
 from uirl_jax import assets
 from uirl_jax.config import reading
 from uirl_jax.errors import ConfigError
-from uirl_jax.evaluation.suite import Suite
+from uirl_jax.evaluation import Suite
 from uirl_jax.untrusted import json as untrusted_json
 
 _MAX_BYTES = 8 * 2**20

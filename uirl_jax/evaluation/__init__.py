@@ -15,6 +15,7 @@ from uirl_jax.evaluation.gate import (
     read_decisions,
     write_decisions,
 )
+from uirl_jax.evaluation.outcome import outcome_of
 from uirl_jax.evaluation.paired import Comparison, compare
 from uirl_jax.evaluation.pictures import pictures
 from uirl_jax.evaluation.play import (
@@ -52,6 +53,8 @@ from uirl_jax.evaluation.statistics import (
 )
 from uirl_jax.evaluation.suite import Suite
 from uirl_jax.evaluation.suite_play import (
+    SCORES_FILE,
+    SUITES_DIR,
     Contender,
     conclude,
     ended_episodes,
@@ -74,7 +77,9 @@ __all__ = [
     "FATES",
     "KEPT_EPISODES",
     "RUN_STAGES",
+    "SCORES_FILE",
     "STAGE_NAME",
+    "SUITES_DIR",
     "SUMMARY_FILE",
     "Comparison",
     "Contender",
@@ -105,6 +110,7 @@ __all__ = [
     "format_tasks",
     "objection",
     "open_suite",
+    "outcome_of",
     "pictures",
     "play_suite",
     "rate",

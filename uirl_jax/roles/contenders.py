@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from uirl_jax.errors import ConfigError
-from uirl_jax.evaluation.suite_play import Contender
+from uirl_jax.evaluation import Contender
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.cold_start import ColdStartConfig
 from uirl_jax.models.weights import adapters_to_numpy

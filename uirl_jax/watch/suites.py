@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax import evaluation
-from uirl_jax.evaluation.suite_play import SCORES_FILE, SUITES_DIR
-from uirl_jax.evaluation.tables import format_comparisons
+from uirl_jax.evaluation import SCORES_FILE, SUITES_DIR
 
 MAX_POLICIES = 40  # shown of a suite
 _MAX_ATTEMPTS = 2**53
@@ -73,7 +72,7 @@ def _rate(scores: Any) -> evaluation.Rate:
 def _comparisons(path: Path, notes: list[str]) -> list[str]:
     try:
         pairs = json.loads(path.read_bytes())["comparisons"]
-        return [format_comparisons([evaluation.Comparison(**pair)]) for pair in pairs]
+        return [evaluation.format_comparisons([evaluation.Comparison(**pair)]) for pair in pairs]
     except FileNotFoundError:
         return []
     except (OSError, *_NOT_SCORES) as error:
