@@ -313,16 +313,9 @@ def format_table(result: dict[str, Any]) -> str:
     for where, counts in result["injected"].items():
         for kind, count in sorted(counts.items()):
             rows.append((f"{where} {kind}", str(count), str(count), "-", "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
     rate = result["success"]
-    lines += [
+    lines = [
+        *evaluation.aligned(rows),
         "",
         f"steps {result['steps']} in {result['seconds'] / 60:.1f} min; "
         f"processes started {result['starts']} times",

@@ -62,6 +62,7 @@ from uirl_jax.evaluation.suite_play import (
     play_suite,
 )
 from uirl_jax.evaluation.tables import (
+    aligned,
     format_comparisons,
     format_episodes,
     format_scores,
@@ -94,6 +95,7 @@ __all__ = [
     "RunTasks",
     "Scores",
     "Suite",
+    "aligned",
     "compare",
     "conclude",
     "count",

@@ -1,7 +1,8 @@
-"""A success rate and its confidence interval. Pure functions."""
+"""A success rate and its confidence interval; a mean. Pure functions."""
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,3 +44,8 @@ def wilson_interval(successes: int, attempts: int, confidence: float = 0.95) -> 
 def rate(successes: int, attempts: int) -> Rate:
     low, high = wilson_interval(successes, attempts)
     return Rate(successes, attempts, successes / attempts if attempts else 0.0, low, high)
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 of no values."""
+    return float(statistics.fmean(values)) if values else 0.0

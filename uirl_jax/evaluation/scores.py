@@ -3,11 +3,10 @@
 import collections
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from uirl_jax.evaluation.outcome import Outcome
-from uirl_jax.evaluation.rates import Rate, rate
+from uirl_jax.evaluation.rates import Rate, mean, rate
 from uirl_jax.evaluation.rescaled import RescaledReward, reporting, score_rescaled
 from uirl_jax.types import TaskSpec
 
@@ -76,8 +75,8 @@ def _score(played: Played, rescaled: Collection[str]) -> Scores:
         success=rate(successes, len(episodes)),
         pass_at=_over_instances(played, pass_at),
         pass_all=_over_instances(played, pass_all),
-        mean_reward=_mean([episode.reward for episode in episodes]),
-        mean_turns=_mean([episode.turns for episode in episodes]),
+        mean_reward=mean([episode.reward for episode in episodes]),
+        mean_turns=mean([episode.turns for episode in episodes]),
         stop_reasons=dict(
             sorted(collections.Counter(str(one.stop_reason) for one in episodes).items())
         ),
@@ -118,10 +117,6 @@ def _over_instances(played: Played, chance: Callable[[int, int, int], float]) ->
     fewest = min((attempts for attempts, _ in counted), default=0)
     chosen = {2**power for power in range(fewest.bit_length())} | {fewest}
     return {
-        k: _mean([chance(attempts, right, k) for attempts, right in counted])
+        k: mean([chance(attempts, right, k) for attempts, right in counted])
         for k in sorted(chosen - {0})
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(statistics.fmean(values)) if values else 0.0

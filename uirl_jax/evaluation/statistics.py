@@ -2,12 +2,11 @@
 
 import collections
 import dataclasses
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 
 from uirl_jax.evaluation.outcome import outcome_of
-from uirl_jax.evaluation.rates import Rate, rate
+from uirl_jax.evaluation.rates import Rate, mean, rate
 from uirl_jax.evaluation.recorded import RecordedResult, recorded_results
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
@@ -61,8 +60,8 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         stop_reasons=dict(
             sorted(collections.Counter(str(t.stop_reason) for t in trajectories).items())
         ),
-        mean_reward=_mean([t.reward for t in attempts]),
-        mean_turns=_mean([len(t.turns) for t in attempts]),
+        mean_reward=mean([t.reward for t in attempts]),
+        mean_turns=mean([len(t.turns) for t in attempts]),
         finished_unix_s=time.time(),
         renderers=sorted({t.renderer for t in attempts} - {""}),
         mistakes=sum(outcome.irreversible for outcome in outcomes),
@@ -88,7 +87,3 @@ def renderers_text(seen: Mapping[str, Sequence[str]]) -> str:
         "pixels, so results are not comparable and a policy sees screens that it was not trained "
         "on. Run all verifiers with the same versions (docs/bundled_server.md)"
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(statistics.fmean(values)) if values else 0.0

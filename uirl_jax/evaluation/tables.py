@@ -21,7 +21,7 @@ def format_table(results: Sequence[EvalResult]) -> str:
                 f"{result.successes}/{result.attempts}",
             )
         )
-    lines = _aligned(rows)
+    lines = _ruled(rows)
     for result in results:
         if result.env_errors or result.missing:
             lines.append(
@@ -63,7 +63,7 @@ def format_scores(scores: Mapping[str, Scores]) -> str:
                 _amount(one.tokens_per_success),
             )
         )
-    return "\n".join(_aligned(rows))
+    return "\n".join(_ruled(rows))
 
 
 def _rescaled(scores: Scores) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def format_tasks(scores: Mapping[str, Mapping[str, Scores]]) -> str:
             row.append(f"{success.successes}/{success.attempts}")
             if rescaled:
                 row.append(_rescaled(by_task[row[0]])[0])
-    return "\n".join(_aligned([tuple(header), *map(tuple, cells)]))
+    return "\n".join(_ruled([tuple(header), *map(tuple, cells)]))
 
 
 def _amount(value: float | None) -> str:
@@ -104,17 +104,22 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A header, a rule and the rest: the first column to the left, the others to the right."""
+def _ruled(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of `aligned`, with a rule below the header."""
+    lines = aligned(rows)
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A line for every row: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    return [
         "  ".join(
             cell.ljust(width) if column == 0 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def stage_label(stage: str) -> str:
