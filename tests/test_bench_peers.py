@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,21 @@ from tools.bench import models, peers, sample, train, work
 SIZE = work.Size(group=4, image_tokens=(6, 5), prompt_tokens=10, sampled_tokens=6)
 
 
+def shallow(family: str) -> Any:
+    """The model with three text blocks and four vision blocks, all kinds among them."""
+    cfg = models.CONFIGS[family]
+    kinds = {
+        "qwen2_5_vl": {"fullatt_block_indexes": (2,)},
+        "qwen3_vl": {"deepstack_visual_indexes": (1, 3)},
+    }
+    vision = dataclasses.replace(cfg.vision, depth=4, **kinds.get(family, {}))
+    return dataclasses.replace(cfg, num_hidden_layers=3, vision=vision)
+
+
 @pytest.fixture(scope="module", params=models.CONFIGS)
 def directory(request, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
-    work.write_work(directory, request.param, models.shallow(request.param), SIZE)
+    work.write_work(directory, request.param, shallow(request.param), SIZE)
     return directory
 
 
@@ -41,7 +53,7 @@ def test_steps_of_ours_and_of_the_peers_compute_the_same(directory):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_steps_in_bfloat16_compute_the_same_up_to_rounding(tmp_path):
     size = dataclasses.replace(SIZE, dtype="bfloat16")
-    work.write_work(tmp_path, "qwen2_vl", models.shallow("qwen2_vl"), size)
+    work.write_work(tmp_path, "qwen2_vl", shallow("qwen2_vl"), size)
     steps = {
         "ours": train.jax_step(tmp_path, share_prompts=True),
         "torch_peft": peers.torch_step(tmp_path, encode_once=False),

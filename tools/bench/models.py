@@ -7,7 +7,6 @@ eight blocks one attends to the whole screen, as in the published Qwen2.5-VL.
 """
 
 import argparse
-import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -87,17 +86,6 @@ CONFIGS: Mapping[str, Any] = types.MappingProxyType(
         ),
     }
 )
-
-
-def shallow(family: str) -> Any:
-    """The model with three text blocks and four vision blocks, all kinds among them, for tests."""
-    cfg = CONFIGS[family]
-    kinds = {
-        "qwen2_5_vl": {"fullatt_block_indexes": (2,)},
-        "qwen3_vl": {"deepstack_visual_indexes": (1, 3)},
-    }
-    vision = dataclasses.replace(cfg.vision, depth=4, **kinds.get(family, {}))
-    return dataclasses.replace(cfg, num_hidden_layers=3, vision=vision)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

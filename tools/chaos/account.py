@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,7 +36,6 @@ class Sight:
     def __init__(self, service: Emulator, bucket: str, run: str) -> None:
         self._service, self._bucket, self._run = service, bucket, run
         self.step = 0
-        self.step_since_s = time.monotonic()
         self._episodes: dict[int, frozenset[str]] = {}  # by step; the last decision of each counts
         self._seen: dict[str, bytes] = {}
 
@@ -47,7 +45,7 @@ class Sight:
 
     def look(self) -> None:
         """Call it more often than the learner takes three steps: it keeps so many decisions."""
-        now_s, prefix = time.monotonic(), f"{self._run}/"
+        prefix = f"{self._run}/"
         for key, content in self._service.objects(self._bucket).items():
             name = key.removeprefix(prefix)
             match = _DECISION.fullmatch(name)
@@ -59,7 +57,7 @@ class Sight:
                 )
         steps = self.steps()
         if steps and steps[-1] > self.step:
-            self.step, self.step_since_s = steps[-1], now_s
+            self.step = steps[-1]
 
     def steps(self) -> list[int]:
         """The steps with a line in metrics.jsonl, in its order, without the evaluation's 0."""

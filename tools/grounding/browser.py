@@ -82,7 +82,7 @@ class Browsers:
         density: int = 1,
         browsers: int = 2,
     ) -> None:
-        self._size_px, self._css, self._density = size_px, css, density
+        self._size_px, self._density = size_px, density
         # Apart: a tab that MiniWoB++ used has its mouse where another page might show a hover.
         self._composed = BrowserPool(warm=1, max_browsers=browsers)
         self._miniwob = BrowserPool(warm=1, max_browsers=browsers)

@@ -310,12 +310,9 @@ def _contact_sheet(pictures: list[tuple[Image.Image, list[Any]]]) -> Image.Image
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        content = untrusted_json.parse(path.read_bytes())
+        return untrusted_json.parse(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object")
-    return content
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

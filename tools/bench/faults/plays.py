@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(self, interval_s: float = 0.02) -> None:
         self._interval_s = interval_s
-        self.before_mib = self.peak_mib = self.after_mib = 0.0
+        self.before_mib = self.peak_mib = 0.0
         self.stalled_s = 0.0
 
     async def __aenter__(self) -> "Watch":
@@ -54,7 +54,6 @@ class Watch:
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
-        self.after_mib = rss_mib()
 
     async def _look(self) -> None:
         while True:
