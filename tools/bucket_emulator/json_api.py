@@ -120,10 +120,8 @@ def _condition(call: Call) -> Condition:
     )
 
 
-def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
-    return Answer(
-        status, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
-    )
+def _json(body: Any, status: int = 200) -> Answer:
+    return Answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
 
 def _describe(bucket: str, found: Stored, call: Call) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,13 @@ def emulator(
     bucket: str = "runs",
     *,
     faults: Faults = NO_FAULTS,
-    denied: Sequence[str] = ("denied",),
     refuse_fast_writes: bool = False,
-    latency_s: float = 0.0,
 ) -> Iterator[Emulator]:
-    """An emulator in a thread of this process, on a free port of the loopback."""
-    server = Server(Buckets([bucket], list(denied), refuse_fast_writes), faults, latency_s)
+    """An emulator in a thread of this process, on a free port of the loopback.
+
+    It answers 403 for the bucket "denied".
+    """
+    server = Server(Buckets([bucket], ["denied"], refuse_fast_writes), faults)
     listening = socket.create_server(("127.0.0.1", 0))
     loop, ready = asyncio.new_event_loop(), threading.Event()
     ended = asyncio.Event()

@@ -68,7 +68,7 @@ def plan_by_formula(run: Run, machine: Machine) -> dict[str, Any]:
     memory = plan_model.estimate_memory(run)
     chip = machine.chip
     flops = (sum(plan["model_flops"].values()) + plan["recomputed_flops"]) / machine.chips
-    sent = _sent_by_formula(run, machine)
+    sent = _sent_by_formula(run)
     roofline = _roofline(flops, 0.0, sent, chip)
     return plan | {
         "how": "by formula: no compiler for this machine is used",
@@ -79,7 +79,7 @@ def plan_by_formula(run: Run, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _sent_by_formula(run: Run, machine: Machine) -> float:
+def _sent_by_formula(run: Run) -> float:
     """Bytes a chip sends in a batch: weights gathered every pass, activations summed over model."""
     sizes = dict(run.mesh.shape)
     passes = 3  # reference; forward and backward

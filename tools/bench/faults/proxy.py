@@ -138,10 +138,10 @@ class _Call:
 class Faulty:
     """The proxy's one handler and what it knows."""
 
-    def __init__(self, servers: list[_Server], seed: int = 0) -> None:
+    def __init__(self, servers: list[_Server]) -> None:
         self._servers = servers
         self.other_host = ""  # where redirects lead
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._sessions: dict[str, _Session] = {}
         self._reports: collections.defaultdict[str, _Report] = collections.defaultdict(_Report)
         self._http: aiohttp.ClientSession | None = None
