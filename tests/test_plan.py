@@ -568,6 +568,9 @@ def test_command_plans_a_gpu_machine_and_refuses_in_one_line(tmp_path):
     refused = run_tool(config_flag, "--topology=v3:2x2")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
     assert refused.stderr.startswith("error: --topology=v3:2x2: not known")
+    refused = run_tool(config_flag, "--topology=gpu:8xA100", f"--json={tmp_path}")
+    said = f"error: --json={tmp_path}: is a directory; give a file\n"
+    assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", said)
 
 
 # ------------------------------------------------------------------------------- the TPU's compiler

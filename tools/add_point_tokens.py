@@ -24,9 +24,10 @@ import numpy as np
 import safetensors.numpy
 from tokenizers import AddedToken, Tokenizer
 
+from tools import command_line
 from uirl_jax.actions.coordinates import BINS
 from uirl_jax.actions.loc import POINTS
-from uirl_jax.errors import ConfigError, ModelError, UirlError
+from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families import chat_config
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
@@ -172,6 +173,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.add_point_tokens",
@@ -186,13 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--bins", type=int, choices=bins, default=bins[-1], help="parts of either axis")
     add("--seed", type=int, default=0, help="of the new rows")
     args = parser.parse_args(argv)
-    try:
-        if args.out.exists():
-            raise ConfigError(f"--out={args.out}: is there already; give a new directory")
-        added = add_point_tokens(args.model, args.out, args.bins, args.seed)
-    except (UirlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, UirlError) else 1
+    if args.out.exists():
+        raise ConfigError(f"--out={args.out}: is there already; give a new directory")
+    command_line.check_folder("--out", args.out)
+    added = add_point_tokens(args.model, args.out, args.bins, args.seed)
     last = added["first_id"] + added["tokens"] - 1
     print(
         f"{args.out}: tokens {added['first_id']} to {last}, {added['rows_before']} -> "

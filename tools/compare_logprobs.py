@@ -15,7 +15,6 @@ Exit code 1: a difference is above --limit; 2: nothing could be compared. The wo
 import argparse
 import collections
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tools import command_line
 from tools.export import read_run
 from tools.inspect_shards import find_shards
 from uirl_jax import platform_flags, policy_sync
@@ -37,7 +37,6 @@ from uirl_jax.errors import (
     PolicyError,
     RecordError,
     ShardError,
-    UirlError,
 )
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
@@ -467,6 +466,7 @@ def report(found: Found) -> str:
     return "\n".join(lines)
 
 
+@command_line.one_line_errors(exit_code=NOT_COMPARED)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare_logprobs",
@@ -484,22 +484,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a file for the same, machine-readable")
     args = parser.parse_args(argv)
     platform_flags.set_defaults()
-    try:
-        if args.temperature is not None and not 0 < args.temperature < math.inf:
-            raise ConfigError(f"--temperature={args.temperature}: expected a number above 0")
-        if args.limit is not None and not args.limit >= 0:
-            raise ConfigError(f"--limit={args.limit}: expected a number of at least 0")
-        if args.most < 0:
-            raise ConfigError(f"--most={args.most}: expected a number of at least 0")
-        found = compare(
-            args.workdir, episode=args.episode, most=args.most, temperature=args.temperature
-        )
-        if args.json is not None:
-            text = json.dumps(as_json(found), indent=2, allow_nan=False) + "\n"
-            args.json.write_text(text, encoding="utf-8")
-    except (UirlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NOT_COMPARED
+    if args.temperature is not None and not 0 < args.temperature < math.inf:
+        raise ConfigError(f"--temperature={args.temperature}: expected a number above 0")
+    if args.limit is not None and not args.limit >= 0:
+        raise ConfigError(f"--limit={args.limit}: expected a number of at least 0")
+    if args.most < 0:
+        raise ConfigError(f"--most={args.most}: expected a number of at least 0")
+    command_line.check_file("--json", args.json)
+    found = compare(
+        args.workdir, episode=args.episode, most=args.most, temperature=args.temperature
+    )
+    if args.json is not None:
+        command_line.write_json(args.json, as_json(found))
     print(report(found))
     if not found.episodes:
         return NOT_COMPARED

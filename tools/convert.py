@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tools import command_line
 from uirl_jax import platform_flags
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.errors import CheckpointError, ConfigError, ModelError, UirlError
+from uirl_jax.errors import CheckpointError, ConfigError, ModelError
 from uirl_jax.families.border import Family
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.models import hub, sharding, weight_files, weights
@@ -219,6 +220,7 @@ def read_mesh(text: str) -> jax.sharding.Mesh | None:
     return sharding.make_mesh(data, fsdp, model)
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert",
@@ -241,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.out.exists():
             raise ConfigError(f"--out={args.out}: is there already; give a new directory")
+        command_line.check_folder("--out", args.out)
+        command_line.check_file("--json", args.json)
         mesh = read_mesh(args.mesh)
         add_own(args.family)
         if args.command == "to-orbax":
@@ -250,13 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         size_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
         if args.json is not None:
             content = {"out": str(args.out), "leaves": count, "size_bytes": size_bytes}
-            args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            command_line.write_json(args.json, content)
     except CheckpointError as error:
-        print(f"error: {error}; convert the model directory again", file=sys.stderr)
-        return error.exit_code
-    except (UirlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, UirlError) else 1
+        raise type(error)(f"{error}; convert the model directory again") from error
     print(f"{args.out}: {count} leaves, {size_bytes / 2**20:.1f} MiB")
     return 0
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import jinja2
 
-from uirl_jax.errors import ConfigError, UirlError
+from tools import command_line
+from uirl_jax.errors import ConfigError
 from uirl_jax.store.files import write_atomically
 from uirl_jax.watch import charts
 
@@ -112,6 +113,7 @@ def draw(title: str, series: Sequence[charts.Series], *, unit: str, x: str) -> s
     )
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="LABEL=WORKDIR")
@@ -121,19 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--unit", default="%", help="%% shows shares as per cent")
     parser.add_argument("--x", choices=("steps", "episodes", "minutes"), default="steps")
     args = parser.parse_args(argv)
-    try:
-        series = []
-        for run in args.runs:
-            label, equals, workdir = run.rpartition("=")
-            if not equals or not label:
-                raise ConfigError(f"{run!r}: expected LABEL=WORKDIR")
-            series.append(charts.Series(label, read_points(Path(workdir), args.metric, args.x)))
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        svg = draw(args.title, series, unit=args.unit, x=args.x)
-        write_atomically(args.out, svg.encode())
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    series = []
+    for run in args.runs:
+        label, equals, workdir = run.rpartition("=")
+        if not equals or not label:
+            raise ConfigError(f"{run!r}: expected LABEL=WORKDIR")
+        series.append(charts.Series(label, read_points(Path(workdir), args.metric, args.x)))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    svg = draw(args.title, series, unit=args.unit, x=args.x)
+    write_atomically(args.out, svg.encode())
     print(args.out)
     return 0
 

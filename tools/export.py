@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tools import model_card
+from tools import command_line, model_card
 from uirl_jax import evaluation, policy_sync
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
@@ -228,6 +228,7 @@ def export(
     return f"{what} on {base_dir}"
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.export",
@@ -246,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     source = "checkpoint" if args.checkpoint is not None else args.source
+    command_line.check_folder("--out", args.out)
     try:
         what = export(
             args.kind,
@@ -256,12 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.base_model,
             ungated=args.ungated,
         )
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {args.out}: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:  # a full disk's often has no file name
+        raise UirlError(f"{args.out}: {error}") from error
     print(f"{args.out}: {args.kind} of {what}")
     return 0
 

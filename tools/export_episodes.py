@@ -11,15 +11,15 @@ or directories with shards.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tools import command_line
 from tools.episode_formats import atif, inspect_log
 from tools.episode_formats.parts import AGENT, Read, Source
 from tools.inspect_shards import find_episode, find_shards
-from uirl_jax.errors import ConfigError, ShardError, UirlError
+from uirl_jax.errors import ConfigError, ShardError
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.store.files import new_directory
 from uirl_jax.types import Trajectory
@@ -72,6 +72,7 @@ def export(kind: str, paths: Sequence[Path], episode: str, source: Source, out: 
     return count
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.export_episodes",
@@ -87,18 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=AGENT, help="the policy's name, for the reader")
     parser.add_argument("--json", type=Path, help="a file for what was written, machine-readable")
     args = parser.parse_args(argv)
-    try:
-        paths = find_shards(args.path)
-        name = args.name or args.path.resolve().name
-        source = Source(printable(name, 200), printable(args.model, 200) or AGENT)
-        count = export(args.format, paths, args.episode, source, args.out)
-        written = sorted(str(path) for path in args.out.rglob("*.json"))
-        if args.json is not None:
-            content = {"format": args.format, "episodes": count, "files": written}
-            args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except (UirlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, UirlError) else 1
+    command_line.check_folder("--out", args.out)
+    command_line.check_file("--json", args.json)
+    paths = find_shards(args.path)
+    name = args.name or args.path.resolve().name
+    source = Source(printable(name, 200), printable(args.model, 200) or AGENT)
+    count = export(args.format, paths, args.episode, source, args.out)
+    written = sorted(str(path) for path in args.out.rglob("*.json"))
+    if args.json is not None:
+        content = {"format": args.format, "episodes": count, "files": written}
+        command_line.write_json(args.json, content)
     print(f"{written[0] if len(written) == 1 else args.out}: {count} episodes")
     return 0
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from absl import app, flags
 
+from tools import command_line
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.demonstrations.ui_rl import read_rollout
-from uirl_jax.errors import ConfigError, RecordError, UirlError
+from uirl_jax.errors import ConfigError, RecordError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.models import hub
@@ -90,21 +91,18 @@ def import_all(cfg: RunConfig, files: list[Path], out: Path, failures: bool) -> 
     return counts["written"]
 
 
+@command_line.one_line_errors()
 def main(argv: list[str]) -> int:
     del argv
-    try:
-        wanted = ((_CONFIG, "config"), (_OUT, "out"), (_FROM, "rollouts"))
-        if missing := [f"--{name}" for flag, name in wanted if not flag.value]:
-            raise ConfigError(
-                f"{' and '.join(missing)} missing; e.g. --config=ui_rl.py --rollouts=rollouts "
-                "--out=demos"
-            )
-        cfg = reading.from_config(RunConfig, _CONFIG.value)
-        files = find_rollouts(_FROM.value)
-        written = import_all(cfg, files, Path(_OUT.value), _FAILURES.value)
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    wanted = ((_CONFIG, "config"), (_OUT, "out"), (_FROM, "rollouts"))
+    if missing := [f"--{name}" for flag, name in wanted if not flag.value]:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing; e.g. --config=ui_rl.py --rollouts=rollouts "
+            "--out=demos"
+        )
+    cfg = reading.from_config(RunConfig, _CONFIG.value)
+    files = find_rollouts(_FROM.value)
+    written = import_all(cfg, files, Path(_OUT.value), _FAILURES.value)
     if not written:
         print("nothing was written", file=sys.stderr)
         return 1

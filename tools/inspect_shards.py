@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from uirl_jax.errors import ConfigError, ShardError, UirlError
+from tools import command_line
+from uirl_jax.errors import ConfigError, ShardError
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.salvage import salvage
 from uirl_jax.shards.writer import write_shard
@@ -204,6 +205,7 @@ def repair(shard: Path, out: Path) -> str:
     return f"{out}: {len(kept.trajectories)} of {header.records} records; {shard} is unchanged"
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.inspect_shards",
@@ -224,36 +226,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (listing, verify, one, mended):
         command.add_argument("path", type=Path, help="a shard, or a directory with shards")
     args = parser.parse_args(argv)
-    try:
-        if args.command == "repair":
-            print(repair(args.path, args.out))
-            return 0
-        paths = find_shards(args.path)
-        if args.command == "extract":
-            extract(find_episode(paths, args.episode), args.out)
-            print(args.out / "episode.json")
-            return 0
-        if args.command == "list" and args.episodes:
-            rows = list(list_episodes(paths))
-            if args.json:
-                print("\n".join(map(json.dumps, rows)))
-            else:
-                _print_episodes(rows)
-            return 0
-        rows = list(list_shards(paths))
-        damaged = [row for row in rows if "problem" in row]
-        if args.command == "list":
-            if args.json:
-                print("\n".join(map(json.dumps, rows)))
-            else:
-                _print_list(rows)
-            return 0
-        _print_list(damaged)
-        print(f"{len(rows)} shards, {len(damaged)} damaged")
-        return bool(damaged)
-    except (UirlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, UirlError) else 1
+    if args.command == "repair":
+        print(repair(args.path, args.out))
+        return 0
+    paths = find_shards(args.path)
+    if args.command == "extract":
+        extract(find_episode(paths, args.episode), args.out)
+        print(args.out / "episode.json")
+        return 0
+    if args.command == "list" and args.episodes:
+        rows = list(list_episodes(paths))
+        if args.json:
+            print("\n".join(map(json.dumps, rows)))
+        else:
+            _print_episodes(rows)
+        return 0
+    rows = list(list_shards(paths))
+    damaged = [row for row in rows if "problem" in row]
+    if args.command == "list":
+        if args.json:
+            print("\n".join(map(json.dumps, rows)))
+        else:
+            _print_list(rows)
+        return 0
+    _print_list(damaged)
+    print(f"{len(rows)} shards, {len(damaged)} damaged")
+    return bool(damaged)
 
 
 if __name__ == "__main__":

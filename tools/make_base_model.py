@@ -36,12 +36,12 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import supervised_rows
+from tools import command_line, supervised_rows
 from tools.supervised_rows import Conversation, Questions
 from tools.tiny_architectures import BASES, BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions import coordinates
-from uirl_jax.errors import ModelError
+from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families import chat_config, loading
 from uirl_jax.families.border import Inputs, Screen
 from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
@@ -397,9 +397,10 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
 
 def check_folder(parser: argparse.ArgumentParser, out: Path) -> None:
     """Ends the command before an hour of training where the model's folder cannot be made."""
-    nearest = next(path for path in (out, *out.parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        parser.error(f"--out={out}: {nearest} is no folder that can be written to")
+    try:
+        command_line.check_folder("--out", out)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def write_model(base: BaseModel, model: Any, tokenizer: Tokenizer, out: Path) -> None:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from absl import app, flags
 
+from tools import command_line
 from tools.grounding import dataset, pointing, sources
 from tools.grounding.libraries import LIBRARIES, LibraryError, cache_directory, read_css
-from uirl_jax.errors import ConfigError, UirlError
+from uirl_jax.errors import ConfigError
 from uirl_jax.metrics import Progress
 from uirl_jax.verifiers.browser import BrowserError
 
@@ -133,6 +134,7 @@ async def make(out: Path, screens: int, size_px: tuple[int, int]) -> int:
     return len(rows)
 
 
+@command_line.one_line_errors()
 def main(argv: list[str]) -> int:
     del argv
     try:
@@ -149,9 +151,6 @@ def main(argv: list[str]) -> int:
         except OSError as error:
             raise ConfigError(f"--out={out}: {error.strerror}") from error
         asyncio.run(make(out, screens, size_px))
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted: the same command continues", file=sys.stderr)
         return 130

@@ -13,9 +13,7 @@ FLOPs, HBM bytes and interconnect bytes at the chip's published rates, the three
 perfectly. GPU machines are planned by formula.
 """
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -24,10 +22,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: the TPU is only c
 import jax
 from absl import app, flags
 
+from tools import command_line
 from tools.planner import machines, plans, programs, report
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.errors import ConfigError, UirlError
+from uirl_jax.errors import ConfigError
 from uirl_jax.run import completed
 
 # ------------------------------------------------------------------------------------ the command
@@ -43,6 +42,7 @@ _JSON = flags.DEFINE_string("json", None, "write the numbers here too")
 _TEXTS = flags.DEFINE_string("texts", None, "write the compiled programs into this directory")
 
 
+@command_line.one_line_errors()
 def main(argv: list[str]) -> int:
     del argv
     # Programs for chips that are not there cannot be read back from the cache.
@@ -52,42 +52,41 @@ def main(argv: list[str]) -> int:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started_s:4.0f} s] {line}", flush=True)
 
-    try:
-        if _CONFIG.value is None or _TOPOLOGY.value is None:
-            raise ConfigError(
-                "--config and --topology are needed; e.g. --config=configs/grpo_qwen2vl_2b.py "
-                "--topology=v5e:2x4"
+    if _CONFIG.value is None or _TOPOLOGY.value is None:
+        raise ConfigError(
+            "--config and --topology are needed; e.g. --config=configs/grpo_qwen2vl_2b.py "
+            "--topology=v5e:2x4"
+        )
+    texts_dir = Path(_TEXTS.value) if _TEXTS.value else None
+    json_path = Path(_JSON.value) if _JSON.value else None
+    command_line.check_folder("--texts", texts_dir)
+    command_line.check_file("--json", json_path)
+    cfg = reading.from_config(RunConfig, _CONFIG.value)
+    if cfg.screen_px:  # sizes that follow from the model's tokenizer, which must be here
+        cfg = completed(cfg, say)
+    planned = programs.find_model(cfg.model.path)
+    machine = machines.find_machine(_TOPOLOGY.value)
+    names = programs.TRAINING + (programs.SAMPLING if _SAMPLING.value else ())
+    plan = plans.make_plan(cfg, planned, machine, names, say, texts_dir)
+    if not plan["fits"] and machine.devices is not None:
+        plan["nearest_change"] = plans.find_nearest_change(cfg, planned, machine, plan, say)
+    print(report.format_plan(plan), flush=True)
+    if "nearest_change" in plan:
+        print(f"nearest change that fits: {plan['nearest_change']}")
+    if _SEARCH.value:
+        plan["search"] = []
+        for words, found in plans.search(cfg, planned, machine, _MOST.value, say):
+            plan["search"].append({"change": words, **found})
+            print(
+                f"  {'fits        ' if found['fits'] else 'does not fit'} "
+                f"{found['peak_bytes'] / report.GIB:6.2f} GiB "
+                f"{found['step']['tokens_per_s']:9.0f} tokens/s at most  {words}"
             )
-        cfg = reading.from_config(RunConfig, _CONFIG.value)
-        if cfg.screen_px:  # sizes that follow from the model's tokenizer, which must be here
-            cfg = completed(cfg, say)
-        planned = programs.find_model(cfg.model.path)
-        machine = machines.find_machine(_TOPOLOGY.value)
-        names = programs.TRAINING + (programs.SAMPLING if _SAMPLING.value else ())
-        texts_dir = Path(_TEXTS.value) if _TEXTS.value else None
-        plan = plans.make_plan(cfg, planned, machine, names, say, texts_dir)
-        if not plan["fits"] and machine.devices is not None:
-            plan["nearest_change"] = plans.find_nearest_change(cfg, planned, machine, plan, say)
-        print(report.format_plan(plan), flush=True)
-        if "nearest_change" in plan:
-            print(f"nearest change that fits: {plan['nearest_change']}")
-        if _SEARCH.value:
-            plan["search"] = []
-            for words, found in plans.search(cfg, planned, machine, _MOST.value, say):
-                plan["search"].append({"change": words, **found})
-                print(
-                    f"  {'fits        ' if found['fits'] else 'does not fit'} "
-                    f"{found['peak_bytes'] / report.GIB:6.2f} GiB "
-                    f"{found['step']['tokens_per_s']:9.0f} tokens/s at most  {words}"
-                )
-            best = next((entry for entry in plan["search"] if entry["fits"]), None)
-            print(f"best that fits: {best['change'] if best else 'none of those tried'}")
-        if _JSON.value:
-            Path(_JSON.value).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
-        return 0
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        best = next((entry for entry in plan["search"] if entry["fits"]), None)
+        print(f"best that fits: {best['change'] if best else 'none of those tried'}")
+    if json_path is not None:
+        command_line.write_json(json_path, plan)
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ RLHFDataset, left_out.jsonl with every row that was left out and why, and summar
 renamed into place when it is whole. Nothing is downloaded. docs/gui_data.md.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
+from tools import command_line
 from tools.gui_data import sets
 from tools.gui_data.preparing import LEFT_OUT, ROWS, Wanted, make_set
 from tools.gui_data.source import LeftOut
-from uirl_jax.errors import ConfigError, UirlError
+from uirl_jax.errors import ConfigError
 
 _KIND = flags.DEFINE_enum("kind", None, sets.KINDS, "of the source")
 _OUT = flags.DEFINE_string("out", None, "folder for the set; it must not exist")
@@ -65,15 +65,12 @@ def _tell(out: Path, summary: dict[str, Any], left_out: LeftOut) -> None:
     print(f"to play it: --recorded-set=NAME={out / ROWS}, and the task recorded/NAME")
 
 
+@command_line.one_line_errors()
 def main(argv: list[str]) -> int:
-    try:
-        if not _KIND.value or not _OUT.value:
-            raise ConfigError("--kind or --out is missing; e.g. mine.jsonl --kind=jsonl --out=mine")
-        out = Path(_OUT.value)
-        _tell(out, *make_set(_KIND.value, argv[1:], out, _wanted()))
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if not _KIND.value or not _OUT.value:
+        raise ConfigError("--kind or --out is missing; e.g. mine.jsonl --kind=jsonl --out=mine")
+    out = Path(_OUT.value)
+    _tell(out, *make_set(_KIND.value, argv[1:], out, _wanted()))
     return 0
 
 

@@ -25,12 +25,13 @@ from pathlib import Path
 
 from absl import app, flags
 
+from tools import command_line
 from tools.recorder import site
 from tools.recorder.episode import Agent, Demonstration
 from uirl_jax import seeds
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.errors import ConfigError, UirlError, VerifierError
+from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.models import hub
@@ -193,6 +194,7 @@ async def record(plan: Plan, port_file: Path, port: int) -> list[site.Saved]:
         return recorder.saved
 
 
+@command_line.one_line_errors()
 def main(argv: list[str]) -> int:
     del argv
     try:
@@ -210,9 +212,6 @@ def main(argv: list[str]) -> int:
                     )
                 )
             saved = asyncio.run(record(plan, port_file, _PORT.value))
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:  # before there was anything to lose
         return 130
     for one in saved:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from tools import command_line
 from tools.inspect_shards import find_episode, find_shards
 from uirl_jax.actor.rollout import UNSENT
 from uirl_jax.errors import ConfigError, ImageError, UirlError, VerifierError
@@ -357,6 +358,7 @@ def _task(task: TaskSpec) -> str:
     return printable(f"{task.name}{variant} seed {task.seed}", 200)
 
 
+@command_line.one_line_errors(exit_code=NOT_COMPARED)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.replay",
@@ -379,14 +381,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.out is not None and args.out.exists():
             raise ConfigError(f"--out={args.out}: is there already; give a new directory")
+        command_line.check_folder("--out", args.out)
+        command_line.check_file("--json", args.json)
         trajectory = find_episode(find_shards(args.path), args.episode)
         found = compare(trajectory, settings_of(args.path, args), args.out)
         if args.json is not None:
-            text = json.dumps(as_json(trajectory, found), indent=2) + "\n"
-            args.json.write_text(text, encoding="utf-8")
-    except (UirlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NOT_COMPARED
+            command_line.write_json(args.json, as_json(trajectory, found))
     except KeyboardInterrupt:
         return 130
     print(report(trajectory, found))

@@ -19,9 +19,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tools import command_line
 from tools.inspect_shards import find_shards
 from uirl_jax import user_code
-from uirl_jax.errors import ConfigError, ShardError, UirlError, VerifierError
+from uirl_jax.errors import ConfigError, ShardError, VerifierError
 from uirl_jax.evaluation import outcome_of
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import Judgement, Rule, StopReason, TaskSpec, Trajectory
@@ -156,6 +157,7 @@ def report(found: Sequence[Again], not_judged: collections.Counter[str]) -> str:
     return "\n".join(lines)
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.score_again",
@@ -170,16 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a file for a line about every episode")
     args = parser.parse_args(argv)
     not_judged: collections.Counter[str] = collections.Counter()
-    try:
-        find_rule = rule_finder(args.rule, args.variant, args.rewards)
-        trajectories = _read(find_shards(args.path))
-        found = list(score_again(trajectories, find_rule, not_judged))
-        if args.json:
-            text = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in found)
-            args.json.write_text(text, encoding="utf-8")
-    except (UirlError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, UirlError) else 1
+    command_line.check_file("--json", args.json)
+    find_rule = rule_finder(args.rule, args.variant, args.rewards)
+    trajectories = _read(find_shards(args.path))
+    found = list(score_again(trajectories, find_rule, not_judged))
+    if args.json:
+        text = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in found)
+        command_line.write_text(args.json, text)
     print(report(found, not_judged))
     return 0
 

@@ -28,14 +28,14 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
-from tools import search_folder
+from tools import command_line, search_folder
 from uirl_jax import platform_flags, seeds
 from uirl_jax.actor.host import group_id
 from uirl_jax.actor.rollout import derive_seed
 from uirl_jax.actor.search import Found, SearchConfig, search
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
-from uirl_jax.errors import ConfigError, UirlError
+from uirl_jax.errors import ConfigError
 from uirl_jax.players import Players
 from uirl_jax.roles import contenders
 from uirl_jax.roles.eval import own_verifier
@@ -171,29 +171,24 @@ def _check_same(out: Path, asked: dict) -> None:
     write_atomically(path, (json.dumps(asked, indent=2) + "\n").encode())
 
 
+@command_line.one_line_errors()
 def main(argv: list[str]) -> int:
     del argv
+    if missing := [f"--{n}" for n, flag in (("config", _CONFIG), ("out", _OUT)) if not flag.value]:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing; e.g. --config=configs/quickstart.py --out=demos"
+        )
+    needs_run = _CHECKPOINT.value == "policy" or _CHECKPOINT.value.isdecimal()
+    if needs_run and not _WORKDIR.value:
+        raise ConfigError(f"--checkpoint={_CHECKPOINT.value}: --workdir=RUN is missing")
     try:
-        if missing := [
-            f"--{n}" for n, flag in (("config", _CONFIG), ("out", _OUT)) if not flag.value
-        ]:
-            raise ConfigError(
-                f"{' and '.join(missing)} missing; e.g. --config=configs/quickstart.py --out=demos"
-            )
-        needs_run = _CHECKPOINT.value == "policy" or _CHECKPOINT.value.isdecimal()
-        if needs_run and not _WORKDIR.value:
-            raise ConfigError(f"--checkpoint={_CHECKPOINT.value}: --workdir=RUN is missing")
-        try:
-            limits = SearchConfig(_EPISODES.value, _WHOLE.value)
-        except ValueError as error:
-            raise ConfigError(f"--episodes and --whole: {error}") from None
-        cfg = reading.from_config(RunConfig, _CONFIG.value)
-        out = Path(_OUT.value)
-        workdir = reading.workdir_of(_WORKDIR.value) if _WORKDIR.value else out
-        found = run_search(cfg, workdir, out, limits)
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        limits = SearchConfig(_EPISODES.value, _WHOLE.value)
+    except ValueError as error:
+        raise ConfigError(f"--episodes and --whole: {error}") from None
+    cfg = reading.from_config(RunConfig, _CONFIG.value)
+    out = Path(_OUT.value)
+    workdir = reading.workdir_of(_WORKDIR.value) if _WORKDIR.value else out
+    found = run_search(cfg, workdir, out, limits)
     if not found:
         print("no success was found", file=sys.stderr)
         return 1

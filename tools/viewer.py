@@ -18,7 +18,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from uirl_jax.errors import ConfigError, UirlError
+from tools import command_line
+from uirl_jax.errors import ConfigError
 from uirl_jax.untrusted.http import is_loopback, port_number
 from uirl_jax.watch import viewer
 from uirl_jax.watch.follow import Follower
@@ -62,6 +63,7 @@ def read_token(path: str, host: str) -> str | None:
     return None if is_loopback(host) else secrets.token_urlsafe(24)
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.viewer",
@@ -82,11 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model", default="", help="where tokenizer.json is, if not where the run's config says"
     )
     args = parser.parse_args(argv)
-    try:
-        asyncio.run(serve(args, read_token(args.token_file, args.host)))
-    except UirlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    asyncio.run(serve(args, read_token(args.token_file, args.host)))
     return 0
 
 

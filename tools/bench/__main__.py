@@ -12,11 +12,12 @@ is imported: JAX, a browser's driver or a server would be measured with the othe
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from tools import command_line
 
 
 class Command(NamedTuple):
@@ -42,6 +43,7 @@ COMMANDS = (
 )
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -54,10 +56,11 @@ def main(argv: Sequence[str]) -> int:
             flags.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args(argv)
     assert chosen is not None  # else parse_args has ended the process
+    command_line.check_file("--json", args.json)
     result = chosen.run(args)
     print(chosen.format_table(result))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        command_line.write_json(args.json, result)
     return 1 if result.get("wrong") else 0
 
 

@@ -8,6 +8,7 @@ import json
 import signal
 from pathlib import Path
 
+from tools import command_line
 from tools.bucket_emulator.faults import HARD, Faults
 from tools.bucket_emulator.objects import Buckets
 from tools.bucket_emulator.running import serve
@@ -15,6 +16,7 @@ from tools.bucket_emulator.server import Server
 from uirl_jax.untrusted.http import port_number
 
 
+@command_line.one_line_errors()
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bucket_emulator", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import command_line
 from tools.bench import cluster_world
 from tools.bucket_emulator import HARD, Faults, emulator
 from tools.chaos.account import Sight, account_of
@@ -90,8 +91,10 @@ def flags_from(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+@command_line.one_line_errors()
 def main(argv: Sequence[str]) -> int:
     args = flags_from(argv)
+    command_line.check_file("--json", args.json)
     settings = Settings(
         args.minutes,
         args.steps or max(1, round(STEPS_A_MINUTE * args.minutes)),
@@ -117,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     if is_worse:
         print("WRONG: the success rate is below the quiet run's")
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        command_line.write_json(args.json, results)
     return 1 if is_worse or any(result["wrong"] for result in results.values()) else 0
 
 
