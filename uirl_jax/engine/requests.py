@@ -25,8 +25,7 @@ class OpenAIConfig:
 
     url: str = ""  # with its /v1: http://127.0.0.1:8000/v1
     model: str = ""  # what the server calls the base model
-    # Where adapters are written for the server to load, and that directory's name on the server's
-    # side; empty: the same.
+    # Where adapters are written for the server to load; needed with kind="openai".
     adapters_dir: str = ""
     # The directory's name on the server's side; empty: the same.
     adapters_dir_there: str = ""
