@@ -11,9 +11,9 @@ from uirl_jax.actions.arguments import without_fence
 from uirl_jax.actions.kinds import KINDS, field_of, quote, usage, value_of
 from uirl_jax.errors import ActionError
 from uirl_jax.types import Action
+from uirl_jax.untrusted import json as untrusted_json
 
 _NAMES = ("type", "action", "action_type")
-_MAX_INTEGER_CHARS = 20
 
 
 def read_json(text: str) -> Action:
@@ -57,50 +57,12 @@ def number(value: float) -> int | float:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """One JSON object out of a model's text.
+    """One JSON object out of a model's text; its values are checked by `kinds`.
 
     Raises:
-      ActionError: it is none, or holds what Python's parser takes and JSON does not have (NaN,
-        numbers of any length), a key twice, or half a surrogate pair.
+      ActionError: `untrusted.json` refuses it.
     """
     try:
-        value = json.loads(
-            text,
-            parse_constant=_refuse,
-            parse_float=_finite,
-            parse_int=_short,
-            object_pairs_hook=_unique,
-        )
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else _reason(error)
-        raise ActionError(f"{quote(text)} is not a JSON object: {reason}") from error
-    if not isinstance(value, dict):
-        raise ActionError(f"{quote(text)} is a JSON {type(value).__name__}, expected an object")
-    return value
-
-
-def _reason(error: ValueError) -> str:
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"it holds {name}")
-
-
-def _finite(digits: str) -> float:
-    if abs(float(digits)) > 1e9:  # infinity too
-        raise ValueError("it holds a number beyond all bounds")
-    return float(digits)
-
-
-def _short(digits: str) -> int:
-    if len(digits) > _MAX_INTEGER_CHARS:
-        raise ValueError(f"it holds an integer of {len(digits)} digits")
-    return int(digits)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        raise ValueError("it holds a key twice")
-    return dict(pairs)
+        return untrusted_json.parse_text(text)
+    except ValueError as error:
+        raise ActionError(f"{quote(text)} {error}") from error

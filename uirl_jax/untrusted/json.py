@@ -1,4 +1,4 @@
-"""JSON from the other side of a socket, parsed with limits. Used by every client and server here.
+"""JSON from the other side of a socket, or from a model, parsed with limits.
 
 Python's own parser accepts NaN, 1e999, duplicate keys, integers of any length and lone surrogates,
 and raises RecursionError on deep nesting; this module refuses all of these with ValueError.
@@ -14,27 +14,35 @@ MAX_INTEGER_CHARS = 20
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Reads one JSON object.
+    """Reads one JSON object, as `parse_text` does.
 
     Args:
       body: UTF-8. Its size is the caller's to bound, before reading it.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError("is not UTF-8") from error
+    return parse_text(text)
+
+
+def parse_text(text: str) -> dict[str, Any]:
+    """Reads one JSON object.
 
     Returns:
       dict, list, str, finite float, int, bool and None, at most MAX_DEPTH deep.
 
     Raises:
-      ValueError: with a printable reason.
+      ValueError: with a printable reason that continues "the text ...".
     """
     try:
         value = json.loads(
-            body.decode("utf-8"),
+            text,
             parse_constant=_refuse_constant,
             parse_float=_finite,
             parse_int=_short_integer,
             object_pairs_hook=_unique,
         )
-    except UnicodeDecodeError as error:
-        raise ValueError("is not UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg} at character {error.pos})") from error
     except RecursionError as error:
