@@ -57,16 +57,11 @@ def test_ledger_groups_that_taught_nothing_are_replaced_at_the_same_version():
             Ledger.of(manifest(0, extra | {"groups_extra": wrong}), [], 0)
 
 
-def test_ledger_without_ranges_takes_the_first_groups_as_trained():
-    ledger = Ledger.of(manifest(2, {"groups_consumed": 4}), [], 0)
-    assert ledger.next_index({}, (), groups_per_step=2, max_staleness=0) == 4
-
-
 @pytest.mark.parametrize(
     "extra",
     [
         {},
-        {"groups_consumed": "4"},
+        {"groups_trained": None},
         {"groups_trained": [[0, 2], [1, 4]]},
         {"groups_trained": [[2, 1]]},
         {"groups_trained": [[-3, 1]]},

@@ -7,7 +7,6 @@ its index is started again. `claims` says which groups are being played, `host` 
 The learner's fields in `Manifest.extra`:
 
     groups_trained    [[0, 57], [58, 120]]   indices trained so far, as half-open ranges
-    groups_consumed   119                    if groups_trained is missing: the first 119 indices
     groups_extra      3                      groups beyond groups_per_step, which replaced groups
                                              that the learner could not use
 """
@@ -156,9 +155,9 @@ def _holds(ranges: tuple[range, ...], index: int) -> bool:
 
 
 def _trained(manifest: Manifest) -> tuple[range, ...]:
-    pairs = manifest.extra.get("groups_trained", [[0, manifest.extra.get("groups_consumed")]])
+    pairs = manifest.extra.get("groups_trained")
     try:
-        ranges = [range(start, stop) for start, stop in pairs]
+        ranges = None if pairs is None else [range(start, stop) for start, stop in pairs]
     except (TypeError, ValueError):
         ranges = None
     if ranges is None or not _ascending(ranges):
