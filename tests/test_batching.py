@@ -32,13 +32,13 @@ def png(seed: int, height_px: int = 28, width_px: int = 56) -> tuple[str, bytes]
     return hashlib.sha256(file.getvalue()).hexdigest(), file.getvalue()
 
 
-def turn(context: list[int], sampled: list[int], keys: tuple[str, ...] = (), version=0) -> Turn:
+def turn(context: list[int], sampled: list[int], keys: tuple[str, ...] = ()) -> Turn:
     return Turn(
         context_ids=np.array(context, np.int32),
         token_ids=np.array(sampled, np.int32),
         logprobs=-np.array(sampled, np.float32) / 8,  # a token's logprob can be told from its id
         full_logprobs=np.zeros(len(sampled), np.float32),
-        policy_versions=np.full(len(sampled), version, np.int32),
+        policy_versions=np.zeros(len(sampled), np.int32),
         image_keys=keys,
         text="",
         action=None,
@@ -81,20 +81,15 @@ def batch_of(trajectories, advantages=None, **changes) -> TrainBatch:
 
 
 def test_sequences_of_turns_that_only_grow_are_one():
-    merged = sequences(
-        trajectory(
-            [turn([1, 2], [50, 51], version=[3, 4]), turn([1, 2, 50, 51, 4], [52], version=4)]
-        )
-    )
+    merged = sequences(trajectory([turn([1, 2], [50, 51]), turn([1, 2, 50, 51, 4], [52])]))
     assert len(merged) == 1
     assert merged[0].token_ids_t.tolist() == [1, 2, 50, 51, 4, 52]
     assert merged[0].completion_mask_t.tolist() == [0, 0, 1, 1, 0, 1]
-    assert merged[0].policy_versions_t.tolist() == [-1, -1, 3, 4, -1, 4]
     np.testing.assert_array_equal(
         merged[0].behaviour_logprobs_t, [0, 0, -50 / 8, -51 / 8, 0, -52 / 8]
     )
     dtypes = [array.dtype for name, array in vars(merged[0]).items() if name.endswith("_t")]
-    assert dtypes == [np.int32, np.float32, np.float32, np.int32, np.int32]
+    assert dtypes == [np.int32, np.float32, np.float32, np.int32]
 
 
 def test_sequences_fork_where_the_context_drops_something():

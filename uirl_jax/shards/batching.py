@@ -30,7 +30,6 @@ class Sequence:
     token_ids_t: np.ndarray  # int32
     completion_mask_t: np.ndarray  # float32, 1 where the policy sampled the token
     behaviour_logprobs_t: np.ndarray  # float32, 0 outside completion_mask
-    policy_versions_t: np.ndarray  # int32, -1 outside completion_mask
     turns_t: np.ndarray  # int32, the turn of the trajectory, -1 outside completion_mask
     image_keys: tuple[str, ...]  # of the screenshots in token_ids, in order
 
@@ -55,7 +54,6 @@ def sequences(trajectory: Trajectory) -> list[Sequence]:
             "token_ids_t": (turn.context_ids[known:], turn.token_ids),
             "completion_mask_t": (np.zeros(new), np.ones(len(turn.token_ids))),
             "behaviour_logprobs_t": (np.zeros(new), turn.logprobs),
-            "policy_versions_t": (np.full(new, -1), turn.policy_versions),
             "turns_t": (np.full(new, -1), np.full(len(turn.token_ids), number)),
         }
         arrays = {
