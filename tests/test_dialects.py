@@ -160,7 +160,7 @@ def test_server_without_that_care_does_trip():
             for x in ("0", "5"):
                 query = {"action_type": "left_click", "x": x, "y": "0", "delay": "0"}
                 with pytest.raises(VerifierError, match="HTTP 500"):
-                    await client._image("GET", ("act",), query=query, again_if="never")
+                    await client._image("GET", ("act",), query=query, again_if="refused")
 
     asyncio.run(run())
 

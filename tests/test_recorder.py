@@ -220,7 +220,7 @@ def test_session_that_goes_away_leaves_what_was_recorded(tmp_path):
                 ("session", session_id),
                 content_types=frozenset({"application/json"}),
                 max_bytes=1000,
-                again_if="never",
+                again_if="refused",
             )
             state = await do(http, **MOUSE)
             assert "session is lost" in state["message"] and state["ended"]

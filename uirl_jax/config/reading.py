@@ -42,6 +42,7 @@ from uirl_jax.store import bucket, mirror
 
 T = TypeVar("T")
 
+_FLAG = "config"
 _INDEX = re.compile(r"\[(\d+)\]")  # tasks[0].max_turns is max_turns of an element of tasks
 _HELP_FLAGS = frozenset({"help", "h", "?", "helpfull", "helpshort", "helpxml"})
 
@@ -68,7 +69,7 @@ def from_config(cls: type[T], cfg: Any, path: str = "config") -> T:
     return built
 
 
-def define_config_file(schema: type, name: str = "config", help: str = "") -> Any:
+def define_config_file(schema: type, help: str = "") -> Any:
     """Defines the flag `--config=FILE`, with `--config.x.y=` for every key of the schema.
 
     This includes keys that the file does not set; ml_collections alone accepts only those it sets.
@@ -80,9 +81,9 @@ def define_config_file(schema: type, name: str = "config", help: str = "") -> An
         The flag's holder; its value is the ConfigDict.
     """
     holder = config_flags.DEFINE_config_file(
-        name, None, help, lock_config=False, accept_new_attributes=True
+        _FLAG, None, help, lock_config=False, accept_new_attributes=True
     )
-    flags.FLAGS[name].parser = _ConfigFile(schema)
+    flags.FLAGS[_FLAG].parser = _ConfigFile(schema)
     return holder
 
 
@@ -113,7 +114,7 @@ def _add_sections(config: config_dict.ConfigDict, schema: type) -> None:
                 _add_sections(section, hints[field.name])
 
 
-def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
+def parse_flags(argv: Sequence[str]) -> list[str]:
     """For app.run(main, flags_parser=parse_flags): prints a user error in one line, exit code 1.
 
     absl and ml_collections alone print a traceback for an unknown `--config.x.y` or a missing
@@ -121,16 +122,15 @@ def parse_flags(argv: Sequence[str], name: str = "config") -> list[str]:
 
     Args:
         argv: as sys.argv.
-        name: of the flag that define_config_file defined.
 
     Returns:
         Only argv[0]: positional arguments are refused.
     """
     try:
-        file = _config_of_argv(argv, name)
+        file = _config_of_argv(argv)
         if file is not None:
-            parser: Any = flags.FLAGS[name].parser
-            check_overrides(argv, parser.parse(file), parser.schema, name)
+            parser: Any = flags.FLAGS[_FLAG].parser
+            check_overrides(argv, parser.parse(file), parser.schema)
         try:
             rest = flags.FLAGS(list(argv))
         except SystemExit:
@@ -182,30 +182,27 @@ def _state_directory(address: str) -> Path:
     return states / "uirl_jax" / digest
 
 
-def check_overrides(
-    argv: Sequence[str], config: config_dict.ConfigDict, schema: type, name: str = "config"
-) -> None:
+def check_overrides(argv: Sequence[str], config: config_dict.ConfigDict, schema: type) -> None:
     """Refuse every `--config.x.y` whose key is in neither the config file nor the schema.
 
     Args:
         argv: as sys.argv; other flags are ignored.
         config: the ConfigDict of the config file.
         schema: the dataclass that will be built.
-        name: of the config flag.
 
     Raises:
         ConfigError: all unknown keys, each with the nearest known one.
     """
     paths = dict.fromkeys([*_paths_of_config(config), *_paths_of_dataclass(schema)])
-    known = [f"{name}.{path}" for path in paths]
+    known = [f"{_FLAG}.{path}" for path in paths]
     faults = [
         f"{key}: unknown key; {_did_you_mean(key, known)}"
-        for key in _overrides(argv, name)
+        for key in _overrides(argv)
         if _INDEX.sub("[0]", key) not in known
     ]
-    for key in _overrides(argv, name):
+    for key in _overrides(argv):
         for match in _INDEX.finditer(key):
-            part = key[len(name) + 1 : match.start()]
+            part = key[len(_FLAG) + 1 : match.start()]
             elements = config.get(part) if "." not in part else None
             if isinstance(elements, list | tuple) and int(match[1]) >= len(elements):
                 faults.append(f"{key}: {part} has {len(elements)} elements, counted from 0")
@@ -354,9 +351,9 @@ def _short(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-def _config_of_argv(argv: Sequence[str], name: str) -> str | None:
+def _config_of_argv(argv: Sequence[str]) -> str | None:
     """The file of `--config=file` or `--config file`; None if neither is given."""
-    pattern = re.compile(rf"--?{re.escape(name)}(=(?P<file>.*))?$")
+    pattern = re.compile(rf"--?{_FLAG}(=(?P<file>.*))?$")
     for idx, argument in enumerate(argv[1:], start=1):
         match = pattern.match(argument)
         if not match:
@@ -364,9 +361,9 @@ def _config_of_argv(argv: Sequence[str], name: str) -> str | None:
         if match["file"] is not None:
             return match["file"]
         return argv[idx + 1] if idx + 1 < len(argv) else ""
-    if _overrides(argv, name):
+    if _overrides(argv):
         raise ConfigError(
-            f"--{name}.* overrides a config file, but none is given; add --{name}=FILE"
+            f"--{_FLAG}.* overrides a config file, but none is given; add --{_FLAG}=FILE"
         )
     return None
 
@@ -401,9 +398,9 @@ def _split_argument(argument: str) -> tuple[str, list[str]]:
     return argument, []
 
 
-def _overrides(argv: Sequence[str], name: str) -> list[str]:
+def _overrides(argv: Sequence[str]) -> list[str]:
     """["config.learner.step"] for ["main.py", "--config.learner.step=5", "--workdir=runs/1"]."""
-    pattern = re.compile(rf"--?(?:no)?({re.escape(name)}\.[^=]*)")
+    pattern = re.compile(rf"--?(?:no)?({_FLAG}\.[^=]*)")
     matches = [pattern.match(argument) for argument in argv[1:]]
     return [match[1] for match in matches if match]
 

@@ -57,7 +57,6 @@ class OpenAIEngine:
       chat: of the model directory; tells what a server reads of a context (`Chat.as_read`).
       max_context: tokens that a context may have, once the server has tokenised it.
       max_patches: of a screenshot that the learner takes.
-      policy_version: of the model's adapters.
 
     Raises:
       ConfigError: the key's environment variable is missing.
@@ -71,7 +70,6 @@ class OpenAIEngine:
         *,
         max_context: int,
         max_patches: int,
-        policy_version: int = 0,
     ) -> None:
         self._model, self._cfg = model, cfg
         self._max_context, self._vocab_size = max_context, model.cfg.vocab_size
@@ -82,7 +80,7 @@ class OpenAIEngine:
         self._image_token_id, self._as_read = chat.image_token_id, chat.as_read
         self._calls = ServerCalls(cfg.openai)
         self._pixels = PixelReader(model.inputs)
-        self._next_policy = _Policy(model.trainable, policy_version)
+        self._next_policy = _Policy(model.trainable, version=0)
         self._asked: _Policy | None = None  # the last that the server was asked to load
         self._loading: asyncio.Task[str] | None = None  # it; gives the name to sample from
         self._load_tasks: set[asyncio.Task[str]] = set()  # it, and older ones that go on

@@ -22,7 +22,7 @@ from uirl_jax.shards.writer import write_shard
 from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers.recorded.rewards import PREFIX as RECORDED
 
-KEPT_EPISODES = 12
+KEPT_EPISODES = 12  # those of the first tasks, so that all stages keep the same tasks
 
 InstanceSeeds = Literal["held_out", "tuning"]
 RunTasks = Callable[[Sequence[TaskSpec]], Sequence[Trajectory] | Awaitable[Sequence[Trajectory]]]
@@ -63,7 +63,6 @@ async def evaluate(
     *,
     base_hash: str,
     layout: TokenLayout,
-    keep: int = KEPT_EPISODES,
 ) -> EvalResult:
     """Runs every task once, counts, and writes `eval/<stage>.json` and a few episodes.
 
@@ -72,8 +71,6 @@ async def evaluate(
             It may return env_error episodes in addition to a later episode of the same task.
         stage: "before", "cold_start", "after": the name of the files.
         base_hash, layout: of the model that sampled, for the header of the kept episodes.
-        keep: number of episodes to keep: those of the first tasks, so that all stages keep
-            the same tasks.
     Raises:
         UirlError: the disk is full.
         ValueError: a trajectory of a task that is not in `tasks`, or several of one task.
@@ -89,7 +86,7 @@ async def evaluate(
     except OSError as error:
         raise UirlError(f"{directory}: cannot be created ({error.strerror})") from error
     attempts = {t.task: t for t in trajectories if t.stop_reason is not StopReason.ENV_ERROR}
-    kept = [attempts[task] for task in tasks if task in attempts][:keep]
+    kept = [attempts[task] for task in tasks if task in attempts][:KEPT_EPISODES]
     if kept:
         write_shard(directory / EPISODES_FILE, kept, base_hash=base_hash, layout=layout)
     # Written last: a stage with a JSON file is complete and is not evaluated again.

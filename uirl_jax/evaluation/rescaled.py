@@ -19,6 +19,7 @@ from uirl_jax.evaluation.outcome import Outcome
 from uirl_jax.types import TaskSpec
 
 RESAMPLES = 10_000
+CONFIDENCE = 0.95
 _CHUNK = 2**21  # numbers that are drawn at once
 
 Episodes = Mapping[TaskSpec, Sequence[Outcome | None]]
@@ -65,9 +66,7 @@ def reporting(played: Episodes) -> frozenset[str]:
     return frozenset(known - (silent - speaking))
 
 
-def score_rescaled(
-    played: Episodes, tasks: Collection[str], *, confidence: float = 0.95
-) -> RescaledReward | None:
+def score_rescaled(played: Episodes, tasks: Collection[str]) -> RescaledReward | None:
     """The score of the episodes of `tasks`; None if there is none.
 
     Args: tasks: of `reporting`; in them an episode without a raw reward has -1.
@@ -81,7 +80,7 @@ def score_rescaled(
     if not raws:
         return None
     scores = [np.array([_mean(map(rescale, one)) for one in each]) for each in raws.values()]
-    low, high = _bootstrap(scores, confidence)
+    low, high = _bootstrap(scores)
     return RescaledReward(
         score=_mean(_mean(each) for each in scores),
         low=low,
@@ -92,7 +91,7 @@ def score_rescaled(
     )
 
 
-def _bootstrap(scores_i: Sequence[np.ndarray], confidence: float) -> tuple[float, float]:
+def _bootstrap(scores_i: Sequence[np.ndarray]) -> tuple[float, float]:
     """The percentile interval of the mean of the tasks' means; equal calls give equal intervals.
 
     The tasks are given, not drawn: the instances of each are resampled among themselves.
@@ -108,7 +107,7 @@ def _bootstrap(scores_i: Sequence[np.ndarray], confidence: float) -> tuple[float
         for first in range(0, RESAMPLES, step):
             rows = min(step, RESAMPLES - first)
             means_r[first : first + rows] += one_i[rng.integers(0, count, (rows, count))].mean(1)
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means_r / len(scores_i), (tail, 1 - tail))
     return float(low), float(high)
 

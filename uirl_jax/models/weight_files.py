@@ -29,6 +29,7 @@ _DTYPES = {
 }
 # Keeps a disk busy while a tensor is placed; a layer of a 7B model is 466 MB.
 _READ_AHEAD_BYTES = 128 * 2**20
+_MAX_PROBLEMS = 12  # that an error names
 ALIGNMENT = 64  # bytes; XLA on the CPU uses an aligned buffer and copies any other
 
 
@@ -183,7 +184,7 @@ def header(tensors: Sequence[Tensor]) -> bytes:
     return len(header_bytes).to_bytes(8, "little") + header_bytes
 
 
-def listed(problems: list[str], most: int = 12) -> str:
+def listed(problems: list[str]) -> str:
     """The first problems in one line, and the number of the others."""
-    rest = len(problems) - most
-    return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
+    rest = len(problems) - _MAX_PROBLEMS
+    return "; ".join(problems[:_MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")

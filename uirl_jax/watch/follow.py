@@ -257,9 +257,9 @@ class Follower:
         return [(name, self._reasons.get(name, "no reason was written")) for name in shards]
 
 
-def read_actors(logs: Path, *, is_ended: bool, now_s: float | None = None) -> list[Actor]:
+def read_actors(logs: Path, *, is_ended: bool) -> list[Actor]:
     """The actors' last reports, by name. Args: is_ended: whether the run has."""
-    now_s = time.time() if now_s is None else now_s
+    now_s = time.time()
     actors = []
     for path in sorted(logs.glob("actor-*.jsonl")):
         report = last_object(path)

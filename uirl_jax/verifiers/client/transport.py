@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import random
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import aiohttp
 
@@ -146,7 +146,7 @@ class Transport:
         method: str,
         path: tuple[str, ...],
         *,
-        again_if: str,
+        again_if: Literal["refused", "failed"],
         extra_s: float = 0.0,
         **request: Any,
     ) -> bytes:
@@ -154,8 +154,8 @@ class Transport:
 
         Args:
           path: parts below base_url; ("",) is its root.
-          again_if: "never", "refused" (no connection, or told to wait), or "failed" (anything
-            that may pass).
+          again_if: "refused" (no connection, or told to wait), or "failed" (anything that may
+            pass).
           extra_s: time that the call itself asks for, on top of an attempt's; may be negative.
           request: content_types, max_bytes, query, body, gone_is_fine, opens_session.
 
@@ -178,7 +178,7 @@ class Transport:
             try:
                 return await self._attempt(method, path, where, timeout=timeout, **request)
             except _TryAgain as failure:
-                allowed = again_if == "failed" or (again_if == "refused" and failure.refused)
+                allowed = again_if == "failed" or failure.refused
                 if not allowed or attempt == limits.attempts:
                     tries = "" if attempt == 1 else f" ({attempt} attempts)"
                     kind = RequestRefusedError if failure.refused else VerifierError
