@@ -22,11 +22,12 @@ from transformers import AutoTokenizer
 
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest
 from uirl_jax.families import loading
+from uirl_jax.families.border import Inputs, Screen
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen.inputs import QwenInputs
-from uirl_jax.families.screens import read_screen
+from uirl_jax.families.screens import image_size, plan_screen, read_planned
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
 
@@ -88,6 +89,10 @@ def screenshot(seed: int) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).resize((224, 168)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def read_screen(inputs: Inputs, data: bytes) -> Screen:
+    return read_planned(inputs, plan_screen(inputs, data, image_size(data)))
 
 
 class Server:

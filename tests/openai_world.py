@@ -14,11 +14,11 @@ from tests.openai_server import (
     Server,
     chat,
     model,
+    read_screen,
     serving,
 )
 from uirl_jax.engine.openai import OpenAIEngine
 from uirl_jax.engine.requests import OpenAIConfig, SampleRequest
-from uirl_jax.families.screens import read_screen
 
 
 def new_engine(

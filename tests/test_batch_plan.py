@@ -14,7 +14,7 @@ from tests.packed_records import INPUTS, LAYOUTS
 from tools.bench import cluster_world
 from uirl_jax.errors import ConfigError
 from uirl_jax.families.border import Screen
-from uirl_jax.families.screens import read_screen
+from uirl_jax.families.screens import decode_image
 from uirl_jax.models import sharding
 from uirl_jax.roles.learner import check_batches
 from uirl_jax.shards import batching, packing
@@ -180,7 +180,7 @@ def test_visual_tokens_of_every_row_are_its_screenshots_and_its_parts(parts, lay
     cfg = dataclasses.replace(LAYOUTS[layout], rows=8, image_rows=(16,))
     pieces = batching.cut(dict(enumerate(records)), INPUTS)
     patches = {
-        key: read_screen(INPUTS, image).arrays["patches_pc"]
+        key: INPUTS.cut_screen(decode_image(image)).arrays["patches_pc"]
         for record in records
         for key, image in record.images.items()
     }

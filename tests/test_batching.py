@@ -11,7 +11,7 @@ from PIL import Image
 from uirl_jax.errors import ConfigError, RecordError
 from uirl_jax.families.qwen.images import ImageConfig, cut_image
 from uirl_jax.families.qwen.inputs import QwenInputs, patch_positions
-from uirl_jax.families.screens import decode_image, read_screen
+from uirl_jax.families.screens import decode_image
 from uirl_jax.shards.batching import BatchConfig, fill, gather, make_batches, sequences
 from uirl_jax.types import StopReason, TaskSpec, TrainBatch, Trajectory, Turn
 
@@ -54,7 +54,9 @@ def trajectory(turns: list[Turn], images: dict[str, bytes] | None = None) -> Tra
         instruction="",
         turns=tuple(turns),
         images=images,
-        image_tokens={key: read_screen(INPUTS, data).tokens for key, data in images.items()},
+        image_tokens={
+            key: INPUTS.cut_screen(decode_image(data)).tokens for key, data in images.items()
+        },
         stop_reason=StopReason.COMPLETED,
         reward=1.0,
         success=True,

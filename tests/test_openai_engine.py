@@ -267,7 +267,7 @@ def test_openai_section_is_checked_and_main_makes_the_engine_it_asks_for(tmp_pat
     known["engine"]["openai"]["url"] = "http://127.0.0.1:9/v1"
     cfg = reading.from_config(schema.RunConfig, known)
     made = make_engine(cfg.play, model(), chat())
-    assert isinstance(made, OpenAIEngine) and made.context_limit == cfg.max_context_tokens
+    assert isinstance(made, OpenAIEngine) and made._max_context == cfg.max_context_tokens
     known["cold_start"]["steps"] = 5
     with pytest.raises(ConfigError, match="a cold start writes a new base model"):
         reading.from_config(schema.RunConfig, known)

@@ -92,7 +92,8 @@ def make_case(name: str) -> Case:
         ids, grids, visual = text[:2], [], []
         for size in sizes:
             pixels = rng.integers(0, 256, (size[1], size[0], 3), np.uint8)
-            patches_pf, grid = images.process_image(Image.fromarray(pixels), IMAGE_CFG)
+            patches_pc, grid = images.cut_image(Image.fromarray(pixels), IMAGE_CFG)
+            patches_pf = images.pixel_values(patches_pc, IMAGE_CFG)
             count = len(patches_pf)
             # The first two images share a row of patches, the third has one of its own.
             at = min(len(case.spans) // 2, IMAGE_ROWS - 1)

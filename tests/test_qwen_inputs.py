@@ -35,6 +35,12 @@ def screen(width_px: int, height_px: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(small).resize((width_px, height_px), Image.Resampling.NEAREST)
 
 
+def processed(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, images.Grid]:
+    """What the reference's processor gives for an image."""
+    patches_pc, grid_thw = images.cut_image(image, cfg)
+    return images.pixel_values(patches_pc, cfg), grid_thw
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     height=st.integers(1, 5000),
@@ -63,11 +69,11 @@ def test_smart_resize_any_size_equals_transformers(height, width, factor, bounds
         ((100, 190), {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}),
     ],
 )
-def test_process_image_any_size_equals_transformers(size, options):
+def test_pixel_values_any_size_equal_transformers(size, options):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     image = screen(*size)
     expected = reference.Qwen2VLImageProcessorPil(**options)(image, return_tensors="np")
-    patches_pf, grid = images.process_image(image, ImageConfig.from_dict(options))
+    patches_pf, grid = processed(image, ImageConfig.from_dict(options))
     assert list(grid) == expected["image_grid_thw"][0].tolist()
     assert patches_pf.dtype == np.float32
     np.testing.assert_allclose(patches_pf, expected["pixel_values"], atol=1e-5, rtol=0)
@@ -86,10 +92,10 @@ def test_process_image_any_size_equals_transformers(size, options):
         ((4200, 3100), (1, 218, 296)),  # above max_pixels
     ],
 )
-def test_process_image_with_the_published_file_equals_transformers_bit_for_bit(size, grid):
+def test_pixel_values_with_the_published_file_equal_transformers_bit_for_bit(size, grid):
     reference = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     image = screen(*size)
-    patches_pf, got = images.process_image(image, ImageConfig.from_dict(PUBLISHED_FILE))
+    patches_pf, got = processed(image, ImageConfig.from_dict(PUBLISHED_FILE))
     processor = reference.Qwen2VLImageProcessorPil.from_dict(PUBLISHED_FILE)
     expected = processor(image, return_tensors="np")
     assert got == grid == tuple(expected["image_grid_thw"][0])
@@ -99,9 +105,9 @@ def test_process_image_with_the_published_file_equals_transformers_bit_for_bit(s
 @pytest.mark.parametrize("size", [(448, 336), (333, 517), (1280, 800)])
 def test_pixel_values_on_the_device_equal_those_of_the_table(size):
     cfg = ImageConfig(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4), max_pixels=300_000)
-    patches_pf, grid = images.process_image(screen(*size), cfg)
-    patches_pc, cut_grid = images.cut_image(screen(*size), cfg)
-    assert cut_grid == grid == images.image_grid(size, cfg)
+    patches_pc, grid = images.cut_image(screen(*size), cfg)
+    patches_pf = images.pixel_values(patches_pc, cfg)
+    assert grid == images.image_grid(size, cfg)
     assert (patches_pc.dtype, 8 * patches_pc.nbytes) == (np.uint8, patches_pf.nbytes)
     on_device_ipf = model.pixel_values(patches_pc[None], cfg)
     assert on_device_ipf.dtype == np.float32
@@ -212,7 +218,7 @@ def test_patch_positions_equal_transformers_and_the_order_of_patches(grid):
         pixels = np.repeat(np.repeat(numbers_hw, 14, 0), 14, 1)
         cfg = ImageConfig(min_pixels=1, max_pixels=10**6, image_mean=(0,) * 3, image_std=(1,) * 3)
         image = Image.fromarray(np.stack([pixels] * 3, -1))
-        patches_pf, got = images.process_image(image, cfg)
+        patches_pf, got = processed(image, cfg)
         assert got == grid
         order_p = np.rint(patches_pf[:, 0] * 255).astype(int)
         np.testing.assert_array_equal(order_p, positions_p2 @ [w, 1])

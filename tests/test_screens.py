@@ -75,18 +75,17 @@ def test_decode_image_bad_bytes_are_an_image_error(name):
         screens.decode_image(bad_images()[name])
 
 
-def test_read_planned_is_the_screen_that_was_read_at_once():
+def test_read_planned_is_the_planned_screen_with_its_patches():
     data = encoded(picture(130, 90), "PNG")
     inputs = QwenInputs(ImageConfig(min_pixels=28 * 28), image_token_id=90)
     patches_pc, grid = cut_image(screens.decode_image(data), inputs.images)
     planned = screens.plan_screen(inputs, data, (130, 90))
     assert (planned.layout, planned.patches, planned.arrays) == (grid, len(patches_pc), None)
-    read, at_once = screens.read_planned(inputs, planned), screens.read_screen(inputs, data)
-    for screen in (planned, read, at_once):
+    read = screens.read_planned(inputs, planned)
+    for screen in (planned, read):
         assert screen.key == screens.image_key(data) == hashlib.sha256(data).hexdigest()
         assert screen.screenshot == data
-    for screen in (read, at_once):
-        assert np.array_equal(screen.arrays["patches_pc"], patches_pc)
+    assert np.array_equal(read.arrays["patches_pc"], patches_pc)
     assert screens.read_planned(inputs, read) is read, "decoded once"
     placed = [PlacedScreen(read, 0, 0, 1)]  # as the engine fills its rows
     row_pc = inputs.pack_screens(placed, 1, read.patches + 4).arrays["patches_ipc"][0]

@@ -83,11 +83,6 @@ class Engine:
     # ---------------------------------------------------------------- what callers use
 
     @property
-    def context_limit(self) -> int:
-        """Tokens of the longest context that a request may have."""
-        return self._cfg.context_lengths[-1]
-
-    @property
     def policy_version(self) -> int:
         """Version that the next token is sampled with."""
         return self._rounds.next_policy.version

@@ -122,11 +122,6 @@ class OpenAIEngine:
     # ---------------------------------------------------------------- what callers use
 
     @property
-    def context_limit(self) -> int:
-        """Tokens of the longest context that a request may have."""
-        return self._max_context
-
-    @property
     def policy_version(self) -> int:
         """Version that the next request is sampled with."""
         return self._next_policy.version

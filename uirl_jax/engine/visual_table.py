@@ -23,7 +23,6 @@ class VisualTable:
     """The bookkeeping of a table with a fixed number of rows, one a visual token."""
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows
         self._free: list[int] = list(range(rows))
         self._entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
 

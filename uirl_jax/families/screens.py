@@ -85,12 +85,6 @@ def plan_screen(inputs: Inputs, screenshot: bytes, size_px: Size) -> Screen:
     return dataclasses.replace(planned, key=image_key(screenshot), screenshot=screenshot)
 
 
-def read_screen(inputs: Inputs, screenshot: bytes) -> Screen:
-    """A screen with its arrays. Raises: ImageError."""
-    cut = inputs.cut_screen(decode_image(screenshot))
-    return dataclasses.replace(cut, key=image_key(screenshot), screenshot=screenshot)
-
-
 def read_planned(inputs: Inputs, screen: Screen) -> Screen:
     """The screen with its arrays.
 

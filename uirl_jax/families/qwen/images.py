@@ -190,12 +190,6 @@ def cut_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
     return blocks.reshape(grid_h * grid_w, cfg.patch_levels), grid_thw
 
 
-def process_image(image: Image.Image, cfg: ImageConfig) -> tuple[np.ndarray, Grid]:
-    """`cut_image`, then `pixel_values`: the output of the reference's processor."""
-    patches_pc, grid_thw = cut_image(image, cfg)
-    return pixel_values(patches_pc, cfg), grid_thw
-
-
 def pixel_values(patches_pc: np.ndarray, cfg: ImageConfig) -> np.ndarray:
     """The vision tower's input, on the host; `model.pixel_values` is the same on the device.
 

@@ -159,7 +159,7 @@ def grid_of(screen: Screen) -> Grid:
 
 
 def patch_positions(grid_thw: Grid, merge_size: int) -> np.ndarray:
-    """int32[P,2], (row, column) of each patch in process_image's order.
+    """int32[P,2], (row, column) of each patch in cut_image's order.
 
     Source: transformers, vision_utils.py, get_vision_position_ids.
     """
