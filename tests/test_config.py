@@ -24,7 +24,7 @@ class Schedule(enum.StrEnum):
 @dataclasses.dataclass(frozen=True)
 class Learner:
     steps: int = dataclasses.field(metadata={"min": 1, "max": 1000})
-    lr: float = dataclasses.field(default=1e-3, metadata={"above": 0.0, "help": "measured best"})
+    lr: float = dataclasses.field(default=1e-3, metadata={"above": 0.0})
     betas: tuple[float, float] = (0.9, 0.99)
     row_lengths: tuple[int, ...] = dataclasses.field(default=(256,), metadata={"min": 16})
     schedule: Schedule = Schedule.CONSTANT

@@ -8,7 +8,9 @@ the schema: field names are the known keys, with their type hints, defaults and 
 
     min, max      inclusive bounds of a number, or of every number in a tuple
     above, below  exclusive bounds
-    help          one line: the reason for the default
+
+The meaning of a key and the reason for its default are the comment above the field, or behind it;
+`tools.config_reference` publishes it.
 
 A dataclass may check fields against each other in `__post_init__`, raising ConfigError or
 ValueError. All faults of a config are reported together, each with its full dotted path.

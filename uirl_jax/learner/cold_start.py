@@ -44,9 +44,7 @@ class ColdStartConfig:
     """Number of steps, the demonstrations, and which weights are trained."""
 
     # Supervised steps before RL; 0: no cold start.
-    steps: int = dataclasses.field(
-        default=0, metadata={"min": 0, "max": 10_000_000, "help": "0: no cold start"}
-    )
+    steps: int = dataclasses.field(default=0, metadata={"min": 0, "max": 10_000_000})
     # Demonstrations in a step.
     episodes_per_step: int = dataclasses.field(default=32, metadata={"min": 1, "max": 65_536})
     # Share of scripted demonstrations without a mistake.
