@@ -116,8 +116,8 @@ def test_sequence_with_more_screenshots_than_a_part_holds_is_refused():
     with pytest.raises(ConfigError) as caught:
         planned(pieces, (2, 1), image_rows=(2, 5))
     assert str(caught.value) == (
-        "3 distinct screenshots of a sequence, image_rows accepts at most 2 in each of the 2 parts "
-        "of mesh.data: add a larger one, e.g. 6"
+        "3 distinct screenshots of a sequence, learner.batch.image_rows=(2, 5) accepts at most 2 "
+        "in each of the 2 parts of mesh.data: add a larger one, e.g. 6"
     )
 
 

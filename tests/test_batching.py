@@ -469,13 +469,22 @@ def with_image(**changes) -> Trajectory:
 @pytest.mark.parametrize(
     ("trajectories", "changes", "message"),
     [
-        ([trajectory([turn([1] * 48, [50])])], {}, "49 tokens, row_lengths accepts at most 48"),
+        (
+            [trajectory([turn([1] * 48, [50])])],
+            {},
+            r"49 tokens, learner\.batch\.row_lengths=\(12, 24, 48\) accepts at most 48",
+        ),
         (
             [trajectory([turn([9, 9, 1, 9, 9], [50], (ONE[0], TWO[0]))], dict([ONE, TWO]))],
             {"image_rows": (1,)},
-            "2 distinct screenshots of a sequence, image_rows accepts at most 1: .*, e.g. 2",
+            r"2 distinct screenshots .* learner\.batch\.image_rows=\(1,\) accepts at most 1: .*, "
+            r"e\.g\. 2",
         ),
-        ([with_image()], {"patch_lengths": (4,)}, "8 patches .* patch_lengths accepts at most 4"),
+        (
+            [with_image()],
+            {"patch_lengths": (4,)},
+            r"8 patches .* learner\.batch\.patch_lengths=\(4,\) accepts at most 4",
+        ),
         ([with_image()], {"patch_lengths": (10,)}, "row of 10 patches.*to multiples of 4"),
     ],
 )

@@ -85,7 +85,7 @@ def fill_rows(
     pieces: Sequence[Piece],
     *,
     rows: int,
-    row_lengths: Sequence[int],
+    row_lengths: tuple[int, ...],
     most_screens: int,
     pack: bool,
     share_prompts: bool,
@@ -100,8 +100,8 @@ def fill_rows(
     longest = max((len(piece.token_ids) for piece in pieces), default=0)
     if longest > row_lengths[-1]:
         raise ConfigError(
-            f"a sequence has {longest} tokens, row_lengths accepts at most "
-            f"{row_lengths[-1]}: add a longer one, or keep fewer screenshots in the context"
+            f"a sequence has {longest} tokens, learner.batch.row_lengths={row_lengths} accepts at "
+            f"most {row_lengths[-1]}: add a longer one, or keep fewer screenshots in the context"
         )
     wanted = _shared_prompts(pieces) if share_prompts else [(piece, None) for piece in pieces]
     if pack:

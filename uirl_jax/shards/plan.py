@@ -194,7 +194,7 @@ def _plan_batch(
         row_length,
         next(size for size in sizes if size >= max(counts, default=0)),
         image_rows,
-        _smallest(largest, cfg.patch_lengths, "patches of a screenshot", "patch_lengths"),
+        _patch_length(largest, cfg.patch_lengths),
         parts,
         {number: tuple(_planned(span) for span in row.spans) for number, row in rows.items()},
         tuple(placed),
@@ -296,13 +296,18 @@ def _image_rows(needed: int, sizes: tuple[int, ...], parts: int) -> int:
             return size
     where = f" in each of the {parts} parts of mesh.data" if parts > 1 else ""
     raise ConfigError(
-        f"{needed} distinct screenshots of a sequence, image_rows accepts at most "
-        f"{screens_of_a_part(sizes[-1], parts)}{where}: add a larger one, e.g. {needed * parts}"
+        f"{needed} distinct screenshots of a sequence, learner.batch.image_rows={sizes} accepts at "
+        f"most {screens_of_a_part(sizes[-1], parts)}{where}: add a larger one, e.g. "
+        f"{needed * parts}"
     )
 
 
-def _smallest(needed: int, sizes: tuple[int, ...], what: str, name: str) -> int:
+def _patch_length(needed: int, sizes: tuple[int, ...]) -> int:
+    """Args: needed: patches of the largest screenshot."""
     for size in sizes:
         if needed <= size:
             return size
-    raise ConfigError(f"{needed} {what}, {name} accepts at most {sizes[-1]}: add a larger one")
+    raise ConfigError(
+        f"{needed} patches of a screenshot, learner.batch.patch_lengths={sizes} accepts at most "
+        f"{sizes[-1]}: add a larger one"
+    )
