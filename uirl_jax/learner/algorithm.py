@@ -142,8 +142,8 @@ def teaches(group: Group, cfg: AlgorithmConfig) -> bool:
 def differs(group: Group, cfg: AlgorithmConfig) -> bool:
     """Whether the group's returns, with the virtual return if there is one, are not all equal.
 
-    Length penalties and the returns of turns do not count: DAPO leaves out groups with equal
-    outcomes.
+    The rewards of turns count with their weight, reward.turns. How an episode's return is split
+    over its turns, and length penalties, do not count: DAPO leaves out groups with equal outcomes.
     """
     returns = [
         cfg.reward.outcome * record.reward

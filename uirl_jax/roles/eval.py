@@ -35,12 +35,11 @@ def run_eval_role(
 ) -> None:
     """Evaluates the newest published policy, or the base model if none is published.
 
+    It starts its own bundled verifier: the run's may be busy or stopped. A stage that was evaluated
+    before is not played again.
 
     Args:
       checkpoint: evaluates the checkpoint of this step instead.
-
-    It starts its own bundled verifier: the run's may be busy or stopped. A stage that was evaluated
-    before is not played again.
 
     Raises: ConfigError: that stage was of another policy.
     """
