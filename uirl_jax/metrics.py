@@ -7,6 +7,7 @@ names are `group/name`, such as `actor/policy_loss`, `actor/kl_loss`, `reward/me
 """
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -245,7 +246,7 @@ class MetricsWriter:
         try:
             written = os.write(self._fd, line)
             if written < len(line):
-                raise OSError(28, "No space left on device")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             os.ftruncate(self._fd, size_bytes)
             raise UirlError(
