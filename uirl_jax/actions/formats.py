@@ -184,13 +184,12 @@ def parse(
     if len(text) > MAX_ACTION_CHARS:
         raise ActionError(f"{len(text)} characters, an action has at most {MAX_ACTION_CHARS}")
     action = action_format.read(text.strip())
-    if action_format.cursor and action.kind in _POINTING and action.x is None:
-        if cursor is None:
-            raise ActionError(f"{action.kind} says no place, and the cursor is nowhere yet")
-        action = _convert(action, screen_size, image_size, margins, action_format, to_screen=True)
+    at_cursor = action_format.cursor and action.kind in _POINTING and action.x is None
+    if at_cursor and cursor is None:
+        raise ActionError(f"{action.kind} says no place, and the cursor is nowhere yet")
+    action = _convert(action, screen_size, image_size, margins, action_format, to_screen=True)
+    if at_cursor and cursor is not None:
         action = dataclasses.replace(action, x=cursor[0], y=cursor[1])
-    else:
-        action = _convert(action, screen_size, image_size, margins, action_format, to_screen=True)
     validate(action, screen_size)
     if isinstance(action.seconds, int):
         action = dataclasses.replace(action, seconds=float(action.seconds))
