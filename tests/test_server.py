@@ -344,6 +344,22 @@ def test_session_that_is_lost_and_cannot_be_closed_tells_why_it_was_lost(monkeyp
     asyncio.run(run())
 
 
+def test_error_of_a_page_with_a_line_break_is_one_line_of_the_log(monkeypatch, caplog):
+    async def lost(task, image_format):
+        raise BrowserError("odd page\nevent=forged")
+
+    monkeypatch.setattr(DesktopTask, "screenshot", lost)
+
+    async def run():
+        async with served() as http:
+            session = await create(http)
+            await ask(http, "GET", f"/session/{session['id']}/screenshot")
+
+    asyncio.run(run())
+    (line,) = [r.getMessage() for r in caplog.records if "event=lost" in r.getMessage()]
+    assert line.endswith(' reason="odd page\\nevent=forged"') and line.isprintable()
+
+
 async def _until(condition):
     async with asyncio.timeout(10):
         while not condition():

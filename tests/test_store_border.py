@@ -15,7 +15,7 @@ ALLOWED = {
     ("metrics.py", "O_APPEND"),  # the learner's own log, one write a line
     ("actor/journal.py", "O_APPEND"),  # the actor's own log: a line must outlive SIGKILL
     ("run.py", "append"),  # logs/actor-<n>.jsonl
-    ("metrics.py", "append"),  # logs/learner.log
+    ("console.py", "append"),  # logs/learner.log
     ("verifiers/server/supervisor.py", "append"),  # the log of a server that this process started
     ("actor/processes.py", "append"),  # the logs of actors that this process started
     ("checkpoints/checkpointer.py", "rename"),  # Orbax's directories, moved by the one learner

@@ -22,8 +22,8 @@ from absl import app, flags
 from tools import command_line
 from tools.grounding import dataset, pointing, sources
 from tools.grounding.libraries import LIBRARIES, LibraryError, cache_directory, read_css
+from uirl_jax.console import Progress
 from uirl_jax.errors import ConfigError
-from uirl_jax.metrics import Progress
 from uirl_jax.verifiers.browser import BrowserError
 
 _SIDES_PX = range(64, 4097)

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from uirl_jax.actor.search import Found
+from uirl_jax.console import Progress
 from uirl_jax.errors import ConfigError
-from uirl_jax.metrics import Progress
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import write_shard
 from uirl_jax.store.files import write_atomically

@@ -16,11 +16,12 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from uirl_jax import evaluation, metrics, policy_sync
+from uirl_jax import evaluation, policy_sync
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import play_numbered, run_tasks
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import RolloutConfig
+from uirl_jax.console import Progress
 from uirl_jax.engine.engine import Engine
 from uirl_jax.engine.interface import SamplingEngine
 from uirl_jax.engine.openai import OpenAIEngine
@@ -29,6 +30,7 @@ from uirl_jax.errors import StoppedError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.loading import PolicyModel
+from uirl_jax.log_lines import key_values
 from uirl_jax.models.weights import adapters_from_numpy
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import open_store
@@ -131,7 +133,7 @@ class Players:
             return evaluation.count(stage, tasks, [])
         started_s = time.monotonic()
         player = self.player("eval", temperature=temperature, engine=engine)
-        progress = metrics.Progress(f"evaluation {stage}", len(tasks))
+        progress = Progress(f"evaluation {stage}", len(tasks))
         ended: list[Trajectory] = []
 
         def on_done(trajectory: Trajectory) -> None:
@@ -152,7 +154,7 @@ class Players:
             )
         finally:
             progress.close()
-        line = metrics.key_values(
+        line = key_values(
             "evaluated",
             stage=stage,
             success=f"{result.rate:.3f}",
@@ -162,7 +164,7 @@ class Players:
         print(line, flush=True)
         seen = {f"stage {name}": r.renderers for name, r in {**known, stage: result}.items()}
         if result.renderers and (text := evaluation.renderers_text(seen)):
-            print(metrics.key_values("renderer_changed", stage=stage, text=text), flush=True)
+            print(key_values("renderer_changed", stage=stage, text=text), flush=True)
         return result
 
     async def play_suite(
@@ -179,7 +181,7 @@ class Players:
         """
         player = self.player("eval", temperature=suite.temperature)
         asked = len(suite.specs) * suite.attempts
-        progress = metrics.Progress(f"{suite.name}: {contender.name}", asked)
+        progress = Progress(f"{suite.name}: {contender.name}", asked)
 
         def on_ended(ended: int, right: int) -> None:
             progress.update(ended, success=right / max(ended, 1))

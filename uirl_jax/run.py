@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from uirl_jax import assets, evaluation, metrics
+from uirl_jax import assets, evaluation
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.config import reading, sizes
@@ -35,6 +35,7 @@ from uirl_jax.learner.cold_start import MODEL_DIR
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.loop import find_callbacks
 from uirl_jax.learner.own_rewards import OwnRewards
+from uirl_jax.log_lines import key_values
 from uirl_jax.models import hub
 from uirl_jax.players import Players, make_chat
 from uirl_jax.rl.losses import find_policy_loss
@@ -43,7 +44,13 @@ from uirl_jax.store import Store, open_store
 from uirl_jax.store.lease import only_actor
 from uirl_jax.store.local import LocalStore
 from uirl_jax.store.mirror import fetch_directory
-from uirl_jax.trackers import TENSORBOARD_DIR, TensorBoard, Tracker, WeightsAndBiases
+from uirl_jax.trackers import (
+    TENSORBOARD_DIR,
+    TensorBoard,
+    Tracker,
+    WeightsAndBiases,
+    tracker_failed,
+)
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.openenv import OpenEnvClient
 from uirl_jax.verifiers.client.rules import own_rules
@@ -276,11 +283,11 @@ class Run:
             try:
                 opened.append(WeightsAndBiases(cfg, self.workdir, self.run_id, config))
             except Exception as error:  # no network, no key
-                print(metrics.tracker_failed(WeightsAndBiases.__name__, error), flush=True)
+                print(tracker_failed(WeightsAndBiases.__name__, error), flush=True)
         return opened
 
     def log(self, event: str, **fields: object) -> None:
-        print(metrics.key_values(event, **fields), flush=True)
+        print(key_values(event, **fields), flush=True)
 
     # ------------------------------------------------------------------------------ the model
 

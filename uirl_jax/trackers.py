@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from uirl_jax.errors import ConfigError
+from uirl_jax.log_lines import key_values
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -239,3 +240,9 @@ class WeightsAndBiases:
         with contextlib.suppress(OSError, ValueError):
             return int(self._last_file.read_text(encoding="utf-8"))
         return -1
+
+
+def tracker_failed(name: str, error: Exception) -> str:
+    """A log line."""
+    reason = f"{type(error).__name__}: {error}"[:300]
+    return key_values("tracker_failed", tracker=name, reason=reason)

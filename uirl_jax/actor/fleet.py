@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from uirl_jax.errors import ConfigError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.containers.containers import Client

@@ -24,7 +24,7 @@ from uirl_jax.actor.journal import Journal
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import derive_seed, uninterrupted
 from uirl_jax.errors import PolicyError, RecordError, ShardError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.policy_sync import Manifest
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import ShardWriter

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uirl_jax.errors import UirlError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 
 FIRST_PAUSE_S = 1.0  # before a restart; doubled while the process dies soon after its start
 LONGEST_PAUSE_S = 60.0

@@ -39,7 +39,7 @@ from uirl_jax.errors import (
 from uirl_jax.families.border import Inputs, Screen
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import plan_screen
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import Action, StopReason, TaskSpec, Trajectory, Turn
 from uirl_jax.verifiers.client.answers import Session
 from uirl_jax.verifiers.containers.containers import Client
@@ -437,7 +437,7 @@ async def _delete(client: Client, session_id: str, timeout_s: float) -> None:
 
 
 def _warn(event: str, **fields: object) -> None:
-    logger.warning("%s", key_values(event, **fields))  # quoted: the reason may be untrusted text
+    logger.warning(key_values(event, **fields))  # quoted: the reason may be untrusted text
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:

@@ -20,7 +20,7 @@ from uirl_jax.engine.requests import EngineConfig
 from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.shards.batching import BatchConfig
 
 STEP_TOKENS = 16  # lengths are multiples of it

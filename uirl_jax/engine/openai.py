@@ -31,7 +31,7 @@ from uirl_jax.engine.weights import check_fits
 from uirl_jax.errors import ConfigError, ContextError, EngineError
 from uirl_jax.families.chat import Chat, Message, without_repeats
 from uirl_jax.families.loading import PolicyModel, save_adapter
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.models.weights import adapters_to_numpy
 
 logger = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ class OpenAIEngine:
                     "POST", "unload_lora_adapter", {"lora_name": name}, once=True
                 )
             except EngineError as error:  # it costs the server memory, and nobody anything else
-                logger.warning("%s", key_values("adapter_not_unloaded", name=name, reason=error))
+                logger.warning(key_values("adapter_not_unloaded", name=name, reason=error))
             await asyncio.to_thread(shutil.rmtree, self._directory(name), ignore_errors=True)
 
     def _directory(self, name: str) -> Path:

@@ -36,7 +36,8 @@ from uirl_jax.learner.algorithm import Group
 from uirl_jax.learner.curriculum import Curriculum
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.learner.state import TrainState
-from uirl_jax.metrics import METRICS_FILE, MetricsWriter, key_values, last_object
+from uirl_jax.log_lines import key_values
+from uirl_jax.metrics import METRICS_FILE, MetricsWriter, last_object
 from uirl_jax.models import sharding, weights
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.queue import QUARANTINE, ShardQueue

@@ -17,6 +17,7 @@ from typing import Literal
 from flax import nnx
 
 from uirl_jax import metrics
+from uirl_jax.console import Progress
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError
 from uirl_jax.families import chat_config
@@ -152,7 +153,7 @@ def run_cold_start(
     trains = "all weights" if cfg.train == "all" else "adapters"
     optimizer = cfg.optimizer.resolved(trains)
     print(optimizer.describe(trainable, trains), flush=True)
-    progress = metrics.Progress("cold start", cfg.steps)
+    progress = Progress("cold start", cfg.steps)
     with (
         metrics.MetricsWriter(workdir / "cold_start") as writer,
         Demonstrator(task_dirs, recorded=recorded_sets, browsers=cfg.browsers) as demonstrator,
@@ -172,7 +173,7 @@ def run_cold_start(
         def on_restore(first_step: int) -> None:
             # Restarted, because the time of demonstrations and earlier steps does not count.
             nonlocal progress
-            progress = metrics.Progress("cold start", cfg.steps, first_step=first_step - 1)
+            progress = Progress("cold start", cfg.steps, first_step=first_step - 1)
             writer.truncate_from(first_step)
 
         def on_step(step: int, scalars: dict[str, float]) -> None:

@@ -17,7 +17,7 @@ from uirl_jax.learner.cluster import Cluster, ClusterConfig
 from uirl_jax.learner.hosts import ENDED, PUBLISHED, Hosts
 from uirl_jax.learner.loop import LearnerResult
 from uirl_jax.learner.training import TrainingConfig, prepare
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.store import open_store
 

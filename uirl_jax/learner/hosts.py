@@ -25,7 +25,7 @@ from uirl_jax.errors import RecordError, RestartError, ShardError
 from uirl_jax.families.border import Inputs
 from uirl_jax.learner.algorithm import Chosen
 from uirl_jax.learner.cluster import Cluster
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.models import sharding
 from uirl_jax.shards import batching
 from uirl_jax.shards.batching import Part

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from uirl_jax import user_code
+from uirl_jax.console import Progress
 from uirl_jax.errors import ConfigError, TrainingError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import algorithm, bookkeeping
@@ -32,7 +33,7 @@ from uirl_jax.learner.profiling import Profiler
 from uirl_jax.learner.replay import is_replayed
 from uirl_jax.learner.supervised import check_finite
 from uirl_jax.learner.training import LearnerConfig, TrainingConfig, prepare
-from uirl_jax.metrics import Progress, key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.rl.losses import RATIO_EDGES, RATIOS
 from uirl_jax.rl.rewards import turn_screens
 from uirl_jax.store import open_store

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 
 PROFILE_DIR = "profile"
 

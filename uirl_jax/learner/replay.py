@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from uirl_jax.errors import RecordError, ShardError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.shards.reader import RecordRef, read_entries, scan_shard
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import put_shard

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from uirl_jax import seeds
+from uirl_jax.console import Progress
 from uirl_jax.demonstrations.recording import is_example
 from uirl_jax.demonstrations.scripted import Demonstrator
 from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner import recorded_demonstrations
-from uirl_jax.metrics import Progress
 from uirl_jax.shards.layout import layout_of
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.writer import write_shard

@@ -14,7 +14,7 @@ import optax
 import optax.contrib
 from flax import nnx
 
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.models import sharding
 
 Trains = Literal["adapters", "all weights"]

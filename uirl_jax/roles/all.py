@@ -11,6 +11,7 @@ from pathlib import Path
 from uirl_jax import evaluation, metrics, watch
 from uirl_jax.actor.journal import run_totals
 from uirl_jax.actor.random_engine import RandomEngine
+from uirl_jax.console import format_duration
 from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cluster import ALONE, Cluster
@@ -151,7 +152,7 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
         print()
     print(f"episodes: {evaluation.format_episodes(content['episodes'])}")
     print(
-        f"training: {metrics.format_duration(content['train_seconds'])}, "
+        f"training: {format_duration(content['train_seconds'])}, "
         f"peak memory {content['peak_rss_gib']:.2f} GiB"
     )
     print(f"report:   {page}", flush=True)

@@ -17,6 +17,7 @@ from uirl_jax.errors import ConfigError, VerifierError
 from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.curriculum import CurriculumConfig
+from uirl_jax.log_lines import key_values
 from uirl_jax.players import Adapters, Players
 from uirl_jax.roles import contenders
 from uirl_jax.roles.verifier import bundled_server
@@ -156,7 +157,7 @@ def without_repeated_rows(run: Run, suite: evaluation.Suite) -> evaluation.Suite
     played = collections.Counter(spec.label for spec in distinct.specs)
     for label, instances in asked.items():
         if played[label] < instances:
-            line = metrics.key_values(
+            line = key_values(
                 "suite_shortened",
                 suite=suite.name,
                 task=label,

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractMesh
 
-from uirl_jax import metrics
 from uirl_jax.config.schema import MeshConfig, RunConfig
+from uirl_jax.console import output_kept
 from uirl_jax.errors import ConfigError, StoppedError
 from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import Advantages
@@ -75,7 +75,7 @@ def learn(
         run.workdir, run.run_id, run.resume_from, run.resume_step, run.open_trackers
     )
     log = "learner.log" if cluster.leads else f"learner-{cluster.index}.log"
-    with jax.set_mesh(mesh), metrics.output_kept(run.workdir / "logs" / log):
+    with jax.set_mesh(mesh), output_kept(run.workdir / "logs" / log):
         if not cluster.leads:
             return follow_learner(
                 training,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from uirl_jax.errors import RecordError, ShardError
+from uirl_jax.log_lines import key_values
 from uirl_jax.shards import reader, record
 from uirl_jax.shards.journal import JOURNAL, Journal, Line
 from uirl_jax.shards.reader import SHARDS, Entry, RecordRef
@@ -383,7 +384,7 @@ class ShardQueue:
     def _warn_once(self, error: StoreUnavailableError) -> None:
         if error.strerror != self._last_warning:  # not again at every poll
             self._last_warning = error.strerror or ""
-            logger.warning('event=storage_unavailable reason="%s"', error)
+            logger.warning(key_values("storage_unavailable", reason=error))
 
     def _lose(self, name: str, reason: str) -> None:
         """Quarantines the pending records of a shard that was valid when noticed."""

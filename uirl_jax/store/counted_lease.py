@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from uirl_jax.errors import LeaseHeldError
+from uirl_jax.log_lines import key_values
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +108,13 @@ class CountedLease:
                     return lease
                 continue  # another process was faster
             if now_s == since_s:
-                location = store.location(name)
-                logger.warning(
-                    'event=lease_wait lease="%s" holder="%s" most_s=%g',
-                    location,
-                    found.holder if found else "",
-                    times.expiry_s,
+                line = key_values(
+                    "lease_wait",
+                    lease=store.location(name),
+                    holder=found.holder if found else "",
+                    most_s=times.expiry_s,
                 )
+                logger.warning(line)
             time.sleep(min(times.look_s, max(since_s + times.expiry_s - now_s, 0.0)))
 
     @property
@@ -166,7 +167,7 @@ class CountedLease:
                         self._name, free.to_bytes(), self._version, is_urgent=True
                     )
                 except OSError as error:
-                    logger.warning('event=lease_not_released reason="%s"', error)
+                    logger.warning(key_values("lease_not_released", reason=error))
 
     def _adopt(self) -> None:
         """After a conflict: continues from our own last write, if that is what is there."""

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from uirl_jax.errors import ConfigError, LeaseHeldError, RestartError
+from uirl_jax.log_lines import key_values
 from uirl_jax.store.interface import Lease, Store
 
 logger = logging.getLogger(__name__)
@@ -105,12 +106,12 @@ def renewed(lease: Lease, on_lost: Callable[[], None], every_s: float = RENEW_S)
             try:
                 lease.renew()
             except LeaseHeldError as error:
-                logger.error('event=lease_lost holder="%s"', error)
+                logger.error(key_values("lease_lost", holder=error))
                 on_lost()
                 return
             except OSError as error:  # possibly temporary: try again soon
                 wait_s = every_s / 4
-                logger.warning('event=lease_not_renewed reason="%s"', error)
+                logger.warning(key_values("lease_not_renewed", reason=error))
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()

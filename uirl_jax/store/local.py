@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from uirl_jax.errors import LeaseHeldError
+from uirl_jax.log_lines import key_values
 from uirl_jax.store import files
 from uirl_jax.store.interface import checked_name
 
@@ -178,7 +179,7 @@ class LockedFile:
             os.close(descriptor)
             raise LeaseHeldError(holder or "a process that has just started") from None
         except OSError as error:  # the file system has no locks
-            logger.warning('event=no_lock path="%s" reason="%s"', self._path, error)
+            logger.warning(key_values("no_lock", path=self._path, reason=error))
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{self._holder}\n".encode())
         return descriptor

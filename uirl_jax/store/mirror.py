@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from uirl_jax.errors import ConfigError, LeaseHeldError
+from uirl_jax.log_lines import key_values
 from uirl_jax.store import files
 from uirl_jax.store.interface import Store, checked_name
 from uirl_jax.store.lease import learner_fence
@@ -208,11 +209,11 @@ class Copies:
                 self._read_tails()
             self._failed = False
         except LeaseHeldError as error:
-            logger.warning('event=not_copied reason="the lease was lost to %s"', error)
+            logger.warning(key_values("not_copied", reason=f"the lease was lost to {error}"))
             self._is_lost = True
         except OSError as error:
             if not self._failed:
-                logger.warning('event=not_copied reason="%s"', error)
+                logger.warning(key_values("not_copied", reason=error))
             self._failed = True
 
     def _send(self, is_last: bool) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from uirl_jax import evaluation
 from uirl_jax.learner.bookkeeping import actor_metrics
 from uirl_jax.learner.loop import StepReport
-from uirl_jax.metrics import key_values, last_object, read_metrics
+from uirl_jax.log_lines import key_values
+from uirl_jax.metrics import last_object, read_metrics
 from uirl_jax.store.files import write_atomically
 from uirl_jax.types import StopReason
 from uirl_jax.untrusted import json as untrusted_json

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from uirl_jax import evaluation
+from uirl_jax.console import format_duration
 from uirl_jax.errors import RecordError, ShardError, UirlError
-from uirl_jax.metrics import COLD_START_DIR, format_duration, read_metrics
+from uirl_jax.metrics import COLD_START_DIR, read_metrics
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.watch.suites import SuiteScores, read_suites

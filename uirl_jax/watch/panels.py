@@ -15,7 +15,7 @@ import jinja2
 import markupsafe
 
 from uirl_jax import evaluation
-from uirl_jax.metrics import format_duration
+from uirl_jax.console import format_duration
 from uirl_jax.watch import charts, frames, gather
 from uirl_jax.watch.findings import read_findings
 from uirl_jax.watch.frames import visible

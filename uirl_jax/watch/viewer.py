@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from uirl_jax.errors import ConfigError, RecordError, ShardError
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import Trajectory
 from uirl_jax.untrusted.http import equal_secrets, is_loopback
 from uirl_jax.watch import episode_view, frames, panels
@@ -388,7 +389,7 @@ def guard(viewer: Viewer, names: Sequence[str], token: str | None) -> Middleware
             else:
                 response = viewer.message(error.status, error.text or error.reason)
         except Exception:
-            logger.exception("event=error path=%s", request.path[:100])
+            logger.exception(key_values("error", path=request.path[:100]))
             response = viewer.message(500, "The viewer has made an error; its log has the details.")
         for name, value in _HEADERS.items():
             response.headers.setdefault(name, value)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from uirl_jax.errors import PageError
+from uirl_jax.log_lines import key_values
 from uirl_jax.verifiers.browser.cdp import CdpError, Chromium
 
 logger = logging.getLogger(__name__)
@@ -296,4 +297,4 @@ def _read(call: asyncio.Future[Any]) -> None:
     """Looks at what became of a call that nobody waits for."""
     with contextlib.suppress(asyncio.CancelledError):
         if (error := call.exception()) is not None:
-            logger.debug("event=cdp_refused reason=%s", error)
+            logger.debug(key_values("cdp_refused", reason=error))

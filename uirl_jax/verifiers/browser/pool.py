@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 
+from uirl_jax.log_lines import key_values
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError, rendering
 from uirl_jax.verifiers.browser.cdp import Chromium
 from uirl_jax.verifiers.browser.tab import Tab
@@ -163,7 +164,7 @@ class BrowserPool:
                     await tab.check()
                     return tab
                 except BrowserError as error:
-                    logger.warning("event=browser_replaced reason=%s", error)
+                    logger.warning(key_values("browser_replaced", reason=error))
                     self._in_background(self._end(tab))
                 except BaseException:  # cancelled: nobody else has this tab
                     self._in_background(self._end(tab))
@@ -208,7 +209,7 @@ class BrowserPool:
                 await tab.renew()
             self._wait(tab)
         except Exception as error:  # whatever it is, there are other processes
-            logger.warning("event=browser_replaced reason=%s", _first_line(error))
+            logger.warning(key_values("browser_replaced", reason=_first_line(error)))
             self._in_background(self._retire(tab))
         finally:
             self._num_preparing -= 1
@@ -259,7 +260,7 @@ class BrowserPool:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:  # nobody waits for it; the next acquire tells its caller
-            logger.warning("event=browser_pool_error reason=%s", _first_line(error))
+            logger.warning(key_values("browser_pool_error", reason=_first_line(error)))
 
 
 def _first_line(error: BaseException) -> str:

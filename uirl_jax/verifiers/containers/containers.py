@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from uirl_jax.errors import ConfigError, VerifierError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import dialects
 from uirl_jax.verifiers.client.answers import Session

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from uirl_jax.errors import ConfigError, UirlError, VerifierError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.recorded.draw import Draw, Rows
 from uirl_jax.verifiers.recorded.rewards import PREFIX

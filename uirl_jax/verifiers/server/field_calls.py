@@ -21,6 +21,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from uirl_jax.errors import ConfigError
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import dialects, wire
@@ -171,6 +172,6 @@ class SingleSession:
             try:
                 yield
             except BrowserError as error:
-                logger.warning("event=lost reason=%s", error)
+                logger.warning(key_values("lost", reason=error))
                 reason = untrusted_json.printable(str(error), 300)
                 raise refusal(web.HTTPInternalServerError, reason) from error

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from uirl_jax.errors import ConfigError
+from uirl_jax.log_lines import key_values
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.server.session_types import RunningTask
 
@@ -162,7 +163,8 @@ async def close_task(task: RunningTask, label: str) -> None:
     try:
         await task.close()
     except Exception as error:  # of browsers, or of the code of others (examples/browsergym_bridge)
-        logger.warning("event=close_failed session=%s reason=%s", label, error, exc_info=error)
+        line = key_values("close_failed", session=label, reason=error)
+        logger.warning(line, exc_info=error)
 
 
 def _image_response(image: bytes, image_format: str) -> web.Response:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from uirl_jax import user_code
 from uirl_jax.errors import VerifierError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers import own_tasks, wire
 from uirl_jax.verifiers.browser import MINIWOB_PREFIX

@@ -34,6 +34,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from uirl_jax.errors import UserCodeError, VerifierError
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import wire
@@ -376,7 +377,7 @@ class Sessions:
             try:
                 yield
             except BrowserError as error:
-                logger.warning("event=lost session=%s reason=%s", session.session_id, error)
+                logger.warning(key_values("lost", session=session.session_id, reason=error))
                 if self._forget(session):
                     await close_task(session.task, session.session_id)
                 reason = untrusted_json.printable(str(error), 300)
