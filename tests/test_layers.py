@@ -201,3 +201,19 @@ def test_the_table_of_families_is_read_without_jax():
 
 def test_top_level_has_fourteen_files_at_most():
     assert len([path for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")]) <= 14
+
+
+def test_functions_have_at_most_120_lines_and_ten_parameters():
+    long = []
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            given = node.args
+            named = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            count = len([name for name in named if name and name.arg not in ("self", "cls")])
+            if lines > 120 or count > 10:
+                where = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+                long.append(f"{where}: {lines} lines, {count} parameters")
+    assert not long, "\n".join(long)

@@ -177,6 +177,23 @@ class RunConfig:
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
+        faults = [
+            *self._faults_of_tasks(),
+            *self._faults_of_verifier(),
+            *self._faults_of_sizes(),
+            *self._faults_of_quantized_weights(),
+            *self._faults_of_sampling_server(),
+            *self._faults_of_all_weights(),
+            *self._faults_of_policy_lag(),
+            *self._faults_of_temperatures(),
+            *self._faults_of_evaluation(),
+            *self._faults_of_curriculum(),
+        ]
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    def _faults_of_tasks(self) -> list[str]:
+        """Tasks that are missing, or that the run's own verifier does not have."""
         faults = []
         if not self.tasks:
             faults.append("tasks is empty, expected at least one")
@@ -213,7 +230,12 @@ class RunConfig:
             and task.name not in recorded
             and self.verifier.is_bundled
         ]
-        containers = self.verifier.containers
+        return faults
+
+    def _faults_of_verifier(self) -> list[str]:
+        """Containers beside what they exclude, and a wait that is too long."""
+        faults = []
+        containers, dialect = self.verifier.containers, DIALECTS[self.verifier.dialect]
         if containers.runtime != "none":
             if self.verifier.urls:
                 faults.append("verifier.urls and verifier.containers: set only one of them")
@@ -236,6 +258,11 @@ class RunConfig:
                 f"verifier.action_delay_s={self.verifier.action_delay_s:g}: at most "
                 f"{most_s:g} {of_whom}"
             )
+        return faults
+
+    def _faults_of_sizes(self) -> list[str]:
+        """Contexts and screens that the engine or the learner does not hold."""
+        faults = []
         new_tokens, most_new = self.actor.rollout.max_new_tokens, self.engine.max_new_tokens
         if self.screen_px and len(self.screen_px) != 2:
             faults.append(f"screen_px={self.screen_px}: expected (width, height) in pixels")
@@ -258,55 +285,73 @@ class RunConfig:
                 f"learner.batch.patch_lengths={batch.patch_lengths}: the engine takes screenshots "
                 f"of up to engine.image_row_patches={self.engine.image_row_patches} patches"
             )
-        if self.model.quantize != "none" and self.cold_start.steps:
-            faults.append(
-                f"model.quantize={self.model.quantize!r}: a cold start cannot merge adapters into "
-                "int8 weights; set cold_start.steps=0 or model.quantize='none'"
-            )
+        return faults
+
+    def _faults_of_quantized_weights(self) -> list[str]:
+        """What needs to change weights that are int8."""
+        if self.model.quantize == "none" or not self.cold_start.steps:
+            return []
+        return [
+            f"model.quantize={self.model.quantize!r}: a cold start cannot merge adapters into "
+            "int8 weights; set cold_start.steps=0 or model.quantize='none'"
+        ]
+
+    def _faults_of_sampling_server(self) -> list[str]:
+        """What a server with OpenAI's API cannot do."""
+        if self.engine.kind != "openai":
+            return []
+        faults = []
         rollout = self.actor.rollout
-        if self.engine.kind == "openai" and (rollout.top_p != 1.0 or rollout.top_k != 0):
+        if rollout.top_p != 1.0 or rollout.top_k != 0:
             faults.append(
                 "engine.kind='openai': records need the logprobs before top-p and top-k, which a "
                 "server does not return; set actor.rollout.top_p=1 and top_k=0"
             )
-        if self.engine.kind == "openai" and self.cold_start.steps:
+        if self.cold_start.steps:
             faults.append(
                 "engine.kind='openai': a cold start writes a new base model, which the server has "
                 "not loaded; set cold_start.steps=0, serve the model that an earlier run wrote and "
                 "set model.path to it"
             )
-        if self.engine.kind == "openai" and self.model.lora.trains_tokens:
+        if self.model.lora.trains_tokens:
             faults.append(
                 "engine.kind='openai': vLLM and other servers load no adapter with rows of tokens; "
                 "set model.lora.trainable_tokens=() or engine.kind='jax'"
             )
-        if self.model.train == "all":
-            faults += self._faults_of_all_weights()
-        if self.actor.policy_lag > self.learner.max_staleness:
-            faults.append(
-                f"actor.policy_lag={self.actor.policy_lag}: the learner drops groups that are more "
-                f"than learner.max_staleness={self.learner.max_staleness} versions old"
-            )
-        faults += self._faults_of_temperatures()
-        faults += self._faults_of_evaluation()
-        if self.algorithm.replay and not self.curriculum.instances:
-            faults.append(
-                "algorithm.replay=True: with curriculum.instances=0 no instance repeats, so stored "
-                "successes are never used; set curriculum.instances"
-            )
-        if self.curriculum.weight_by != "none" and len(set(self.kinds)) < len(self.kinds):
-            twice = next(kind for kind in self.kinds if self.kinds.count(kind) > 1)
-            faults.append(
-                f"tasks: {twice.name!r} is listed more than once; curriculum.weight_by="
-                f"{self.curriculum.weight_by!r} sets how often a task is drawn, so list it once"
-            )
-        if len(self.tasks) * self.curriculum.instances > MAX_ENTRIES:
-            faults.append(
-                f"curriculum.instances={self.curriculum.instances}: times {len(self.tasks)} tasks "
-                f"is more than {MAX_ENTRIES}"
-            )
-        if faults:
-            raise ConfigError("; ".join(faults))
+        return faults
+
+    def _faults_of_all_weights(self) -> list[str]:
+        """What needs adapters, in a run without them."""
+        if self.model.train != "all":
+            return []
+        needs = {
+            "model.adapter": bool(self.model.adapter),
+            f"model.quantize={self.model.quantize!r} (of frozen weights)": (
+                self.model.quantize != "none"
+            ),
+            "algorithm.loss.kl_coefficient > 0 (the reference is the base, adapters off)": (
+                self.algorithm.use_reference
+            ),
+            "engine.kind='openai' (a server loads a new policy as adapters)": (
+                self.engine.kind == "openai"
+            ),
+            "cold_start.train='lora'": self.cold_start.steps > 0
+            and self.cold_start.train == "lora",
+        }
+        return [
+            f"model.train='all' has no adapters, which {name} needs: change one of them"
+            for name, used in needs.items()
+            if used
+        ]
+
+    def _faults_of_policy_lag(self) -> list[str]:
+        """A lag at which the learner drops every group."""
+        if self.actor.policy_lag <= self.learner.max_staleness:
+            return []
+        return [
+            f"actor.policy_lag={self.actor.policy_lag}: the learner drops groups that are more "
+            f"than learner.max_staleness={self.learner.max_staleness} versions old"
+        ]
 
     def _faults_of_temperatures(self) -> list[str]:
         """Temperatures that the engine refuses, or that the learner cannot divide logits by."""
@@ -353,27 +398,26 @@ class RunConfig:
             )
         return faults
 
-    def _faults_of_all_weights(self) -> list[str]:
-        """What needs adapters, in a run without them."""
-        needs = {
-            "model.adapter": bool(self.model.adapter),
-            f"model.quantize={self.model.quantize!r} (of frozen weights)": (
-                self.model.quantize != "none"
-            ),
-            "algorithm.loss.kl_coefficient > 0 (the reference is the base, adapters off)": (
-                self.algorithm.use_reference
-            ),
-            "engine.kind='openai' (a server loads a new policy as adapters)": (
-                self.engine.kind == "openai"
-            ),
-            "cold_start.train='lora'": self.cold_start.steps > 0
-            and self.cold_start.train == "lora",
-        }
-        return [
-            f"model.train='all' has no adapters, which {name} needs: change one of them"
-            for name, used in needs.items()
-            if used
-        ]
+    def _faults_of_curriculum(self) -> list[str]:
+        """Instances and tasks that cannot be drawn as the config says."""
+        faults = []
+        if self.algorithm.replay and not self.curriculum.instances:
+            faults.append(
+                "algorithm.replay=True: with curriculum.instances=0 no instance repeats, so stored "
+                "successes are never used; set curriculum.instances"
+            )
+        if self.curriculum.weight_by != "none" and len(set(self.kinds)) < len(self.kinds):
+            twice = next(kind for kind in self.kinds if self.kinds.count(kind) > 1)
+            faults.append(
+                f"tasks: {twice.name!r} is listed more than once; curriculum.weight_by="
+                f"{self.curriculum.weight_by!r} sets how often a task is drawn, so list it once"
+            )
+        if len(self.tasks) * self.curriculum.instances > MAX_ENTRIES:
+            faults.append(
+                f"curriculum.instances={self.curriculum.instances}: times {len(self.tasks)} tasks "
+                f"is more than {MAX_ENTRIES}"
+            )
+        return faults
 
     @property
     def play(self) -> PlayConfig:

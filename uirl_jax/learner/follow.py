@@ -35,7 +35,7 @@ def follow_learner(
     """Takes part in every step until process 0 ends the run.
 
     Args:
-      on_ready: as of `run_learner`.
+      on_ready: as of `loop.Hooks`.
     Returns: how the run ended; its accounting is process 0's and empty here.
     Raises:
       CheckpointError: as `run_learner`.

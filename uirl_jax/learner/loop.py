@@ -88,6 +88,27 @@ def all_are_good(step: int, policy: Policy) -> Judged:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hooks:
+    """What the learner calls while it runs.
+
+    Attributes:
+      on_ready: called once the policy that the run continues from is published. An actor that
+        reads the manifest earlier may see the last policy of a run that has since been extended.
+      on_step: called after every step, before the callbacks of the config.
+      on_wait: called with the seconds when a step has waited one minute for records, two, four, ...
+      judge: decides which policy the actors get.
+    """
+
+    on_ready: Callable[[], None] = lambda: None
+    on_step: OnStep = lambda report: None
+    on_wait: Callable[[float], None] = lambda seconds: None
+    judge: Judge = all_are_good
+
+
+NO_HOOKS = Hooks()
+
+
+@dataclasses.dataclass(frozen=True)
 class LearnerResult:
     """How a run of the learner ended."""
 
@@ -95,6 +116,17 @@ class LearnerResult:
     finished: bool  # False if it was stopped before the last step, and not by a callback
     accounting: dict[str, int]  # published = trained + stale + quarantined + duplicate + pending
     train_seconds: float  # over this and all earlier processes of the run
+
+
+class Spent(NamedTuple):
+    """What a step took."""
+
+    saved_s: float  # saving and publishing after the step before
+    waited_s: float  # for records
+    batched_s: float
+    host_cpu_s: float  # CPU time of this process until there are batches
+    learnt_s: float  # with batched_s
+    tokens: int  # that it learnt from, without padding
 
 
 def run_learner(
@@ -105,10 +137,7 @@ def run_learner(
     *,
     mesh: jax.sharding.Mesh,
     cluster: Cluster = ALONE,
-    on_ready: Callable[[], None] = lambda: None,
-    on_step: OnStep = lambda report: None,
-    on_wait: Callable[[float], None] = lambda seconds: None,
-    judge: Judge = all_are_good,
+    hooks: Hooks = NO_HOOKS,
     profile_steps: Sequence[int] = (),
     replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
@@ -118,12 +147,7 @@ def run_learner(
 
     Args:
       cluster: the learner's processes.
-      on_step: called after every step, before the callbacks of the config.
-      on_wait: called with the seconds when a step has waited one minute for records, two, four, ...
-      judge: decides which policy the actors get.
       profile_steps: the first and the last that are traced; see `profiling`.
-      on_ready: called once the policy that the run continues from is published. An actor that
-        reads the manifest earlier may see the last policy of a run that has since been extended.
       replace_advantages: for tests; with zeros the policy must not change.
     Raises:
       CheckpointError: there are checkpoints and all are damaged.
@@ -134,7 +158,7 @@ def run_learner(
     cfg = dataclasses.replace(
         cfg, algorithm=dataclasses.replace(cfg.algorithm, reward=own_rewards.then)
     )
-    callbacks = (on_step, *find_callbacks(cfg.learner.callbacks))
+    callbacks = (hooks.on_step, *find_callbacks(cfg.learner.callbacks))
     steps, schedule, state = prepare(cfg, model, mesh)
     num_weights = weights_in_products(model)
     advantages: list[np.ndarray] = []  # of the step's tokens, for its histogram
@@ -157,21 +181,10 @@ def run_learner(
         bookkeeping.restore(run, model, cfg.curriculum, state, keep) as (books, state),
     ):
         step = int(state.step)
-        if books.is_fresh and step >= cfg.learner.steps > 0:
-            raise ConfigError(
-                f"learner.steps={cfg.learner.steps}: the checkpoint to resume from is of step "
-                f"{step}, and steps are counted from there; set a larger number"
-            )
         ended = books.ended(cfg.learner.steps)
-        if books.is_fresh:
-            books.begin_at(step * cfg.learner.groups_per_step)
-            books.save(step, state)
-        judged = judge(step, policy_of(state, model))
-        if judged.metrics:
-            books.amend_metrics(step, judged.metrics, judged.images)
-        books.publish(step, judged.policy)
+        judged = _begin(cfg.learner, books, state, model, hooks.judge)
         cluster.tell(PUBLISHED, str(step))
-        on_ready()
+        hooks.on_ready()
 
         progress = Progress("training", cfg.learner.steps, first_step=step)
         saved_s = 0.0
@@ -179,7 +192,7 @@ def run_learner(
             # ---------------------------------------------------------------- take
             profiler.begin(step + 1)
             step_started_s, cpu_started_s = time.monotonic(), time.process_time()
-            groups, taken = _take(cfg, books, own_rewards, step, judged.policy, stop, on_wait)
+            groups, taken = _take(cfg, books, own_rewards, step, judged.policy, stop, hooks.on_wait)
             if stop.is_set():
                 break
             waited_s = time.monotonic() - step_started_s
@@ -200,20 +213,14 @@ def run_learner(
             learnt_s = time.monotonic() - step_started_s - waited_s
 
             # ------------------------------------------------------- judge, save, publish
-            judged = judge(step, policy_of(state, model))
+            judged = hooks.judge(step, policy_of(state, model))
             histograms = _histograms(taken, advantages, metrics)
             advantages.clear()
+            spent = Spent(saved_s, waited_s, batched_s, host_cpu_s, learnt_s, tokens)
             flops = step_flops(num_weights, tokens, cfg.algorithm)
             metrics |= {
-                **_describe(taken, cfg.algorithm, step - 1),
-                **own_rewards.metrics(),
-                "time/batches_s": batched_s,
-                "time/host_cpu_s": host_cpu_s,
-                **books.describe(),
-                **_speed(saved_s, waited_s, learnt_s, tokens),
+                **_step_metrics(step, taken, judged, spent, cfg.algorithm, own_rewards, books),
                 **utilisation(flops, learnt_s, mesh.devices.flatten().tolist()),
-                **judged.metrics,
-                "offpolicy/steps_kept_back": step - judged.of_step,
                 "learner/lr": learner_state.learning_rate(schedule, state),
                 "compile/count": steps.compile_count(),
             }
@@ -243,15 +250,66 @@ def run_learner(
         return LearnerResult(step, finished, accounting, books.train_seconds)
 
 
-def _speed(saved_s: float, waited_s: float, learnt_s: float, tokens: int) -> dict[str, float]:
-    """Args: saved_s: saving and publishing after the step before; tokens: without padding."""
-    whole_s = saved_s + waited_s + learnt_s
+def _begin(
+    cfg: LearnerConfig,
+    books: Bookkeeping,
+    state: learner_state.TrainState,
+    model: PolicyModel,
+    judge: Judge,
+) -> Judged:
+    """Publishes the policy that the run continues from, and returns what the judge says of it.
+
+    Raises: ConfigError: a run that continues another one would have no step to take.
+    """
+    step = int(state.step)
+    if books.is_fresh and step >= cfg.steps > 0:
+        raise ConfigError(
+            f"learner.steps={cfg.steps}: the checkpoint to resume from is of step {step}, and "
+            "steps are counted from there; set a larger number"
+        )
+    if books.is_fresh:
+        books.begin_at(step * cfg.groups_per_step)
+        books.save(step, state)
+    judged = judge(step, policy_of(state, model))
+    if judged.metrics:
+        books.amend_metrics(step, judged.metrics, judged.images)
+    books.publish(step, judged.policy)
+    return judged
+
+
+def _step_metrics(
+    step: int,
+    taken: Sequence[Group],
+    judged: Judged,
+    spent: Spent,
+    cfg: AlgorithmConfig,
+    own_rewards: OwnRewards,
+    books: Bookkeeping,
+) -> dict[str, float]:
+    """Of the groups that a step took, its time, the queue, and the evaluation after it.
+
+    Args: step: the number of steps done.
+    """
     return {
-        "time/save_and_publish_s": saved_s,
-        "time/wait_for_records_s": waited_s,
-        "time/learn_s": learnt_s,
+        **_describe(taken, cfg, step - 1),
+        **own_rewards.metrics(),
+        **books.describe(),
+        **_speed(spent),
+        **judged.metrics,
+        "offpolicy/steps_kept_back": step - judged.of_step,
+    }
+
+
+def _speed(spent: Spent) -> dict[str, float]:
+    whole_s = spent.saved_s + spent.waited_s + spent.learnt_s
+    return {
+        "time/batches_s": spent.batched_s,
+        "time/host_cpu_s": spent.host_cpu_s,
+        "time/save_and_publish_s": spent.saved_s,
+        "time/wait_for_records_s": spent.waited_s,
+        "time/learn_s": spent.learnt_s,
         "time/step_s": whole_s,
-        "learner/tokens_per_s": tokens / whole_s,
+        "learner/tokens_per_s": spent.tokens / whole_s,
     }
 
 

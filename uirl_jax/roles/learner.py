@@ -17,7 +17,7 @@ from uirl_jax.learner.bookkeeping import RunDirectory
 from uirl_jax.learner.cluster import ALONE, Cluster
 from uirl_jax.learner.cold_start import run_cold_start
 from uirl_jax.learner.follow import follow_learner
-from uirl_jax.learner.loop import Judge, LearnerResult, all_are_good, run_learner
+from uirl_jax.learner.loop import Hooks, Judge, LearnerResult, all_are_good, run_learner
 from uirl_jax.learner.training import TrainingConfig
 from uirl_jax.models import sharding
 from uirl_jax.players import BackgroundLoop
@@ -94,10 +94,7 @@ def learn(
             stop,
             mesh=mesh,
             cluster=cluster,
-            on_ready=on_ready,
-            on_step=watcher,
-            on_wait=watcher.waiting,
-            judge=judge,
+            hooks=Hooks(on_ready, watcher, watcher.waiting, judge),
             profile_steps=run.cfg.tracking.profile_steps,
             replace_advantages=replace_advantages,
         )
