@@ -4,7 +4,9 @@ import dataclasses
 import gzip
 import io
 import json
+import resource
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,51 @@ def test_tracker_that_fails_is_said_once_and_the_run_goes_on(tmp_path, capsys):
     assert len(said) == 1 and "tracker=FailingTracker" in said[0] and "No space left" in said[0]
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
     assert sum(b"reward/mean" in payload for payload in tensorboard_payloads(tmp_path)) == 2
+
+
+@pytest.fixture
+def full_disk():
+    """Call it: no file of this process grows beyond 64 KiB from then on, and again if False."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(is_full: bool) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10 if is_full else before[0], before[1]))
+
+    yield full
+    full(False)
+
+
+def test_tensorboard_on_a_disk_that_is_full_for_a_moment_holds_up_no_step(
+    tmp_path, capsys, full_disk
+):
+    noise = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    picture = file.getvalue()
+    assert len(picture) > 64 << 10
+    values = {f"group/name_{number}": float(number) for number in range(80)}
+
+    def steps() -> None:
+        with MetricsWriter(tmp_path) as writer:
+            writer.write(1, values)
+            full_disk(True)
+            writer.write(2, values, images={"eval/episode_0": picture})
+            writer.write(3, values)
+            full_disk(False)
+            writer.write(4, values)
+            writer.write(5, values)
+
+    running = threading.Thread(target=steps, daemon=True)
+    running.start()
+    running.join(20)
+    assert not running.is_alive()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and "event=tracker_failed tracker=TensorBoard" in said[0]
+    # What was written is whole: nothing of the picture.
+    events = [event_pb2.Event.FromString(payload) for payload in tensorboard_payloads(tmp_path)]
+    assert sorted({event.step for event in events if event.summary.value}) == [1, 2]
+    assert all(value.tag in values for event in events for value in event.summary.value)
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,23 @@ and left out, and metrics.jsonl has it.
 
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import io
 import os
-from collections.abc import Mapping, Sequence
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import google_crc32c
 import numpy as np
 from PIL import Image
 
 from uirl_jax.errors import ConfigError
 from uirl_jax.log_lines import key_values
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
 
 TENSORBOARD_DIR = "tb"
 WANDB_DIR = "wandb"
@@ -113,66 +115,111 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard's event files, without TensorFlow."""
+    """TensorBoard's event files, without TensorFlow.
+
+    Each call writes its events at once. The writer of tensorboardX has a thread for that: an error
+    of the disk ends the thread without a word, and then its queue of ten blocks the learner.
+    """
 
     def __init__(self, directory: Path) -> None:
         # Only here: it imports torch where there is one (1.7 s), and a reader needs neither.
-        import tensorboardX
+        from tensorboardX import summary
+        from tensorboardX.proto import event_pb2
 
-        self._directory, self._make = directory, tensorboardX.SummaryWriter
-        self._writer: SummaryWriter | None = None
+        self._directory, self._summary, self._protocol = directory, summary, event_pb2
+        self._file: io.FileIO | None = None
 
     def scalars(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
-        writer = self._open(step)
-        for name, value in values.items():
-            writer.add_scalar(name, value, step, walltime=unix_s)
+        summaries = [self._summary.scalar(name, value) for name, value in values.items()]
+        self._write(step, summaries, unix_s)
 
     def more(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
         self._open(step + 1)  # hides nothing of this step
         self.scalars(step, values, unix_s)
 
     def histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        summaries = []
         for name, histogram in values.items():
             counts, edges = histogram.counts, histogram.edges
             middles = (edges[1:] + edges[:-1]) / 2
-            self._open(step).add_histogram_raw(
-                name,
-                min=float(edges[0]),
-                max=float(edges[-1]),
-                num=int(counts.sum()),
-                sum=float(counts @ middles),
-                sum_squares=float(counts @ middles**2),
-                bucket_limits=edges[1:].tolist(),
-                bucket_counts=counts.tolist(),
-                global_step=step,
+            summaries.append(
+                self._summary.histogram_raw(
+                    name,
+                    min=float(edges[0]),
+                    max=float(edges[-1]),
+                    num=int(counts.sum()),
+                    sum=float(counts @ middles),
+                    sum_squares=float(counts @ middles**2),
+                    bucket_limits=edges[1:].tolist(),
+                    bucket_counts=counts.tolist(),
+                )
             )
+        self._write(step, summaries, time.time())
 
     def images(self, step: int, values: Mapping[str, bytes]) -> None:
+        summaries = []
         for name, data in values.items():
             with Image.open(io.BytesIO(data)) as image:
                 pixels_hwc = np.asarray(image.convert("RGB"))
-            self._open(step).add_image(name, pixels_hwc, step, dataformats="HWC")
+            summaries.append(self._summary.image(name, pixels_hwc, dataformats="HWC"))
+        self._write(step, summaries, time.time())
 
     def restart(self) -> None:
         self.close()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
-    def _open(self, step: int) -> "SummaryWriter":
-        if self._writer is None:
-            # purge_step makes TensorBoard hide values that a killed process wrote for this and
-            # later steps. The suffix makes the file name unique within a second; otherwise an
-            # older file could be overwritten.
-            self._writer = self._make(
-                str(self._directory),
-                purge_step=step,
-                flush_secs=10,
-                filename_suffix=f".{os.getpid()}.step{step}",
-            )
-        return self._writer
+    def _write(self, step: int, summaries: Iterable[Any], unix_s: float) -> None:
+        event = self._protocol.Event
+        events = [event(step=int(step), wall_time=unix_s, summary=each) for each in summaries]
+        if events:
+            self._append(self._open(step), events)
+
+    def _open(self, step: int) -> io.FileIO:
+        if self._file is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            # Another file for every start: TensorBoard reads no further in a file that is cut off.
+            now_s, host = time.time(), socket.gethostname()
+            name = f"events.out.tfevents.{int(now_s)}.{host}.{os.getpid()}.step{step}"
+            self._file = io.FileIO(self._directory / name, "a")
+            # The session's start makes TensorBoard hide values that a killed process wrote for
+            # this and later steps.
+            protocol, version = self._protocol, "brain.Event:2"
+            start = protocol.SessionLog(status=protocol.SessionLog.START)
+            events = [
+                protocol.Event(wall_time=now_s, file_version=version),
+                protocol.Event(wall_time=now_s, step=int(step), session_log=start),
+            ]
+            self._append(self._file, events)
+        return self._file
+
+    def _append(self, file: io.FileIO, events: Iterable[Any]) -> None:
+        """Writes all of them; if it raises, none, and the file is closed."""
+        data = b"".join(_framed(event.SerializeToString()) for event in events)
+        size_bytes = os.fstat(file.fileno()).st_size
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), size_bytes)
+            with contextlib.suppress(OSError):
+                self.close()
+            raise
+
+
+def _framed(data: bytes) -> bytes:
+    """A record of TFRecord: the length, its crc, the data and their crc."""
+    length = struct.pack("<Q", len(data))
+    return length + _masked_crc(length) + data + _masked_crc(data)
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 class WeightsAndBiases:
