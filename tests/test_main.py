@@ -233,3 +233,32 @@ def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):
         said = r"actor a4 ended 5 times with code 1: error: no such model \(log: .*actor-a4.log\)"
         with pytest.raises(UirlError, match=said):
             actors.wait(threading.Event())
+
+
+def test_main_actor_that_asks_to_be_started_again_is_never_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("uirl_jax.actor.processes.FIRST_PAUSE_S", 0.001)
+    lives = tmp_path / "lives"
+    code = (
+        f"import sys; from pathlib import Path; lives = Path({str(lives)!r});"
+        "lived = len(lives.read_text()) if lives.exists() else 0;"
+        "lives.write_text('x' * (lived + 1)); sys.exit(0 if lived == 7 else 75)"
+    )
+    with processes.actor_processes([sys.executable, "-c", code], [4], tmp_path / "logs") as actors:
+        actors.wait(threading.Event())
+    assert len(lives.read_text()) == 8
+
+
+def test_main_stopped_while_an_actor_is_to_be_started_again_ends_at_once(tmp_path, capfd):
+    command_line, stop = [sys.executable, "-c", "import sys; sys.exit(75)"], threading.Event()
+    started_s = time.monotonic()
+    with processes.actor_processes(command_line, [4], tmp_path / "logs") as actors:
+        said = ""
+        while "restart_in_s=2" not in said:
+            said += capfd.readouterr().out
+            assert time.monotonic() < started_s + 60, said
+            time.sleep(0.02)
+        said_s = time.monotonic()
+        stop.set()
+        actors.wait(stop)
+    assert time.monotonic() - said_s < 1.0
+    assert not any(thread.is_alive() for thread in actors.threads)

@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from uirl_jax.errors import UirlError
 from uirl_jax.log_lines import key_values
+from uirl_jax.errors import RestartError, UirlError
 
 FIRST_PAUSE_S = 1.0  # before a restart; doubled while the process dies soon after its start
 LONGEST_PAUSE_S = 60.0
 LONG_LIFE_S = 60.0  # a process that lived so long was healthy: pauses and tries start anew
-MAX_TRIES = 5  # without a long life between them
+MAX_TRIES = 5  # without a long life between them; those that ask for a restart do not count
 STOP_TIMEOUT_S = 60.0  # an actor first publishes its complete groups
 
 
@@ -50,7 +50,8 @@ def actor_processes(
     """Runs one process per actor number until the block ends.
 
     A process that ends with code 0 is done: the learner has taken its last step. Another one is
-    started again after a pause, and given up after MAX_TRIES; the others continue.
+    started again after a pause, and given up after MAX_TRIES; the others continue. One that ends
+    with RestartError's code is never given up: what it waits for may be away for an hour.
 
     Args:
       command: of an actor; `--actor=<number>` is added.
@@ -109,7 +110,7 @@ class _Watcher:
                 return
             if time.monotonic() - started_s >= LONG_LIFE_S:
                 pause_s, tries = FIRST_PAUSE_S, 0
-            tries += 1
+            tries += exit_code != RestartError.exit_code
             fields = {"actor": f"a{self.number}", "exit_code": exit_code, "log": self._log_file}
             if tries == MAX_TRIES:
                 self._give_up(
