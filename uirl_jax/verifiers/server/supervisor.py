@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from uirl_jax.errors import VerifierError
+from uirl_jax.metrics import key_values
 
 START_TIMEOUT_S = 60.0
-RESTART_PAUSE_S = 0.2
+RESTART_PAUSE_S = 0.2  # doubled while there is no memory for its process, or no room for its log
+LONGEST_PAUSE_S = 30.0
 
 
 def read_urls(port_file: Path) -> list[str]:
@@ -53,25 +55,36 @@ def bundled_server(
     ]
     ending, up = threading.Event(), threading.Event()
     process: subprocess.Popen[bytes] | None = None
-    exit_codes: list[int] = []
+    not_started = ""
 
     def keep_running() -> None:
-        nonlocal process
+        nonlocal process, not_started
+        pause_s = RESTART_PAUSE_S
         while not ending.is_set():
-            with log_file.open("ab") as log:
-                # A session of its own: Ctrl-C in the terminal is for this process, which ends it.
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            exit_codes.append(process.wait())
-            port_file.unlink(missing_ok=True)
+            try:
+                with log_file.open("ab") as log:
+                    # A session of its own: Ctrl-C in the terminal is for this process, which ends
+                    # it.
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                process.wait()
+                port_file.unlink(missing_ok=True)
+                pause_s = RESTART_PAUSE_S
+            except OSError as error:
+                not_started = str(error)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                if up.is_set():
+                    line = key_values("verifier_not_started", reason=error, again_in_s=pause_s)
+                    with contextlib.suppress(OSError):  # the output may be on the same full disk
+                        print(line, flush=True)
             if not up.is_set():
                 return  # it never listened: to start it again would not help
-            ending.wait(RESTART_PAUSE_S)
+            ending.wait(pause_s)
 
     thread = threading.Thread(target=keep_running, name="verifier-supervisor", daemon=True)
     thread.start()
@@ -79,10 +92,9 @@ def bundled_server(
         waited_s = 0.0
         while not read_urls(port_file):
             if not thread.is_alive() or waited_s > START_TIMEOUT_S:
-                last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
+                reason = not_started or _last_line(log_file) or "no word from it"
                 raise VerifierError(
-                    f"the bundled verifier did not start: {''.join(last) or 'no word from it'} "
-                    f"(log: {log_file})"
+                    f"the bundled verifier did not start: {reason} (log: {log_file})"
                 )
             ending.wait(0.05)
             waited_s += 0.05
@@ -98,3 +110,7 @@ def bundled_server(
                 process.kill()
         thread.join(10)
         port_file.unlink(missing_ok=True)
+
+
+def _last_line(log_file: Path) -> str:
+    return "".join(log_file.read_text(errors="replace").strip().splitlines()[-1:])
