@@ -108,3 +108,38 @@ def test_actors_of_a_resumed_run_start_the_groups_of_its_next_step(tmp_path, ear
             break
         started[index] = 10
     assert len(started) == per_step and min(started) >= 80
+
+
+def test_actors_of_a_run_that_ended_early_go_on_once_it_is_extended(tmp_path):
+    def published(books: bookkeeping.Bookkeeping) -> policy_sync.Manifest:
+        books.publish(0, {})
+        manifest = policy_sync.read_manifest(open_store(tmp_path))
+        assert manifest is not None
+        return manifest
+
+    with opened(tmp_path) as books:
+        assert not admission.has_ended(published(books), 10)
+        books.end(10, "enough")
+        manifest = published(books)
+    assert admission.has_ended(manifest, 10)
+    assert not admission.has_ended(manifest, 20)  # the learner has not published yet
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [(True, True), (False, False), (None, False), (10, True), (9, False), ("10", False)],
+)
+def test_end_of_a_run_is_read_from_manifests_of_all_releases(ended, expected):
+    manifest = policy_sync.Manifest(
+        version=3,
+        step=3,
+        path="",
+        crc32c=0,
+        base_hash="",
+        run_id=RUN,
+        extra={"ended": ended},
+        published_unix_s=0.0,
+    )
+    assert admission.has_ended(manifest, 10) is expected
+    assert not admission.has_ended(dataclasses.replace(manifest, extra={}), 10)
+    assert admission.has_ended(dataclasses.replace(manifest, step=10), 10)

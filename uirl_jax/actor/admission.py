@@ -9,6 +9,8 @@ The learner's fields in `Manifest.extra`:
     groups_trained    [[0, 57], [58, 120]]   indices trained so far, as half-open ranges
     groups_extra      3                      groups beyond groups_per_step, which replaced groups
                                              that the learner could not use
+    ended             200                    a run of so many steps has ended, perhaps before its
+                                             last step; null: it goes on
 """
 
 import dataclasses
@@ -152,6 +154,17 @@ class Ledger:
 
 def _holds(ranges: tuple[range, ...], index: int) -> bool:
     return any(index in span for span in ranges)
+
+
+def has_ended(manifest: Manifest, steps: int) -> bool:
+    """Whether a run of so many steps has ended. One that was extended since goes on.
+
+    Earlier releases publish `true`, which does not say how many steps the run had.
+    """
+    ended = manifest.extra.get("ended")
+    if isinstance(ended, bool):
+        return ended or manifest.step >= steps
+    return manifest.step >= steps or (isinstance(ended, int) and ended >= steps)
 
 
 def _trained(manifest: Manifest) -> tuple[range, ...]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from uirl_jax import policy_sync
-from uirl_jax.actor.admission import Ledger, PublishedShards, ShardGroup, group_id
+from uirl_jax.actor.admission import Ledger, PublishedShards, ShardGroup, group_id, has_ended
 from uirl_jax.actor.claims import Claims
 from uirl_jax.actor.journal import Journal
 from uirl_jax.actor.player import Player
@@ -235,9 +235,7 @@ class _Actor:
     @property
     def finished(self) -> bool:
         steps, manifest = self._cfg.steps, self._manifest
-        if manifest is None or steps is None:
-            return False
-        return manifest.step >= steps or bool(manifest.extra.get("ended"))
+        return manifest is not None and steps is not None and has_ended(manifest, steps)
 
     @contextlib.contextmanager
     def storage_may_be_away(self) -> Iterator[None]:

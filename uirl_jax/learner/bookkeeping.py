@@ -284,7 +284,7 @@ class Bookkeeping:
                 "groups_trained": self._saved_groups,
                 "groups_extra": self._extra,
                 "tallies": self._tallies.to_json(),
-                "ended": self._ended is not None,
+                "ended": self._ended and self._ended["steps"],
             },
         )
 
