@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import shutil
 
 import pytest
@@ -21,14 +22,15 @@ from tests.acting import (
     task_of,
     until,
 )
+from tests.sample_trajectories import make_trajectory
 from uirl_jax.actor.fleet import Fleet
 from uirl_jax.actor.host import ActorConfig, run_tasks
 from uirl_jax.actor.journal import Journal
-from uirl_jax.actor.player import Player
+from uirl_jax.actor.player import Attempt, Player
 from uirl_jax.errors import PolicyError
 from uirl_jax.shards.queue import ShardQueue
 from uirl_jax.store import open_store
-from uirl_jax.types import StopReason, TaskSpec
+from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 # ------------------------------------------------------------------------------ with a learner
 
@@ -455,3 +457,27 @@ def test_run_tasks_reports_env_error_after_its_retries():
     )
     assert [t.stop_reason for t in trajectories] == [StopReason.ENV_ERROR]
     assert proxy.seen["session"] == 3
+
+
+def test_run_tasks_keeps_the_images_of_the_first_episodes_without_env_error_alone():
+    tasks = [task_of(index) for index in range(7)]
+    refused = tasks[1].seed
+
+    class Played:
+        """Ends the episodes in another order than that of their tasks."""
+
+        async def play(self, task, seed, group, on_start=lambda: None):
+            await asyncio.sleep(0.01 * (int(group) * 3 % 7))
+            made = make_trajectory(f"e{group}", group)
+            reason = StopReason.ENV_ERROR if task.seed == refused else made.stop_reason
+            made = dataclasses.replace(made, task=task, stop_reason=reason)
+            return Attempt(made, fleet_down=False)
+
+    held: list[Trajectory] = []
+    play = functools.partial(run_tasks, Played(), tasks, env_retries=0, on_done=held.append)
+    kept = asyncio.run(play(keep_images=3))
+    assert [bool(t.images) for t in kept] == [True, False, True, True, False, False, False]
+    assert [t.task for t in kept] == tasks and all(t.images for t in held)
+    everything = asyncio.run(play())
+    assert all(t.images for t in everything)
+    assert [t.stop_reason for t in kept] == [t.stop_reason for t in everything]

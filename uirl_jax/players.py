@@ -134,14 +134,21 @@ class Players:
         started_s = time.monotonic()
         player = self.player("eval", temperature=temperature, engine=engine)
         progress = Progress(f"evaluation {stage}", len(tasks))
-        ended: list[Trajectory] = []
+        ended = successes = 0
 
         def on_done(trajectory: Trajectory) -> None:
-            ended.append(trajectory)
-            progress.update(len(ended), success=sum(t.success for t in ended) / len(ended))
+            nonlocal ended, successes
+            ended, successes = ended + 1, successes + trajectory.success
+            progress.update(ended, success=successes / ended)
 
         evaluating = evaluation.evaluate(
-            lambda tasks: run_tasks(player, tasks, seed=self.cfg.seed, on_done=on_done),
+            lambda tasks: run_tasks(
+                player,
+                tasks,
+                seed=self.cfg.seed,
+                on_done=on_done,
+                keep_images=evaluation.KEPT_EPISODES,
+            ),
             tasks,
             stage,
             self.workdir,

@@ -6,6 +6,7 @@ no verifier is available, and accounts for every started episode as a record or 
 """
 
 import asyncio
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -41,16 +42,32 @@ async def run_tasks(
     seed: int = 0,
     env_retries: int = 5,
     on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+    keep_images: int | None = None,
 ) -> list[Trajectory]:
     """Plays one episode of each task; returns them in the order of the tasks.
 
     See `play_numbered`; `on_done` is called with each task's final episode.
+
+    Args:
+      keep_images: so many episodes keep their images, the first ones that are no env_error; None:
+        all. Those of 100,000 episodes are more than a host has memory.
     """
     done: dict[int, Trajectory] = {}
+    with_images: list[int] = []  # ascending
 
     def keep(trajectory: Trajectory) -> None:
-        done[int(trajectory.group_id)] = trajectory
+        number = int(trajectory.group_id)
+        done[number] = trajectory
         on_done(trajectory)
+        if keep_images is None:
+            return
+        dropped = number
+        if trajectory.stop_reason is not StopReason.ENV_ERROR:
+            bisect.insort(with_images, number)
+            if len(with_images) <= keep_images:
+                return
+            dropped = with_images.pop()
+        done[dropped] = dataclasses.replace(done[dropped], images={})
 
     await play_numbered(player, list(enumerate(tasks)), keep, seed=seed, env_retries=env_retries)
     return [done[number] for number in range(len(tasks))]
