@@ -1,6 +1,7 @@
 """One learner a workdir and one process an actor number, for as long as it lives and no longer."""
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -98,3 +99,34 @@ def test_renewed_lease_outlives_a_storage_that_is_away_for_a_moment(tmp_path):
         while away.renewals < 3:
             pass
     assert away.released
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def full_disk(descriptor: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_whether_an_actor_is_alive_is_found_out_without_writing(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    assert not lease.is_alive(store, "a0")
+    assert list(tmp_path.iterdir()) == []
+    with only_actor(store, "a0", no_loss):
+        assert lease.is_alive(store, "a0")
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    before, opened = file.read_bytes(), descriptors()
+    monkeypatch.setattr(os, "write", full_disk)
+    assert before and not lease.is_alive(store, "a0")
+    assert file.read_bytes() == before and descriptors() == opened
+
+
+def test_claim_on_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
+    store, opened = open_store(tmp_path), descriptors()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            store.claim("learner.lock", "me")
+    assert descriptors() == opened
+    store.claim("learner.lock", "other").release()

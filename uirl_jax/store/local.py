@@ -23,7 +23,6 @@ from uirl_jax.store.interface import checked_name
 logger = logging.getLogger(__name__)
 
 # `is_claimed` holds a free lease for a moment; who claims it then tries again.
-_PROBE = "another process, which checks whether this one is alive"
 _CLAIMS = 5
 _CLAIM_AGAIN_S = 0.1
 
@@ -121,10 +120,17 @@ class LocalStore:
         return LockedFile(self._path(name), holder)
 
     def is_claimed(self, name: str) -> bool:
+        path = self._path(name)
+        try:  # for writing: NFS locks no file that is open for reading alone
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            return False
         try:
-            LockedFile(self._path(name), _PROBE).release()
-        except LeaseHeldError:
+            _lock(descriptor, path)
+        except BlockingIOError:
             return True
+        finally:
+            os.close(descriptor)
         return False
 
     def fence(self, name: str) -> int:
@@ -173,16 +179,27 @@ class LockedFile:
     def _lock(self) -> int:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            try:
+                _lock(descriptor, self._path)
+            except BlockingIOError:
+                holder = os.read(descriptor, 200).decode(errors="replace").strip()
+                raise LeaseHeldError(holder or "a process that has just started") from None
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{self._holder}\n".encode())
+        except BaseException:  # the lock would stay with the descriptor
             os.close(descriptor)
-            raise LeaseHeldError(holder or "a process that has just started") from None
-        except OSError as error:  # the file system has no locks
-            logger.warning(key_values("no_lock", path=self._path, reason=error))
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{self._holder}\n".encode())
+            raise
         return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Raises: BlockingIOError: another process has locked the file."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # the file system has no locks
+        logger.warning(key_values("no_lock", path=path, reason=error))
 
 
 def _version(status: os.stat_result) -> str:
