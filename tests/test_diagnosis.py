@@ -7,7 +7,8 @@ import pytest
 
 from tests.sample_trajectories import make_trajectory
 from uirl_jax import evaluation
-from uirl_jax.learner.bookkeeping import actor_metrics
+from uirl_jax.learner import bookkeeping
+from uirl_jax.learner.bookkeeping import ActorReports
 from uirl_jax.learner.loop import StepReport
 from uirl_jax.types import StopReason
 from uirl_jax.watch import diagnosis, write_report
@@ -164,14 +165,45 @@ def test_waiting_learner_is_told_what_the_actors_say(tmp_path, capsys):
 
 
 def test_actor_metrics_add_counters_and_average_the_rest(tmp_path):
-    assert actor_metrics(tmp_path) == {}
+    assert ActorReports(tmp_path).metrics() == {}
     write_actor_log(tmp_path, 0, **{"actor/published": 8, "engine/busy_s": 2.0, "unix_s": 5})
     write_actor_log(tmp_path, 1, **{"actor/published": 4, "engine/busy_s": 4.0, "x/text": "a"})
-    assert actor_metrics(tmp_path) == {"actor/published": 12.0, "engine/busy_s": 3.0}
+    assert ActorReports(tmp_path).metrics() == {"actor/published": 12.0, "engine/busy_s": 3.0}
     # The last report of one that is gone: what it published was published.
     values = {"actor/published": 6, "actor/running": 8, "engine/busy_s": 2.0}
     write_actor_log(tmp_path, 0, **values, unix_s=1000.0)
     write_actor_log(tmp_path, 1, **values | {"actor/running": 3, "engine/busy_s": 4.0}, unix_s=1090)
     write_actor_log(tmp_path, 2, **values | {"actor/running": 4, "engine/busy_s": 6.0}, unix_s=1100)
     expected = {"actor/published": 18.0, "actor/running": 7.0, "engine/busy_s": 5.0}
-    assert actor_metrics(tmp_path) == expected
+    assert ActorReports(tmp_path).metrics() == expected
+
+
+def test_actor_of_a_host_whose_clock_is_ahead_does_not_make_the_others_gone(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(bookkeeping.time, "monotonic", lambda: now_s)
+    clocks = {0: 10_000.0, 1: 10_900.0, 2: 9_000.0}  # 2 has died long ago
+
+    def report(*numbers: int) -> None:
+        for number in numbers:
+            clocks[number] += 10.0
+            fields = {"actor/running": 1, "actor/published": 5, "unix_s": clocks[number]}
+            write_actor_log(tmp_path, number, **fields)
+
+    reports = ActorReports(tmp_path)
+    report(0, 1, 2)
+    reports.metrics()
+    for _ in range(3):
+        now_s += 300.0
+        report(0, 1)
+        assert reports.metrics() == {"actor/running": 2.0, "actor/published": 15.0}
+    clocks[3] = 5_000.0  # a new one, whose clock is behind
+    report(3)
+    now_s += 10.0
+    assert reports.metrics()["actor/running"] == 3.0
+    for _ in range(10):  # 1 dies
+        now_s += 10.0
+        report(0, 3)
+        found = reports.metrics()
+    assert found == {"actor/running": 2.0, "actor/published": 20.0}
+    now_s += 600.0  # nobody reports: the storage was away
+    assert reports.metrics() == found

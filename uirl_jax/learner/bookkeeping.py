@@ -112,6 +112,7 @@ class Bookkeeping:
         self._checkpointer, self._metrics_writer = checkpointer, metrics_writer
         self._layout = layout_of(model.cfg)
         self._store = open_store(run.workdir)
+        self._actor_reports = ActorReports(run.workdir)
         self._queue = ShardQueue(
             self._store,
             run.run_id,
@@ -223,7 +224,7 @@ class Bookkeeping:
         """Metrics of the queue, the curriculum and the actors' last reports."""
         accounts = {f"records/{name}": n for name, n in self._queue.accounting().items()}
         curriculum = self._curriculum.describe(self._tallies)
-        return {**actor_metrics(self._run.workdir), **curriculum, **accounts}
+        return {**self._actor_reports.metrics(), **curriculum, **accounts}
 
     def write_metrics(
         self,
@@ -388,25 +389,46 @@ _ADDED = _TOTALS | {"running"}
 _SILENT_S = 60.0  # they report every 10 s
 
 
-def actor_metrics(workdir: Path) -> dict[str, float]:
-    """engine/..., agent_loop/... and actor/... of the actors' last reports, about 10 s old.
+class ActorReports:
+    """The actors' last reports, and when this process saw each of them change.
 
-    Of an actor that is gone only what it has done counts.
+    The reports' own times are of the clocks of several hosts: of an actor whose clock is ahead all
+    others would seem to be gone. They are compared only at the first look, when nothing else is
+    known, so that actors that were gone before this process started do not count.
     """
-    reports = [last_object(path) for path in (workdir / "logs").glob("actor-*.jsonl")]
-    newest_s = max((_unix_s(report) for report in reports), default=0.0)
-    values: dict[str, list[float]] = {}
-    for report in reports:
-        is_gone = _unix_s(report) < newest_s - _SILENT_S
-        for name, value in report.items():
-            if "/" not in name or not isinstance(value, int | float) or not math.isfinite(value):
-                continue
-            if not is_gone or name.partition("/")[2] in _TOTALS:
-                values.setdefault(name, []).append(value)
-    return {
-        name: sum(given) if name.partition("/")[2] in _ADDED else sum(given) / len(given)
-        for name, given in values.items()
-    }
+
+    def __init__(self, workdir: Path) -> None:
+        self._logs = workdir / "logs"
+        # By name: the time in the report, and by this process's clock when it was seen first.
+        self._seen: dict[str, tuple[float, float]] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """engine/..., agent_loop/... and actor/... of the last reports, about 10 s old.
+
+        Of an actor that is gone only what it has done counts.
+        """
+        reports = {path.name: last_object(path) for path in self._logs.glob("actor-*.jsonl")}
+        now_s, is_first = time.monotonic(), not self._seen
+        newest_s = max(map(_unix_s, reports.values()), default=0.0)
+        for name, report in reports.items():
+            unix_s = _unix_s(report)
+            if name not in self._seen or self._seen[name][0] != unix_s:
+                self._seen[name] = unix_s, now_s - (newest_s - unix_s if is_first else 0.0)
+        last_s = max((self._seen[name][1] for name in reports), default=0.0)
+        values: dict[str, list[float]] = {}
+        for source, report in reports.items():
+            is_gone = self._seen[source][1] < last_s - _SILENT_S
+            for name, value in report.items():
+                if "/" not in name or not isinstance(value, int | float):
+                    continue
+                if not math.isfinite(value):
+                    continue
+                if not is_gone or name.partition("/")[2] in _TOTALS:
+                    values.setdefault(name, []).append(value)
+        return {
+            name: sum(given) if name.partition("/")[2] in _ADDED else sum(given) / len(given)
+            for name, given in values.items()
+        }
 
 
 def _unix_s(report: Mapping[str, Any]) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from uirl_jax import evaluation
-from uirl_jax.learner.bookkeeping import actor_metrics
+from uirl_jax.learner.bookkeeping import ActorReports
 from uirl_jax.learner.loop import StepReport
 from uirl_jax.log_lines import key_values
 from uirl_jax.metrics import last_object, read_metrics
@@ -199,7 +199,7 @@ class Watcher:
 
     def __init__(self, workdir: Path, steps: int) -> None:
         self._path = workdir / FINDINGS_FILE
-        self._logs = workdir / "logs"
+        self._logs, self._actor_reports = workdir / "logs", ActorReports(workdir)
         self._rows: collections.deque[Row] = collections.deque(
             read_metrics(workdir)[-WINDOW:], maxlen=max(1, min(WINDOW, steps))
         )
@@ -243,7 +243,7 @@ class Watcher:
 
     def waiting(self, seconds: float) -> None:
         """Called while the learner waits for records: says what the actors' last reports say."""
-        actors = actor_metrics(self._logs.parent)
+        actors = self._actor_reports.metrics()
         rows = ({}, actors)
         text = environment(Evidence(rows, env_errors=env_error_reasons(self._logs)))
         text = text or (
