@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from uirl_jax.log_lines import key_values
 from uirl_jax.errors import RestartError, UirlError
+from uirl_jax.log_lines import key_values
 
 FIRST_PAUSE_S = 1.0  # before a restart; doubled while the process dies soon after its start
 LONGEST_PAUSE_S = 60.0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from uirl_jax.errors import VerifierError
-from uirl_jax.metrics import key_values
+from uirl_jax.log_lines import key_values
 
 START_TIMEOUT_S = 60.0
 RESTART_PAUSE_S = 0.2  # doubled while there is no memory for its process, or no room for its log
