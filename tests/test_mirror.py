@@ -111,6 +111,33 @@ def test_service_that_is_away_is_tried_again(tmp_path, opened, monkeypatch, capl
     assert in_bucket(service)["metrics.jsonl"] == b"1\n"
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("defect")])
+def test_full_local_disk_ends_neither_the_copies_nor_the_runs_own_error(
+    tmp_path, opened, monkeypatch, caplog, error
+):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    copies = mirror.Copies(directory, store, LEARNER)
+
+    def full(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror.files, "replacing", full)
+        for content in (b"1\n", b"1\n2\n"):
+            write(directory, "metrics.jsonl", content)
+            copies.try_once(is_last=True)
+    assert caplog.text.count("event=not_copied") == 1
+    write(directory, "metrics.jsonl", b"1\n2\n3\n")
+    copies.try_once(is_last=True)
+    assert in_bucket(service)["metrics.jsonl"] == b"1\n2\n3\n"
+    # At the end, too, what ended the run is reported.
+    with pytest.raises(KeyError, match="of the run"), mirror.copied(directory, open_store, LEARNER):
+        write(directory, "metrics.jsonl", b"1\n2\n3\n4\n")
+        monkeypatch.setattr(mirror.files, "replacing", full)
+        raise KeyError("of the run")
+
+
 @pytest.mark.parametrize("size_bytes", [10, 33 << 20])
 def test_killed_between_a_copy_and_its_note_it_keeps_what_it_wrote_since(
     tmp_path, opened, monkeypatch, size_bytes

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
-from uirl_jax.errors import ConfigError, LeaseHeldError
+from uirl_jax.errors import ConfigError, LeaseHeldError, UirlError
 from uirl_jax.log_lines import key_values
 from uirl_jax.store import files
 from uirl_jax.store.interface import Store, checked_name
@@ -197,7 +197,7 @@ class Copies:
         self._save()
 
     def try_once(self, *, is_last: bool = False) -> None:
-        """Copies what has changed; a failure is logged and tried again later.
+        """Copies what has changed; a failure is logged and tried again later. Raises nothing.
 
         Nothing is copied by a process that has lost its lease: the next holder writes these names.
         """
@@ -211,9 +211,13 @@ class Copies:
         except LeaseHeldError as error:
             logger.warning(key_values("not_copied", reason=f"the lease was lost to {error}"))
             self._is_lost = True
-        except OSError as error:
+        except (OSError, UirlError) as error:  # UirlError: the local disk is full
             if not self._failed:
                 logger.warning(key_values("not_copied", reason=error))
+            self._failed = True
+        except Exception:  # it would end all copies, or hide the error that ends the run
+            if not self._failed:
+                logger.exception("event=not_copied")
             self._failed = True
 
     def _send(self, is_last: bool) -> None:
