@@ -1,6 +1,8 @@
 """Copies of a process's own files in a bucket: sent when due, fetched by a fresh directory."""
 
+import concurrent.futures
 import threading
+import time
 
 import pytest
 
@@ -235,6 +237,38 @@ def test_directory_that_others_need_whole_is_fetched_once_it_is_complete(tmp_pat
     with mirror.copied(fresh(tmp_path / "again"), open_store, LEARNER):
         assert (tmp_path / "again/cold_start/model/config.json").read_bytes() == b"{}"
     assert service.counters()["requests"].get("put", 0) <= 1
+
+
+def test_processes_with_one_local_directory_fetch_one_directory_once(
+    tmp_path, opened, monkeypatch
+):
+    store, _ = opened
+    learner, actors = fresh(tmp_path / "learner"), fresh(tmp_path / "actors")
+    parts = ("config.json", "model.safetensors", "tokenizer.json")
+    for part in parts:
+        write(learner, f"cold_start/model/{part}", part.encode())
+    mirror.Copies(learner, store, LEARNER).try_once()
+    write(actors, "cold_start/.model.tmp/left by a killed process", b"")
+    fetched: list[str] = []
+    download = BucketStore.download
+
+    def download_slowly(self, name: str, path) -> None:
+        fetched.append(name)
+        time.sleep(0.1)
+        download(self, name, path)
+
+    monkeypatch.setattr(BucketStore, "download", download_slowly)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        waits = [
+            pool.submit(mirror.fetch_directory, actors, open_store, "cold_start/model")
+            for _ in range(3)
+        ]
+        for wait in waits:
+            wait.result()
+    assert len(fetched) == len(parts)
+    found = sorted(path.name for path in (actors / "cold_start/model").iterdir())
+    assert found == sorted(parts)
+    assert not (actors / "cold_start/.model.tmp").exists()
 
 
 def test_last_lines_of_other_processes_are_read_and_their_own_files_left_alone(tmp_path, opened):

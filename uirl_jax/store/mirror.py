@@ -15,6 +15,7 @@ take its own older copy for another machine's newer one, and lose what it wrote 
 
 import contextlib
 import dataclasses
+import fcntl
 import fnmatch
 import json
 import logging
@@ -22,7 +23,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -137,6 +138,8 @@ def copy_now(directory: Path, open_store: Callable[[Path], Store], name: str) ->
 def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
     """Fetches a directory that was copied whole by its writer, unless it is here or not there.
 
+    Several processes may share the local directory (`--actors=N`): one fetches, the others wait.
+
     Raises: OSError.
     """
     target = directory / name
@@ -147,8 +150,24 @@ def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: 
         listed = json.loads(store.read(f"{name}{_LISTED}"))
     except FileNotFoundError:
         return
+    with _alone(target):
+        if target.is_dir():
+            return  # another process with this directory has fetched it
+        _download_whole(store, name, listed, target)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Held by one process at a time; the kernel releases it when that process ends."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(f".{target.name}.lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _download_whole(store: CopyStore, name: str, parts: Iterable[str], target: Path) -> None:
     with files.new_directory(target) as fresh:
-        for part in listed:
+        for part in parts:
             path = fresh / checked_name(part)
             path.parent.mkdir(parents=True, exist_ok=True)
             store.download(f"{name}/{part}", path)
