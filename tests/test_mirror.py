@@ -1,6 +1,7 @@
 """Copies of a process's own files in a bucket: sent when due, fetched by a fresh directory."""
 
 import concurrent.futures
+import shutil
 import threading
 import time
 
@@ -239,9 +240,89 @@ def test_directory_that_others_need_whole_is_fetched_once_it_is_complete(tmp_pat
     assert service.counters()["requests"].get("put", 0) <= 1
 
 
-def test_processes_with_one_local_directory_fetch_one_directory_once(
-    tmp_path, opened, monkeypatch
+STEPS = "cold_start/checkpoints"
+
+
+def write_step(directory, step: int, *parts: str) -> None:
+    for part in parts or ("_METADATA", "arrays/a", "arrays/b", "meta/m"):
+        write(directory, f"{STEPS}/{step}/{part}", f"{part} of {step}".encode())
+
+
+def steps_at(directory) -> list[str]:
+    names = (path.relative_to(directory / STEPS) for path in (directory / STEPS).rglob("*/*"))
+    return sorted(name.as_posix() for name in names if (directory / STEPS / name).is_file())
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3])
+def test_checkpoint_of_a_cold_start_is_fetched_once_all_its_files_were_sent(
+    tmp_path, opened, monkeypatch, caplog, sent
 ):
+    store, service = opened
+    first = fresh(tmp_path / "first")
+    copies = mirror.Copies(first, store, LEARNER)
+    write_step(first, 5)
+    upload, left = store.upload, iter(range(sent))
+
+    def until_preempted(path, name: str, mark: str) -> str:
+        if STEPS in name and next(left, None) is None:
+            raise OSError(5, "preempted")
+        return upload(path, name, mark)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "upload", until_preempted)
+        copies.try_once()
+    with mirror.copied(fresh(tmp_path / "second"), open_store, LEARNER):
+        assert steps_at(tmp_path / "second") == []
+    assert "event=not_fetched" in caplog.text
+    assert not in_bucket(service)  # the second machine starts again, and saves it anew
+    # The first one goes on with its own, also beside an incomplete one from another machine.
+    store.put(f"{STEPS}/5.files", b'["arrays/other", "arrays/a"]')
+    store.put(f"{STEPS}/5/arrays/other", b"of the second")
+    with mirror.copied(first, open_store, LEARNER):
+        assert len(steps_at(first)) == 4
+    with mirror.copied(fresh(tmp_path / "third"), open_store, LEARNER):
+        assert steps_at(tmp_path / "third") == steps_at(first)
+    assert f"{STEPS}/5/arrays/other" not in in_bucket(service)
+
+
+def test_checkpoint_of_a_cold_start_replaces_another_machines_and_is_deleted_with_its_list(
+    tmp_path, opened
+):
+    _, service = opened
+    first, second = fresh(tmp_path / "first"), fresh(tmp_path / "second")
+    with mirror.copied(first, open_store, LEARNER):
+        write_step(first, 5)
+    with mirror.copied(second, open_store, LEARNER):
+        shutil.rmtree(second / STEPS / "5")
+        write_step(second, 6, "arrays/c", "arrays/d")
+    assert sorted(in_bucket(service)) == [
+        *(f"{STEPS}/6.files", f"{STEPS}/6/arrays/c", f"{STEPS}/6/arrays/d")
+    ]
+    write_step(first, 6)  # which it saved before it was preempted
+    service.reset()
+    with mirror.copied(first, open_store, LEARNER):
+        assert [name for name in steps_at(first) if name[0] == "6"] == ["6/arrays/c", "6/arrays/d"]
+        shutil.rmtree(first / STEPS / "5")
+    service.reset()
+    with mirror.copied(first, open_store, LEARNER):
+        pass
+    assert not service.counters()["requests"].get("put", 0)  # nothing of it is sent again
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_checkpoints_that_an_older_release_copied_are_fetched_unless_there_is_only_one(
+    tmp_path, opened, count
+):
+    store, service = opened
+    for step in range(count):
+        store.put(f"{STEPS}/{step}/arrays/a", b"perhaps without arrays/b")
+    with mirror.copied(fresh(tmp_path / "a"), open_store, LEARNER):
+        assert len(steps_at(tmp_path / "a")) == (2 if count == 2 else 0)
+    names = (f"{STEPS}/0.files", f"{STEPS}/0/arrays/a", f"{STEPS}/1.files", f"{STEPS}/1/arrays/a")
+    assert sorted(in_bucket(service)) == ([*names] if count == 2 else [])
+
+
+def test_processes_with_one_local_directory_fetch_one_directory_once(tmp_path, opened, monkeypatch):
     store, _ = opened
     learner, actors = fresh(tmp_path / "learner"), fresh(tmp_path / "actors")
     parts = ("config.json", "model.safetensors", "tokenizer.json")

@@ -20,10 +20,12 @@ import fnmatch
 import json
 import logging
 import os
+import re
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -42,7 +44,10 @@ BYTES_PER_S = 1e5  # of one name, on average: a log of 3 MB is copied every 30 s
 TAIL_BYTES = 64 << 10
 WHOLE = "cold_start/model/"  # appears at once, and others need it whole
 _UPLOADS: dict[tuple[str, str], threading.Lock] = {}
-_LISTED = ".files"  # a directory is complete in the bucket once its list is there
+_LISTED = ".files"  # WHOLE is complete in the bucket once its list is there
+# A checkpoint of the cold start appears at once, too. Its list is sent before its files, and it is
+# complete in the bucket while all that are listed are there.
+_STEP = re.compile(rf"(cold_start/checkpoints/\d+)(/.+|{re.escape(_LISTED)})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,23 +202,62 @@ class Copies:
     def fetch(self) -> None:
         """Gets the names that another process wrote since this directory last copied them."""
         for prefix in sorted({pattern.partition("/")[0] for pattern in self._owned}):
-            for name, version in self._there(prefix).items():
+            there = self._there(prefix)
+            for name, version in there.items():
                 path = self._directory / name
-                if not self._owns(name) or name.startswith(WHOLE):
+                if not self._owns(name) or name.startswith(WHOLE) or _step_of(name):
                     continue
-                if path.exists():
-                    is_known = self._versions.get(name) == version
-                    if is_known or self._store.mark(name) == self._mark:
-                        self._versions[name] = version
-                        continue  # what is here is equal, or newer
+                if path.exists() and self._is_of_here(name, version):
+                    self._versions[name] = version
+                    continue  # what is here is equal, or newer
                 self._store.download(name, path)
                 self._note(name, path, version)
+            self._fetch_steps({name: there[name] for name in there if self._owns(name)})
         if self._owns(WHOLE) and not (self._directory / WHOLE).is_dir():
             fetch_directory(self._directory, lambda _: self._store, WHOLE.rstrip("/"))
             for name, version in self._there(WHOLE.rstrip("/")).items():
                 if (self._directory / name).is_file():
                     self._note(name, self._directory / name, version)
         self._save()
+
+    def _is_of_here(self, name: str, version: str) -> bool:
+        """Whether what is in the bucket was copied from this directory."""
+        return self._versions.get(name) == version or self._store.mark(name) == self._mark
+
+    def _fetch_steps(self, there: Mapping[str, str]) -> None:
+        """Gets the complete checkpoints; what is in the bucket of others is deleted there later."""
+        for folder, parts in self._steps(there).items():
+            target = self._directory / folder
+            names = [name for name in there if name.startswith(f"{folder}/")]
+            is_of_here = target.is_dir() and all(self._is_of_here(n, there[n]) for n in names)
+            if parts and not is_of_here:
+                shutil.rmtree(target, ignore_errors=True)
+                _download_whole(self._store, folder, parts, target)
+            elif not target.is_dir():
+                logger.warning('event=not_fetched name=%s reason="its copy is incomplete"', folder)
+            # What has no list is sent again, with one; what is not here is deleted there.
+            is_sent = (parts or is_of_here) and f"{folder}{_LISTED}" in there
+            for name in names:
+                self._versions[name] = there[name]
+                if is_sent and (self._directory / name).is_file():
+                    self._note(name, self._directory / name, there[name])
+            self._versions[f"{folder}{_LISTED}"] = ""
+
+    def _steps(self, there: Mapping[str, str]) -> dict[str, list[str]]:
+        """The checkpoints in the bucket: what to get of each; nothing of an incomplete one."""
+        found = {folder: list[str]() for name in there if (folder := _step_of(name))}
+        unlisted = [folder for folder in found if f"{folder}{_LISTED}" not in there]
+        for folder in found:
+            if folder not in unlisted:
+                parts = json.loads(self._store.read(f"{folder}{_LISTED}"))
+                is_complete = all(f"{folder}/{part}" in there for part in parts)
+            else:
+                # Of an older release. The newest may be incomplete: it is not read if it is the
+                # only one, because a run without an undamaged checkpoint does not start.
+                parts = [n.removeprefix(f"{folder}/") for n in there if n.startswith(f"{folder}/")]
+                is_complete = len(unlisted) > 1
+            found[folder] = parts if is_complete else []
+        return found
 
     def try_once(self, *, is_last: bool = False) -> None:
         """Copies what has changed; a failure is logged and tried again later. Raises nothing.
@@ -241,9 +285,11 @@ class Copies:
 
     def _send(self, is_last: bool) -> None:
         now_s, changed = time.monotonic(), False
-        here = set()
+        here, listed = set(), set()
         for name, path in self._here():
             here.add(name)
+            if folder := _step_of(name):
+                here.add(f"{folder}{_LISTED}")
             stamp = _stamp(path)
             if self._sent.get(name) == stamp:
                 continue
@@ -251,6 +297,9 @@ class Copies:
                 continue
             if not changed:
                 self._fence()
+            if folder and folder not in listed:
+                self._list_step(folder)
+                listed.add(folder)
             with _uploads(self._directory, name):
                 stamp = _stamp(path)
                 self._versions[name] = self._store.upload(path, name, self._mark)
@@ -260,7 +309,9 @@ class Copies:
         gone = [name for name in self._versions if name not in here and self._owns(name)]
         if gone:
             self._fence()
-            self._store.delete(*gone)
+            lists = [name for name in gone if _step_of(name) and name.endswith(_LISTED)]
+            self._store.delete(*(name for name in gone if name not in lists))
+            self._store.delete(*lists)  # last: files without a list are of an older release
             for name in gone:
                 del self._versions[name]
                 self._sent.pop(name, None)
@@ -274,6 +325,14 @@ class Copies:
 
     def _note(self, name: str, path: Path, version: str) -> None:
         self._versions[name], self._sent[name] = version, _stamp(path)
+
+    def _list_step(self, folder: str) -> None:
+        """Says in the bucket which files a checkpoint has; they are sent after it."""
+        name = f"{folder}{_LISTED}"
+        names = [name for name, _ in self._here() if _step_of(name) == folder]
+        parts = [name.removeprefix(f"{folder}/") for name in names]
+        self._store.put(name, json.dumps(parts).encode())
+        self._versions[name] = ""
 
     def _list_whole(self) -> None:
         """Says in the bucket that WHOLE is complete there; it was renamed into place here."""
@@ -332,6 +391,12 @@ def _uploads(directory: Path, name: str) -> threading.Lock:
     could arrive last, and a checkpoint's step would lack its line.
     """
     return _UPLOADS.setdefault((os.path.abspath(directory), name), threading.Lock())
+
+
+def _step_of(name: str) -> str:
+    """The checkpoint of the cold start that a file belongs to, or its list; empty: to none."""
+    match = _STEP.fullmatch(name)
+    return match[1] if match else ""
 
 
 def _mark_of(directory: Path) -> str:
