@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tools.bucket_emulator.costs import LAYOUT, WaitingPlayer
 from uirl_jax import policy_sync
 from uirl_jax.actor.claims import CLAIMS, Claims
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
+from uirl_jax.shards.reader import scan_shard
 from uirl_jax.store import StoreUnavailableError, mirror, open_store
 from uirl_jax.store.local import LocalStore
 from uirl_jax.types import TaskSpec
@@ -119,3 +121,57 @@ def test_actor_that_loses_races_for_groups_stays_within_the_limit(tmp_path, monk
 
         assert asyncio.run(act())["actor/started"] == 0
         assert store.names("shards") == []
+
+
+def test_actor_that_is_stopped_keeps_the_claims_of_what_it_has_published(tmp_path, monkeypatch):
+    """Others in a bucket read no shard but their own: without a claim a group is played twice."""
+    with emulator() as service:
+        point_to(service, monkeypatch)
+
+        def act(name: str, ends_at: int) -> None:
+            directory = tmp_path / name
+            if not directory.exists():
+                mirror.link(directory, "gs://runs/run")
+
+            async def run() -> None:
+                stop = asyncio.Event()
+                acting = asyncio.create_task(
+                    run_actor(
+                        WaitingPlayer(name, 2, 0.02),
+                        ActorConfig(2, 4, max_staleness=0, poll_s=0.02),
+                        LearnerLink(directory, "base", LAYOUT, lambda adapters: None),
+                        TaskSource(lambda index, tallies: TaskSpec("t", 1, "", 1), 0),
+                        stop,
+                    )
+                )
+                async with asyncio.timeout(60):
+                    while len(store.names("shards")) < ends_at:
+                        assert not acting.done()
+                        await asyncio.sleep(0.02)
+                stop.set()
+                await acting
+
+            asyncio.run(run())
+
+        mirror.link(tmp_path / "learner", "gs://runs/run")
+        store = open_store(tmp_path / "learner")
+        policy_sync.publish(
+            store,
+            version=0,
+            step=0,
+            arrays={"none": np.zeros(1, np.float32)},
+            base_hash="base",
+            run_id="run",
+            extra={"groups_trained": []},
+        )
+        act("a0", 2)
+        published = store.names("shards/a0")
+        claimed = {name.rpartition("/")[2] for name in store.names(CLAIMS) if ".by." not in name}
+        assert claimed == {f"{index:08d}" for index in range(len(published))}
+        act("a1", len(published) + 2)
+        found = [
+            entry.group_id for name in store.names("shards") for entry in scan_shard(store, name)[1]
+        ]
+        groups = Counter(found)
+        assert len(groups) >= len(published) + 2
+        assert set(groups.values()) == {2}  # members: no group was played twice

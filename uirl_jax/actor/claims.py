@@ -16,6 +16,7 @@ actors would otherwise read each other's claims 200 times: 690 requests a second
 
 The claims of an actor that was killed, or whose group takes longer than `overdue_s`, no longer
 count towards the limit. Their groups are left to that actor: after its restart it plays them again.
+In a bucket an actor that is stopped, too, leaves the claims of what it has published.
 """
 
 import dataclasses

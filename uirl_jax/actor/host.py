@@ -222,12 +222,14 @@ class _Actor:
         )
         own = player.actor_id if self._store.poll_s else ""  # see PublishedShards
         self._shards = PublishedShards(self._store, player.run_id, own)
+        # At first what an earlier process of this actor has published in a bucket.
+        self._on_disk = frozenset(g.index for g in self._shards.poll()) if own else frozenset[int]()
         self._claims = Claims(
             self._store,
             player.run_id,
             player.actor_id,
             overdue_s=cfg.overdue_s,
-            kept=frozenset(group.index for group in self._shards.poll()) if own else frozenset(),
+            kept=self._on_disk,
         )
         self._manifest: Manifest | None = None  # the newest one whose policy was loaded
         self._seen: Manifest | None = None  # at the last look; its policy may not be loaded
@@ -237,7 +239,6 @@ class _Actor:
             maxlen=cfg.policy_lag + 1
         )
         self._ledger: Ledger | None = None  # None until the first policy
-        self._on_disk: frozenset[int] = frozenset()
         self._groups: dict[int, asyncio.Task[list[Trajectory] | None]] = {}  # by index
         self._members_playing = 0  # or waiting for a slot of the player
         # Started episodes that are not published yet, by group.
@@ -418,8 +419,11 @@ class _Actor:
                 await self._publish(index, trajectories)
         for index in list(self._in_memory):
             self._lose(index)
+        kept: frozenset[int] = frozenset()
+        if self._store.poll_s:  # others know what this actor has published by its claims alone
+            kept = self._ledger.pending if self._ledger is not None else self._on_disk
         with contextlib.suppress(OSError):  # they no longer count once this process has ended
-            self._claims.release(*self._claims.own())
+            self._claims.release(*(i for i in self._claims.own() if i not in kept))
         self._journal.close()
         actor_id = self._player.actor_id
         print(f"{key_values('actor_ended', actor=actor_id)} {self._counters_line()}", flush=True)
