@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import json
 import threading
 import types
 
@@ -14,6 +15,7 @@ from uirl_jax import run as run_module
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import RestartError, StoppedError
+from uirl_jax.metrics import last_object
 from uirl_jax.roles.actor import run_actor_role
 
 
@@ -73,6 +75,26 @@ def test_report_that_cannot_be_written_ends_nothing(acting):
         log.unlink()
         log.mkdir()  # what is written there fails, as on a full disk
         on_report({"actor/running": 2.0})
+
+    loop.run = report
+    assert asyncio.run(run.act(players, asyncio.Event(), 0))
+
+
+def test_reports_do_not_grow_without_end(acting, monkeypatch):
+    """In a bucket the whole log is copied whenever it has grown."""
+    run, players, loop = acting
+    monkeypatch.setattr(run_module, "_MAX_REPORTS_BYTES", 1000)
+
+    async def report(stop, on_report):
+        log = run.workdir / "logs" / "actor-a0.jsonl"
+        for number in range(100):
+            on_report({"actor/running": float(number)})
+            assert log.stat().st_size <= 1000
+            assert last_object(log)["actor/running"] == number
+        older = log.with_name("actor-a0.jsonl.1").read_text().splitlines()
+        lines = [json.loads(line) for line in [*older, *log.read_text().splitlines()]]
+        numbers = [line["actor/running"] for line in lines]
+        assert len(numbers) > 10 and numbers == list(range(100))[-len(numbers) :]
 
     loop.run = report
     assert asyncio.run(run.act(players, asyncio.Event(), 0))

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import threading
 import time
 import uuid
@@ -40,7 +41,7 @@ from uirl_jax.models import hub
 from uirl_jax.players import Players, make_chat
 from uirl_jax.rl.losses import find_policy_loss
 from uirl_jax.shards.layout import layout_of
-from uirl_jax.store import Store, open_store
+from uirl_jax.store import Store, files, open_store
 from uirl_jax.store.lease import only_actor
 from uirl_jax.store.local import LocalStore
 from uirl_jax.store.mirror import fetch_directory
@@ -67,6 +68,8 @@ from uirl_jax.verifiers.server import supervisor
 CONFIG_FILE = "config.json"
 # What says where a run computes and is shown, and not what: a restart may change it.
 PLACEMENT = ("mesh", "cluster", "tracking", "cold_start.browsers")
+# Of an actor's reports, two hours; in a bucket a larger log is copied less often than every 10 s.
+_MAX_REPORTS_BYTES = 1_000_000
 
 
 def is_run(workdir: Path) -> bool:
@@ -460,8 +463,8 @@ class Run:
             reasons = dict(player.statistics.env_error_reasons.most_common(5))
             line = {"unix_s": time.time(), **scalars, "env_error_reasons": reasons}
             # On a full disk shards wait until there is room; a report is not worth the groups.
-            with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with contextlib.suppress(OSError):
+                _append_report(log, json.dumps(line) + "\n")
 
         loop = asyncio.get_running_loop()
         lost = threading.Event()
@@ -507,3 +510,15 @@ class Run:
         actor = self.cfg.actor
         rounds = -(-actor.group_size // actor.concurrency)
         return 2.0 * rounds * actor.rollout.episode_timeout_s
+
+
+def _append_report(log: Path, line: str) -> None:
+    """Adds a line; what is older moves to `<log>.1` once it is long. Raises: OSError."""
+    if log.exists() and log.stat().st_size + len(line) > _MAX_REPORTS_BYTES:
+        # Others read the last line at any time, so the log is there all the time.
+        shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        with files.replacing(log) as (file,):
+            file.write(line.encode())
+        return
+    with log.open("a", encoding="utf-8") as file:
+        file.write(line)

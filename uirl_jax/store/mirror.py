@@ -140,6 +140,11 @@ def copy_now(directory: Path, open_store: Callable[[Path], Store], name: str) ->
             store.upload(directory / name, name, _mark_of(directory))
 
 
+def interval_s(size_bytes: int) -> float:
+    """Seconds between two copies of a name of that size."""
+    return max(EVERY_S, size_bytes / BYTES_PER_S)
+
+
 def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: str) -> None:
     """Fetches a directory that was copied whole by its writer, unless it is here or not there.
 
@@ -304,7 +309,7 @@ class Copies:
                 stamp = _stamp(path)
                 self._versions[name] = self._store.upload(path, name, self._mark)
             self._sent[name], changed = stamp, True  # as it was before: it may have grown since
-            self._due_s[name] = now_s + max(EVERY_S, stamp[1] / BYTES_PER_S)
+            self._due_s[name] = now_s + interval_s(stamp[1])
         self._list_whole()
         gone = [name for name in self._versions if name not in here and self._owns(name)]
         if gone:

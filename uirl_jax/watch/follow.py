@@ -28,6 +28,7 @@ from uirl_jax.shards.reader import SHARDS
 from uirl_jax.store import Store, open_store
 from uirl_jax.store.bucket import BucketStore, is_address
 from uirl_jax.store.local import LocalStore
+from uirl_jax.store.mirror import interval_s
 from uirl_jax.watch import gather
 from uirl_jax.watch.episode_index import TRAINING, EpisodeIndex
 from uirl_jax.watch.frames import visible
@@ -166,7 +167,9 @@ class Follower:
         if self._run is None or self._run[0] != signature:
             self._run = signature, gather.read_run(self.directory, with_episodes=False)
         run = self._run[1]
-        actors = read_actors(self.directory / "logs", is_ended=bool(run.summary))
+        are_copies = self._copies is not None
+        logs = self.directory / "logs"
+        actors = read_actors(logs, is_ended=bool(run.summary), are_copies=are_copies)
         manifest = _object(self.directory / policy_sync.MANIFEST)
         version = manifest.get("version")
         version = version if isinstance(version, int) else None
@@ -257,8 +260,13 @@ class Follower:
         return [(name, self._reasons.get(name, "no reason was written")) for name in shards]
 
 
-def read_actors(logs: Path, *, is_ended: bool) -> list[Actor]:
-    """The actors' last reports, by name. Args: is_ended: whether the run has."""
+def read_actors(logs: Path, *, is_ended: bool, are_copies: bool = False) -> list[Actor]:
+    """The actors' last reports, by name.
+
+    Args:
+      is_ended: whether the run has.
+      are_copies: of a bucket, which lag behind: by the time between two copies, and two looks.
+    """
     now_s = time.time()
     actors = []
     for path in sorted(logs.glob("actor-*.jsonl")):
@@ -270,7 +278,8 @@ def read_actors(logs: Path, *, is_ended: bool) -> list[Actor]:
         }
         age_s = max(0.0, now_s - numbers.get("unix_s", 0.0)) if "unix_s" in numbers else None
         seen = "never" if age_s is None else _clock(now_s - age_s, now_s)
-        health, text = _health(numbers, report, age_s, seen, is_ended)
+        lag_s = BUCKET_EVERY_S + interval_s(path.stat().st_size) if are_copies else 0.0
+        health, text = _health(numbers, report, age_s, SILENT_S + lag_s, seen, is_ended)
         actors.append(
             Actor(
                 name=visible(path.stem.removeprefix("actor-"), 80),
@@ -293,6 +302,7 @@ def _health(
     numbers: Mapping[str, float],
     report: Mapping[str, Any],
     age_s: float | None,
+    silent_s: float,
     seen: str,
     is_ended: bool,
 ) -> tuple[str, str]:
@@ -301,7 +311,7 @@ def _health(
         return "silent", "it has written no report that can be read"
     if is_ended:
         return "ended", "the run has ended"
-    if age_s > SILENT_S:
+    if age_s > silent_s:
         return "silent", f"no report since {seen}: it was killed, or hangs"
     broken, played = numbers.get("actor/env_error", 0.0), numbers.get("actor/published", 0.0)
     if broken >= 10 and broken >= played:
