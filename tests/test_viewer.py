@@ -101,14 +101,15 @@ def test_actor_health(tmp_path, numbers, age_s, is_ended, health):
     ],
 )
 def test_actor_of_a_bucket_is_silent_once_its_report_is_older_than_a_copy_can_be(
-    tmp_path, size_bytes, age_s, health
+    tmp_path, monkeypatch, size_bytes, age_s, health
 ):
     world.write_actor(tmp_path, "a0", age_s=0)
     log = tmp_path / "logs" / "actor-a0.jsonl"
     last = log.read_bytes()
     log.write_bytes((b"{}\n" * (size_bytes // 3))[: size_bytes - len(last)] + b"\n" + last)
     now_s = json.loads(last)["unix_s"] + age_s
-    (actor,) = follow.read_actors(tmp_path / "logs", is_ended=False, are_copies=True, now_s=now_s)
+    monkeypatch.setattr(follow.time, "time", lambda: now_s)
+    (actor,) = follow.read_actors(tmp_path / "logs", is_ended=False, are_copies=True)
     assert actor.health == health
 
 

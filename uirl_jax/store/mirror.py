@@ -239,7 +239,8 @@ class Copies:
                 shutil.rmtree(target, ignore_errors=True)
                 _download_whole(self._store, folder, parts, target)
             elif not target.is_dir():
-                logger.warning('event=not_fetched name=%s reason="its copy is incomplete"', folder)
+                reason = "its copy is incomplete"
+                logger.warning(key_values("not_fetched", name=folder, reason=reason))
             # What has no list is sent again, with one; what is not here is deleted there.
             is_sent = (parts or is_of_here) and f"{folder}{_LISTED}" in there
             for name in names:
