@@ -22,5 +22,5 @@ def on_eight_devices(function: str, module: str) -> subprocess.CompletedProcess[
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
