@@ -1,14 +1,11 @@
-"""The pool of real browsers and its tabs: isolation, settling, crashes, what is left running."""
+"""The pool of real browsers and its tabs: isolation, settling, crashes."""
 
 import asyncio
 import contextlib
 import io
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.chromium import needs_chromium, open_page, pool_and_runner
+from tests.linux_processes import command_of, descendants
 from tests.served import ask, create, served
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
@@ -25,7 +23,6 @@ from uirl_jax.verifiers.server.sessions import ServerLimits
 
 pytestmark = needs_chromium
 
-REPO = Path(__file__).parents[1]
 TWO_FIELDS = """<!DOCTYPE html><style>body{margin:0}
 input{position:absolute;left:0;width:150px;height:30px}</style>
 <input id=a style="top:0"><input id=b style="top:50px">"""
@@ -375,19 +372,19 @@ async def _crash_page(tab, pids):
 
 async def _kill_browsers(tab, pids):
     for pid in pids:
-        if b"headless-shell" in _command(pid) or b"chromium" in _command(pid).split(b"\0")[0]:
+        if b"headless-shell" in command_of(pid) or b"chromium" in command_of(pid).split(b"\0")[0]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("disaster", [_crash_page, _kill_browsers])
 def test_crash_ends_its_session_and_the_next_one_has_another_browser(disaster):
-    before = set(_descendants(os.getpid()))
+    before = set(descendants(os.getpid()))
     with pool_and_runner(warm=1) as (pool, runner):
 
         async def run():
             tab = await open_page(pool, TWO_FIELDS)
-            await disaster(tab, set(_descendants(os.getpid())) - before)
+            await disaster(tab, set(descendants(os.getpid())) - before)
             with pytest.raises(BrowserError, match="lost"):
                 await tab.act(CLICK_A)
                 await tab.act(CLICK_A)
@@ -458,7 +455,7 @@ def test_sessions_beyond_the_limit_are_refused(world):
 
 
 def test_server_ends_a_session_whose_browser_is_lost_and_tells_why():
-    before = set(_descendants(os.getpid()))
+    before = set(descendants(os.getpid()))
 
     async def run():
         limits = ServerLimits(warm_browsers=1, max_browsers=1)
@@ -471,7 +468,7 @@ def test_server_ends_a_session_whose_browser_is_lost_and_tells_why():
                 path = f"/session/{(await response.json())['session_ids'][0]}"
             async with http.post("/session", params=query) as response:
                 assert response.status == 429
-            await _kill_browsers(None, set(_descendants(os.getpid())) - before)
+            await _kill_browsers(None, set(descendants(os.getpid())) - before)
             async with http.post(
                 f"{path}/act", json={"action_type": "left_click", "x": 1, "y": 1}
             ) as r:
@@ -518,76 +515,6 @@ def test_fingerprint_that_fails_costs_its_call_alone(monkeypatch):
             assert len(session["renderer"]) == 16
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_the_server(tmp_path, signum):
-    port_file = tmp_path / "port"
-    command = [
-        sys.executable,
-        "-m",
-        "uirl_jax.verifiers.server",
-        "--port-file",
-        str(port_file),
-    ]
-    server = subprocess.Popen(
-        [*command, "--warm-browsers", "1"], cwd=REPO, stderr=subprocess.DEVNULL
-    )
-    with server:
-        _wait_for(port_file.exists)
-
-        async def create():
-            url = f"http://127.0.0.1:{int(port_file.read_text())}/session?type=simple_data_entry"
-            async with aiohttp.ClientSession() as http, http.post(url) as response:
-                assert response.status == 200, await response.text()
-
-        asyncio.run(create())
-        pids = _descendants(server.pid)
-        assert any(b"headless-shell" in _command(pid) for pid in pids)
-        server.send_signal(signum)
-        server.wait(20)
-    _wait_for(lambda: not any(_runs(pid) for pid in pids))
-
-
-def _wait_for(condition, timeout_s=20.0):
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.02)
-
-
-def _stat(pid):
-    """(state, parent) of a process, or None."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[1])
-
-
-def _runs(pid):
-    stat = _stat(pid)
-    return stat is not None and stat[0] != "Z"
-
-
-def _command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _descendants(pid):
-    children = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit() and (stat := _stat(path.name)) is not None:
-            children.setdefault(stat[1], []).append(int(path.name))
-    found, todo = [], [pid]
-    while todo:
-        for child in children.get(todo.pop(), []):
-            found.append(child)
-            todo.append(child)
-    return found
 
 
 def test_fonts_of_the_machine_do_not_change_what_is_drawn(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from uirl_jax import policy_sync
 from uirl_jax.actor.claims import CLAIMS, Claims
 from uirl_jax.actor.host import ActorConfig, LearnerLink, TaskSource, run_actor
 from uirl_jax.shards.reader import scan_shard
-from uirl_jax.store import StoreUnavailableError, mirror, open_store
+from uirl_jax.store import Store, StoreUnavailableError, mirror, open_store
 from uirl_jax.store.local import LocalStore
 from uirl_jax.types import TaskSpec
 
@@ -88,21 +88,27 @@ def test_actor_goes_on_after_a_storage_that_was_away(tmp_path, monkeypatch, caps
     assert "event=storage_unavailable" in "".join(capsys.readouterr())
 
 
+def begun_run(directory: Path) -> Store:
+    """The bucket of a run whose learner has published its first policy and trained nothing."""
+    mirror.link(directory, "gs://runs/run")
+    store = open_store(directory)
+    policy_sync.publish(
+        store,
+        version=0,
+        step=0,
+        arrays={"none": np.zeros(1, np.float32)},
+        base_hash="base",
+        run_id="run",
+        extra={"groups_trained": []},
+    )
+    return store
+
+
 def test_actor_that_loses_races_for_groups_stays_within_the_limit(tmp_path, monkeypatch):
     limit = 8
     with emulator() as service:
         point_to(service, monkeypatch)
-        mirror.link(tmp_path, "gs://runs/run")
-        store = open_store(tmp_path)
-        policy_sync.publish(
-            store,
-            version=0,
-            step=0,
-            arrays={"none": np.zeros(1, np.float32)},
-            base_hash="base",
-            run_id="run",
-            extra={"groups_trained": []},
-        )
+        store = begun_run(tmp_path)
         for index in range(limit):  # all that may be played, claimed since the actor's last look
             store.put(f"{CLAIMS}/run/{index:08d}", b"a9 0")
         monkeypatch.setattr(Claims, "poll", lambda claims: None)
@@ -153,17 +159,7 @@ def test_actor_that_is_stopped_keeps_the_claims_of_what_it_has_published(tmp_pat
 
             asyncio.run(run())
 
-        mirror.link(tmp_path / "learner", "gs://runs/run")
-        store = open_store(tmp_path / "learner")
-        policy_sync.publish(
-            store,
-            version=0,
-            step=0,
-            arrays={"none": np.zeros(1, np.float32)},
-            base_hash="base",
-            run_id="run",
-            extra={"groups_trained": []},
-        )
+        store = begun_run(tmp_path / "learner")
         act("a0", 2)
         published = store.names("shards/a0")
         claimed = {name.rpartition("/")[2] for name in store.names(CLAIMS) if ".by." not in name}

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,27 @@ def _say_ended_early(task: TaskSpec, why: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+async def _tried(
+    task: TaskSpec, play: Callable[[], Awaitable[Trajectory]]
+) -> Trajectory | VerifierError:
+    """What `play` returns, called again where its browser is lost; else why there is nothing.
+
+    Among thousands of demonstrations a browser crashes, or does not answer for too long on a busy
+    machine: an hour of them does not end with it. A page that throws at its start would again.
+    """
+    lost = BrowserError(f"{task.name} was not played")
+    for _ in range(_TRIES):
+        try:
+            return await play()
+        except PageError as error:
+            _say_ended_early(task, f"its page fails: {error}")
+            return error
+        except BrowserError as error:
+            _say_ended_early(task, f"its browser is lost: {error}")
+            lost = error
+    return lost
 
 
 def demonstrate(
@@ -145,7 +166,9 @@ class Demonstrator:
         """
         if task.name in desktop.TASKS:
             return demonstrate(task, chat, inputs, rng, quality=quality)
-        played = self._runner.run(self._try(task, chat, inputs, rng, quality))
+        played = self._runner.run(
+            _tried(task, lambda: self._play(task, chat, inputs, copy.deepcopy(rng), quality))
+        )
         if isinstance(played, VerifierError):
             raise played
         return played
@@ -165,14 +188,16 @@ class Demonstrator:
         which and why.
 
         Raises:
-          VerifierError: as `demonstrate`, where it is of all of them.
+          VerifierError: no such task, nobody who can demonstrate it, or no browser for any of them.
         """
 
         async def play(task: TaskSpec, rng: np.random.Generator) -> Trajectory | VerifierError:
             if task.name in desktop.TASKS:
                 return demonstrate(task, chat, inputs, rng, quality=quality)
             async with self._browsers:
-                return await self._try(task, chat, inputs, rng, quality)
+                return await _tried(
+                    task, lambda: self._play(task, chat, inputs, copy.deepcopy(rng), quality)
+                )
 
         async def play_all() -> list[Trajectory | VerifierError]:
             # None of them goes on when one has failed: whoever catches that may close the browsers.
@@ -189,31 +214,6 @@ class Demonstrator:
         if lost and not played:
             raise lost[0]
         return played
-
-    async def _try(
-        self,
-        task: TaskSpec,
-        chat: Chat,
-        inputs: Inputs,
-        rng: np.random.Generator,
-        quality: float,
-    ) -> Trajectory | VerifierError:
-        """As `_play`, again in another browser where one is lost; a page's own error, or the last.
-
-        Among thousands of demonstrations a browser crashes, or does not answer for too long on a
-        busy machine: an hour of them does not end with it.
-        """
-        lost = BrowserError("not played")
-        for _ in range(_TRIES):
-            try:
-                return await self._play(task, chat, inputs, copy.deepcopy(rng), quality)
-            except PageError as error:  # it would throw again
-                _say_ended_early(task, f"its page fails: {error}")
-                return error
-            except BrowserError as error:
-                _say_ended_early(task, f"its browser is lost: {error}")
-                lost = error
-        return lost
 
     async def _play(
         self,
