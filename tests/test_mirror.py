@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.buckets import bucket_store
-from uirl_jax.errors import ConfigError, RestartError
+from uirl_jax.errors import ConfigError, RestartError, UirlError
 from uirl_jax.store import mirror, open_store
 from uirl_jax.store.bucket import BucketStore
 from uirl_jax.store.lease import LEARNER as LEARNER_LEASE
@@ -131,6 +131,8 @@ def test_full_local_disk_ends_neither_the_copies_nor_the_runs_own_error(
             write(directory, "metrics.jsonl", content)
             copies.try_once(is_last=True)
     assert caplog.text.count("event=not_copied") == 1
+    # One line for what a disk or a run can do; a traceback for what nobody expects.
+    assert ("Traceback" in caplog.text) == (not isinstance(error, OSError | UirlError))
     write(directory, "metrics.jsonl", b"1\n2\n3\n")
     copies.try_once(is_last=True)
     assert in_bucket(service)["metrics.jsonl"] == b"1\n2\n3\n"
