@@ -11,12 +11,13 @@ PACKAGE = ROOT / "uirl_jax"
 # A room may import the rooms of lower layers, and its own layer only where ALLOWED says so.
 LAYERS = (
     {"errors", "log_lines"},
-    {"types", "seeds", "platform_flags", "untrusted", "assets", "user_code", "trackers", "console"},
+    {"types", "seeds", "platform_flags", "untrusted", "assets", "user_code", "console"},
     {"store"},
-    {"rl", "models", "actions", "metrics"},
+    {"rl", "models", "actions"},
     {"families"},
     {"engine", "shards", "checkpoints", "policy_sync", "verifiers"},
-    {"demonstrations"},
+    {"demonstrations", "trackers"},
+    {"metrics"},
     {"actor", "learner", "evaluation", "players"},
     {"watch", "config"},
     {"run"},

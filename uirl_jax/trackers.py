@@ -11,18 +11,17 @@ import importlib.util
 import io
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import google_crc32c
 import numpy as np
 from PIL import Image
 
 from uirl_jax.errors import ConfigError
 from uirl_jax.log_lines import key_values
+from uirl_jax.shards.framing import frame
 
 TENSORBOARD_DIR = "tb"
 WANDB_DIR = "wandb"
@@ -198,7 +197,7 @@ class TensorBoard:
 
     def _append(self, file: io.FileIO, events: Iterable[Any]) -> None:
         """Writes all of them; if it raises, none, and the file is closed."""
-        data = b"".join(_framed(event.SerializeToString()) for event in events)
+        data = b"".join(frame(event.SerializeToString()) for event in events)
         size_bytes = os.fstat(file.fileno()).st_size
         try:
             if file.write(data) < len(data):
@@ -209,17 +208,6 @@ class TensorBoard:
             with contextlib.suppress(OSError):
                 self.close()
             raise
-
-
-def _framed(data: bytes) -> bytes:
-    """A record of TFRecord: the length, its crc, the data and their crc."""
-    length = struct.pack("<Q", len(data))
-    return length + _masked_crc(length) + data + _masked_crc(data)
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = google_crc32c.value(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 class WeightsAndBiases:
