@@ -18,7 +18,7 @@ from aiohttp import web
 from tokenizers import AddedToken
 
 from tests.policies import random_policy
-from tools import qwen_tokenizer
+from tools.base_models import qwen_tokenizer
 from uirl_jax.actor.rollout import RolloutConfig
 from uirl_jax.engine.engine import Engine, EngineConfig, SampleRequest, SampleResult
 from uirl_jax.families import qwen2_vl

@@ -11,7 +11,7 @@ from PIL import Image
 import uirl_jax
 from tests import tiny_config
 from tools import export, make_base_model
-from tools.tiny_architectures import BASES
+from tools.base_models.tiny_architectures import BASES
 from uirl_jax import evaluation
 from uirl_jax.config import reading, schema
 from uirl_jax.families import loading

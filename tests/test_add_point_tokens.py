@@ -13,8 +13,8 @@ from flax import nnx
 
 from tests.family_world import change
 from tools import add_point_tokens, make_base_model
-from tools.point_tokenizer import PointTokens
-from tools.tiny_architectures import BASES
+from tools.base_models.point_tokenizer import PointTokens
+from tools.base_models.tiny_architectures import BASES
 from uirl_jax import actions
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.policies import screen_of
 from tests.published_chats import QWEN2_VL as PUBLISHED_TEMPLATE
-from tools import qwen_tokenizer
+from tools.base_models import qwen_tokenizer
 from uirl_jax import actions
 from uirl_jax.actions import FORMATS, find_format
 from uirl_jax.errors import ConfigError, ContextError, ModelError

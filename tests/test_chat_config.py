@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.policies import screen_of
-from tools import qwen_tokenizer
+from tools.base_models import qwen_tokenizer
 from uirl_jax.errors import ModelError
 from uirl_jax.families import chat_config, qwen2_vl
 from uirl_jax.families.chat import Chat

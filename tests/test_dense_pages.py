@@ -5,7 +5,8 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from tools import drawn_pages, make_base_model, make_page_model, page_pointing, page_sight
+from tools import make_base_model, make_page_model
+from tools.page_model import drawn_pages, page_pointing, page_sight
 from uirl_jax.errors import ModelError
 from uirl_jax.families import loading
 from uirl_jax.families.border import PlacedScreen

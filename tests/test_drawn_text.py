@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.chromium import needs_chromium, open_page, pool_and_runner
-from tools import drawn_text
+from tools.page_model import drawn_text
 
 TEXTS = ("Submit", "ONE TWO", "9VPulk5 gjpqy", "marcella")
 SIZES_PX = (10, 11, 12, 13, 14)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from configs import quickstart
+from tools.base_models.tiny_architectures import BASES
 from tools.make_base_model import STAGE_STEPS
-from tools.tiny_architectures import BASES
 from uirl_jax import evaluation
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.florence2.processing_florence2 import Florence2Processor
 
 from tests.family_world import picture
-from tools import bart_tokenizer
+from tools.base_models import bart_tokenizer
 from uirl_jax.actions import loc
 from uirl_jax.families import florence2
 from uirl_jax.families.chat import Chat

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests import family_world as world
-from tools import llama_tokenizer
+from tools.base_models import llama_tokenizer
 from uirl_jax import actions
 from uirl_jax.errors import ConfigError, ImageError
 from uirl_jax.families.border import PlacedScreen

@@ -8,7 +8,7 @@ ends a reply with a space; here it ends with </s>, as in the models' training.
 import pytest
 from transformers import AutoTokenizer
 
-from tools.llama_tokenizer import LLAVA
+from tools.base_models.llama_tokenizer import LLAVA
 from uirl_jax.families import llava
 from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
 from uirl_jax.families.chat_config import ChatConfig

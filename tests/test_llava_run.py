@@ -20,7 +20,7 @@ import uirl_jax
 from tests import actor_world as world
 from tests import tiny_config
 from tools import make_base_model
-from tools.tiny_architectures import BASES
+from tools.base_models.tiny_architectures import BASES
 from uirl_jax import actions
 from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.actor.rollout import RolloutConfig, RolloutSetup, run_episode

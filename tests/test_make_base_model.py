@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from tools import make_base_model
-from tools.tiny_architectures import BASES
+from tools.base_models.tiny_architectures import BASES
 from uirl_jax import actions
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat

@@ -24,7 +24,7 @@ from uirl_jax.verifiers import own_tasks
 
 pytest.importorskip("playwright")
 from tools.grounding.browser import elements_of, reading, words_of
-from tools.screen_pages import Screens
+from tools.page_model.screen_pages import Screens
 
 pytestmark = needs_chromium
 SCREENS = 20

@@ -13,16 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import (
-    drawn_pages,
-    make_base_model,
-    make_page_model,
-    page_questions,
-    qwen_tokenizer,
-    supervised_rows,
-)
-from tools.drawn_pages import Item, Page
-from tools.point_tokenizer import PointTokens
+from tools import make_base_model, make_page_model, supervised_rows
+from tools.base_models import qwen_tokenizer
+from tools.base_models.point_tokenizer import PointTokens
+from tools.page_model import drawn_pages, page_questions
+from tools.page_model.drawn_pages import Item, Page
 from uirl_jax import actions
 from uirl_jax.families import loading
 from uirl_jax.families.border import TokenRows

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import module_training
-from tools.module_training import Run, Schedule
+from tools.page_model import module_training
+from tools.page_model.module_training import Run, Schedule
 
 
 class Line(nnx.Module):

@@ -7,17 +7,11 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from tools import (
-    make_base_model,
-    make_page_model,
-    page_answers,
-    page_pointing,
-    page_questions,
-    page_sight,
-)
-from tools.drawn_pages import Item, Letter, Page
-from tools.module_training import Run
-from tools.page_questions import Question
+from tools import make_base_model, make_page_model
+from tools.page_model import page_answers, page_pointing, page_questions, page_sight
+from tools.page_model.drawn_pages import Item, Letter, Page
+from tools.page_model.module_training import Run
+from tools.page_model.page_questions import Question
 from uirl_jax import actions
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows

@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from tools import drawn_pages, make_base_model, make_page_model, module_training, page_sight
-from tools.drawn_pages import Item, Letter, Page
-from tools.module_training import Run
+from tools import make_base_model, make_page_model
+from tools.page_model import drawn_pages, module_training, page_sight
+from tools.page_model.drawn_pages import Item, Letter, Page
+from tools.page_model.module_training import Run
 from uirl_jax.errors import TrainingError
 
 GRID = (13, 10)  # tokens of 16 pixels, down and across 160x208

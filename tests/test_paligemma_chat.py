@@ -12,7 +12,7 @@ from transformers.models.paligemma.processing_paligemma import PaliGemmaProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from tests.family_world import picture
-from tools import gemma_tokenizer
+from tools.base_models import gemma_tokenizer
 from uirl_jax.actions import loc
 from uirl_jax.families import paligemma
 from uirl_jax.families.chat import Chat

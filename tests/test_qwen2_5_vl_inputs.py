@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests import family_world as world
 from tests.published_chats import QWEN2_VL as PUBLISHED_TEMPLATE
-from tools import qwen_tokenizer
+from tools.base_models import qwen_tokenizer
 from uirl_jax import actions
 from uirl_jax.errors import ImageError
 from uirl_jax.families import qwen2_5_vl

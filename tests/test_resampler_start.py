@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tools import make_base_model, resampler_start
-from tools.tiny_architectures import BASES
+from tools import make_base_model
+from tools.base_models import resampler_start
+from tools.base_models.tiny_architectures import BASES
 from uirl_jax.families.border import PlacedScreen
 from uirl_jax.families.idefics2 import model as idefics2_model
 from uirl_jax.types import TaskSpec

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tools import make_base_model, make_page_model, page_pointing, page_sight
+from tools import make_base_model, make_page_model
 from tools.grounding.dataset import Folder, Settings
 from tools.grounding.questions import ask
 from tools.grounding.screens import Element, Screen, Word
 from tools.grounding.sources import Plan
-from tools.screen_pages import Screens
+from tools.page_model import page_pointing, page_sight
+from tools.page_model.screen_pages import Screens
 from uirl_jax.errors import ConfigError
 
 BAND = Word("Save", ((4, 8), (10, 8), (16, 8), (22, 8)))  # in the instruction of MiniWoB++

@@ -7,9 +7,9 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from tools import qwen_tokenizer
-from tools.point_tokenizer import PointTokens
-from tools.spelling_tokenizer import SpellingTokenizer
+from tools.base_models import qwen_tokenizer
+from tools.base_models.point_tokenizer import PointTokens
+from tools.base_models.spelling_tokenizer import SpellingTokenizer
 
 TEXTS = [
     *[f"click({17 * n % 400}, {31 * n % 300})" for n in range(100)],
@@ -62,7 +62,7 @@ def test_action_text_is_short_and_digits_stand_alone(tokenizer):
 def test_training_in_another_process_gives_the_same_file(tokenizer):
     """Another hash seed, other threads: the ids must not depend on them."""
     program = (
-        "import json, sys; from tools import qwen_tokenizer as b;"
+        "import json, sys; from tools.base_models import qwen_tokenizer as b;"
         "sys.stdout.buffer.write(b.train_tokenizer(json.load(sys.stdin), 400).to_str().encode())"
     )
     again = subprocess.run(

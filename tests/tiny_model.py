@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from tools import qwen_tokenizer
+from tools.base_models import qwen_tokenizer
 from uirl_jax.families import loading, qwen2_vl
 from uirl_jax.families.qwen.images import ImageConfig
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig

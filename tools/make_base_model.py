@@ -37,8 +37,8 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from tools import command_line, supervised_rows
+from tools.base_models.tiny_architectures import BASES, BaseModel
 from tools.supervised_rows import Conversation, Questions
-from tools.tiny_architectures import BASES, BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.actions import coordinates
 from uirl_jax.errors import ConfigError, ModelError

@@ -23,22 +23,16 @@ from absl import logging
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import (
-    drawn_pages,
-    make_base_model,
-    page_answers,
-    page_pointing,
-    page_sight,
-    supervised_rows,
-    tiny_architectures,
-)
+from tools import make_base_model, supervised_rows
+from tools.base_models import tiny_architectures
+from tools.base_models.point_tokenizer import PointTokens
+from tools.base_models.spelling_tokenizer import SpellingTokenizer
+from tools.base_models.tiny_architectures import BaseModel
 from tools.make_base_model import Setting, Stage
-from tools.module_training import Run
-from tools.point_tokenizer import PointTokens
-from tools.screen_pages import Screens
-from tools.spelling_tokenizer import SpellingTokenizer
+from tools.page_model import drawn_pages, page_answers, page_pointing, page_sight
+from tools.page_model.module_training import Run
+from tools.page_model.screen_pages import Screens
 from tools.supervised_rows import Questions
-from tools.tiny_architectures import BaseModel
 from uirl_jax import platform_flags
 from uirl_jax.errors import ConfigError, ModelError
 from uirl_jax.families import qwen3_vl

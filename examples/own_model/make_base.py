@@ -12,8 +12,8 @@ from examples import own_model
 from examples.own_model import tokenizer
 from examples.own_model.config import OwnConfig
 from tools import make_base_model
-from tools.point_tokenizer import PointTokens
-from tools.tiny_architectures import APART, BaseModel
+from tools.base_models.point_tokenizer import PointTokens
+from tools.base_models.tiny_architectures import APART, BaseModel
 
 
 def _config(trained: Tokenizer) -> OwnConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tools import qwen_tokenizer
+from tools.base_models import qwen_tokenizer
 
 _SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # how byte-level BPE writes a space
 

@@ -18,20 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tools import (
-    drawn_pages,
-    module_training,
-    page_answers,
-    page_sight,
-    screen_pages,
-    supervised_rows,
-)
-from tools.drawn_pages import Page
+from tools import supervised_rows
 from tools.make_base_model import Setting
-from tools.module_training import Run, Schedule
-from tools.page_questions import Question
-from tools.page_sight import KINDS, Sight, mean
-from tools.screen_pages import Screens
+from tools.page_model import drawn_pages, module_training, page_answers, page_sight, screen_pages
+from tools.page_model.drawn_pages import Page
+from tools.page_model.module_training import Run, Schedule
+from tools.page_model.page_questions import Question
+from tools.page_model.page_sight import KINDS, Sight, mean
+from tools.page_model.screen_pages import Screens
 from uirl_jax.families import two_towers
 from uirl_jax.families.border import TokenRows
 from uirl_jax.models import scoring

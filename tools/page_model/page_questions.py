@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tools import drawn_pages
-from tools.drawn_pages import FIGURES, Box, Item, Page
 from tools.grounding import words
+from tools.page_model import drawn_pages
+from tools.page_model.drawn_pages import FIGURES, Box, Item, Page
 
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
 _IN_ORDER = 0.2  # of the questions about a text name others to be clicked after it

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, normalizers, processors
 
-from tools import byte_fallback_bpe
+from tools.base_models import byte_fallback_bpe
 from uirl_jax.families import idefics2, llava
 from uirl_jax.families.border import ChatLayout
 

@@ -12,14 +12,14 @@ from typing import Any
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tools import (
+from tools.base_models import (
     bart_tokenizer,
     gemma_tokenizer,
     llama_tokenizer,
     qwen_tokenizer,
     resampler_start,
 )
-from tools.point_tokenizer import PointTokens, TokenizerMaker
+from tools.base_models.point_tokenizer import PointTokens, TokenizerMaker
 from uirl_jax.families import (
     florence2,
     idefics2,

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from tools import drawn_text
-from tools.dense_drawing import DenseDrawing
 from tools.grounding import words
+from tools.page_model import drawn_text
+from tools.page_model.dense_drawing import DenseDrawing
 from uirl_jax.families.qwen.images import ImageConfig
 
 WIDTH_PX, HEIGHT_PX = 160, 210

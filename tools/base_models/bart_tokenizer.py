@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools import byte_fallback_bpe
+from tools.base_models import byte_fallback_bpe
 from uirl_jax.actions import loc
 from uirl_jax.families import florence2
 

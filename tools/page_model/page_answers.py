@@ -6,10 +6,10 @@ and `page_pointing` train on the pairs that are made here.
 
 import numpy as np
 
-from tools import drawn_pages, page_questions
-from tools.drawn_pages import Page
 from tools.make_base_model import Setting
-from tools.page_questions import Question
+from tools.page_model import drawn_pages, page_questions
+from tools.page_model.drawn_pages import Page
+from tools.page_model.page_questions import Question
 from uirl_jax.actions.formats import format_action
 from uirl_jax.families.border import Screen
 from uirl_jax.types import Action

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tools import drawn_pages, module_training, screen_pages
-from tools.drawn_pages import Item, Page
-from tools.module_training import Run, Schedule
-from tools.screen_pages import Screens
+from tools.page_model import drawn_pages, module_training, screen_pages
+from tools.page_model.drawn_pages import Item, Page
+from tools.page_model.module_training import Run, Schedule
+from tools.page_model.screen_pages import Screens
 from uirl_jax.families.border import PlacedScreen, Screen
 from uirl_jax.families.qwen.inputs import QwenInputs, grid_of
 

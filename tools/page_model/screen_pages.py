@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tools import drawn_pages, page_questions
-from tools.drawn_pages import Item, Letter, Page
 from tools.grounding import questions as grounding_questions
 from tools.grounding.dataset import read_layouts
 from tools.grounding.screens import Element, Screen
 from tools.grounding.sources import MINIWOB
-from tools.page_questions import Question
+from tools.page_model import drawn_pages, page_questions
+from tools.page_model.drawn_pages import Item, Letter, Page
+from tools.page_model.page_questions import Question
 from uirl_jax.errors import ConfigError
 
 SHARE = 0.5  # of the pages, where there are screens

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw
 
-from tools import drawn_text
+from tools.page_model import drawn_text
 
 Ink = tuple[int, ...]
 Point = tuple[float, float]

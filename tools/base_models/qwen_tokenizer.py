@@ -19,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-from tools import byte_fallback_bpe
+from tools.base_models import byte_fallback_bpe
 from uirl_jax.families.qwen.chat import LAYOUT
 
 # Qwen2's split before BPE; \p{N} alone keeps every digit a token of its own.
