@@ -41,6 +41,51 @@ def _expected(field: dataclasses.Field[Any], value: Any, signed: Collection[str]
     return "" if value > 0 or (value == 0 and field.name in _MAY_BE_ZERO) else "a positive number"
 
 
+def check_model_type(config: Mapping[str, Any], expected: str) -> None:
+    """Raises ModelError where a config.json is another architecture's."""
+    if (found := config.get("model_type")) != expected:
+        raise ModelError(f"config.json: model_type={found!r}, expected {expected!r}")
+
+
+def check_computed(*values: tuple[Any, ...], problems: Sequence[str] = ()) -> None:
+    """Raises ModelError for values that ask for another computation than the family's.
+
+    Args:
+      values: what it is, the value of config.json, and the values that are computed.
+      problems: more of the kind, in words.
+    """
+    found = [
+        f"{what} {got!r} (computed is {' or '.join(map(repr, computed))})"
+        for what, got, *computed in values
+        if got not in computed
+    ]
+    if found or problems:
+        raise ModelError(f"config.json: not supported: {', '.join([*found, *problems])}")
+
+
+def given(config: type, content: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """Of a config.json, or of a part of it, the fields of `config` that are there and not null.
+
+    Of several eos_token_id, which a list may have, the first. Raises: ModelError: it has none.
+    """
+    names = [field.name for field in dataclasses.fields(config) if field.name not in without]
+    found = {name: content[name] for name in names if content.get(name) is not None}
+    if isinstance(ends := found.get("eos_token_id"), list):
+        if not ends:
+            raise ModelError("config.json: eos_token_id=[], expected a token id")
+        found["eos_token_id"] = ends[0]
+    return found
+
+
+def rope_of(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of rotary positions, as transformers 5 or 4 name them."""
+    return text.get("rope_parameters") or text.get("rope_scaling") or {}
+
+
+def rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def head_dim(width: Any, heads: Any) -> int:
     """The width of a head where config.json leaves it out.
 

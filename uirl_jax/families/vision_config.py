@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+from uirl_jax.families import config_file
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig:
@@ -38,9 +40,7 @@ class VisionConfig:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The fields of this class; others, and null, are passed over."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        found = {name: value for name, value in content.items() if name in names}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        return cls(**config_file.given(cls, content))
 
 
 def tower_problems(cfg: Any, vision: VisionConfig) -> list[str]:

@@ -6,7 +6,7 @@ models/bart/.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,7 @@ class VisionConfig:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "VisionConfig":
         """The fields of this class; others are passed over."""
-        found = {
-            field.name: content[field.name]
-            for field in dataclasses.fields(cls)
-            if content.get(field.name) is not None
-        }
+        found = config_file.given(cls, content)
         per_stage = {name: tuple(found[name]) for name in _PER_STAGE if name in found}
         return cls(**{**found, **per_stage})
 
@@ -114,10 +110,7 @@ class Florence2Config:
 
         Raises: ModelError: another architecture, or a variant that is not computed.
         """
-        if config.get("model_type") != "florence2":
-            raise ModelError(
-                f"config.json: model_type={config.get('model_type')!r}, expected 'florence2'"
-            )
+        config_file.check_model_type(config, "florence2")
         text = dict(config.get("text_config") or {})
         vision = dict(config.get("vision_config") or {})
         if text.get("model_type", "bart") == "florence2_language":
@@ -125,10 +118,8 @@ class Florence2Config:
                 "config.json: text_config.model_type 'florence2_language' is not supported: "
                 f"{_REMOTE_CODE}"
             )
-        if problems := _not_computed(config, text, vision):
-            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
-        names = {f.name for f in dataclasses.fields(cls)} - {"images", "vision", "hidden_size"}
-        found = {name: text[name] for name in names if text.get(name) is not None}
+        _check_computed(config, text, vision)
+        found = config_file.given(cls, text, "images", "vision", "hidden_size")
         found["hidden_size"] = text.get("d_model", cls.hidden_size)
         if config.get("image_token_id") is not None:
             found["image_token_id"] = config["image_token_id"]
@@ -215,26 +206,20 @@ def _vision_problems(vision: VisionConfig) -> list[str]:
     return problems
 
 
-def _not_computed(
+def _check_computed(
     config: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]
-) -> list[str]:
-    """Values that ask for another computation than this family's, in words."""
-    # (what, the value, the values that are computed)
-    values: Sequence[tuple[str, Any, tuple[Any, ...]]] = [
-        ("text_config.model_type", text.get("model_type", "bart"), ("bart",)),
-        ("text_config.activation_function", text.get("activation_function", "gelu"), ("gelu",)),
-        ("text_config.scale_embedding", text.get("scale_embedding", False), (True, False)),
-        ("vision_config.model_type", vision.get("model_type"), (None, "florence_vision")),
-        ("vision_config.activation_function", vision.get("activation_function", "gelu"), ("gelu",)),
-        ("vision_config.qkv_bias", vision.get("qkv_bias", True), (True,)),
-        ("vision_config.in_channels", vision.get("in_channels", 3), (3,)),
-        ("tie_word_embeddings", config.get("tie_word_embeddings", True), (True,)),
-    ]
-    return [
-        f"{what} {got!r} (computed is {' or '.join(map(repr, known))})"
-        for what, got, known in values
-        if got not in known
-    ]
+) -> None:
+    """Raises ModelError for values that ask for another computation than this family's."""
+    config_file.check_computed(
+        ("text_config.model_type", text.get("model_type", "bart"), "bart"),
+        ("text_config.activation_function", text.get("activation_function", "gelu"), "gelu"),
+        ("text_config.scale_embedding", text.get("scale_embedding", False), True, False),
+        ("vision_config.model_type", vision.get("model_type"), None, "florence_vision"),
+        ("vision_config.activation_function", vision.get("activation_function", "gelu"), "gelu"),
+        ("vision_config.qkv_bias", vision.get("qkv_bias", True), True),
+        ("vision_config.in_channels", vision.get("in_channels", 3), 3),
+        ("tie_word_embeddings", config.get("tie_word_embeddings", True), True),
+    )
 
 
 def read_model_config(model_dir: Path) -> Florence2Config:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from uirl_jax.errors import ModelError
 from uirl_jax.families import config_file, processor_file
 from uirl_jax.families.idefics2.images import ImageConfig
 from uirl_jax.families.vision_config import VisionConfig, tower_problems
@@ -78,26 +77,18 @@ class Idefics2Config:
         Raises: ModelError: another architecture, or a variant that is not computed (another text
           tower, scaled RoPE, no resampler, other activations).
         """
-        if config.get("model_type") != "idefics2":
-            raise ModelError(
-                f"config.json: model_type={config.get('model_type')!r}, expected 'idefics2'"
-            )
+        config_file.check_model_type(config, "idefics2")
         given_text = config.get("text_config")
         text = dict(_TEXT if given_text is None else given_text)
         vision = dict(config.get("vision_config") or {})
         perceiver = dict(config.get("perceiver_config") or {})
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        if problems := _not_computed(config, text, vision, perceiver, rope):
-            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
-
-        names = {f.name for f in dataclasses.fields(cls)} - {"images", "vision", "perceiver"}
-        found = {name: text[name] for name in names if text.get(name) is not None}
+        rope = config_file.rope_of(text)
+        _check_computed(config, text, vision, perceiver, rope)
+        found = config_file.given(cls, text, "images", "vision", "perceiver")
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
         found["image_token_id"] = config.get("image_token_id")
         # As in the reference, unlike LLaVA's: what text_config says of it is not read.
         found["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
-        if isinstance(found.get("eos_token_id"), list):
-            found["eos_token_id"] = found["eos_token_id"][0]
         found = {name: value for name, value in found.items() if value is not None}
         if "sliding_window" in text:
             found["sliding_window"] = text["sliding_window"]  # null: none
@@ -111,12 +102,9 @@ class Idefics2Config:
         if perceiver.get("hidden_size", 4096) != width:
             perceiver["rms_norm_eps"] = eps
         vision_config = VisionConfig.from_dict(vision)
-        known = {field.name for field in dataclasses.fields(PerceiverConfig)}
         return cls(
             vision=vision_config,
-            perceiver=PerceiverConfig(
-                **{n: perceiver[n] for n in known if perceiver.get(n) is not None}
-            ),
+            perceiver=PerceiverConfig(**config_file.given(PerceiverConfig, perceiver)),
             images=ImageConfig(patch_size=vision_config.patch_size),
             **found,
         )
@@ -147,22 +135,18 @@ class Idefics2Config:
         }
 
 
-def _not_computed(
+def _check_computed(
     config: Mapping[str, Any],
     text: Mapping[str, Any],
     vision: Mapping[str, Any],
     perceiver: Mapping[str, Any],
     rope: Mapping[str, Any],
-) -> list[str]:
-    """Values that ask for another computation than this family's, in words."""
-    values = [
+) -> None:
+    """Raises ModelError for values that ask for another computation than this family's."""
+    config_file.check_computed(
         ("use_resampler", config.get("use_resampler", True), True),
         ("text_config.model_type", text.get("model_type", "mistral"), "mistral"),
-        (
-            "text_config: RoPE of type",
-            rope.get("rope_type", rope.get("type", "default")),
-            "default",
-        ),
+        ("text_config: RoPE of type", config_file.rope_type(rope), "default"),
         ("text_config.hidden_act", text.get("hidden_act", "silu"), "silu"),
         (
             "vision_config.hidden_act",
@@ -177,10 +161,7 @@ def _not_computed(
             False,
         ),
         ("perceiver_config.hidden_act", perceiver.get("hidden_act", "silu"), "silu"),
-    ]
-    return [
-        f"{what} {got!r} (computed is {known!r})" for what, got, known in values if got != known
-    ]
+    )
 
 
 def read_model_config(model_dir: Path) -> Idefics2Config:

@@ -90,18 +90,12 @@ class LlavaConfig:
         Raises: ModelError: another architecture, or a variant that is not computed (another text or
           vision tower, several feature layers, scaled RoPE, biases, other activations).
         """
-        if config.get("model_type") != "llava":
-            raise ModelError(
-                f"config.json: model_type={config.get('model_type')!r}, expected 'llava'"
-            )
+        config_file.check_model_type(config, "llava")
         text = dict(config.get("text_config") or {})
         vision = dict(config.get("vision_config") or _VISION)
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        if problems := _not_computed(config, text, vision, rope):
-            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
-
-        names = {f.name for f in dataclasses.fields(cls)} - {"images", "vision"}
-        found = {name: text[name] for name in names if text.get(name) is not None}
+        rope = config_file.rope_of(text)
+        _check_computed(config, text, vision, rope)
+        found = config_file.given(cls, text, "images", "vision")
         found["image_token_id"] = config.get("image_token_index", config.get("image_token_id"))
         found["vision_feature_layer"] = config.get("vision_feature_layer")
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
@@ -109,8 +103,6 @@ class LlavaConfig:
         found["tie_word_embeddings"] = bool(
             config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         )
-        if isinstance(found.get("eos_token_id"), list):
-            found["eos_token_id"] = found["eos_token_id"][0]
         found = {name: value for name, value in found.items() if value is not None}
         width, heads = (
             found.get(name, cls.__dataclass_fields__[name].default)
@@ -162,14 +154,16 @@ class LlavaConfig:
         }
 
 
-def _not_computed(
+def _check_computed(
     config: Mapping[str, Any],
     text: Mapping[str, Any],
     vision: Mapping[str, Any],
     rope: Mapping[str, Any],
-) -> list[str]:
-    """Values that ask for another computation than this family's, in words."""
-    values = [
+) -> None:
+    """Raises ModelError for values that ask for another computation than this family's."""
+    layer = config.get("vision_feature_layer")
+    several = [f"vision_feature_layer {layer} (computed is one)"] if type(layer) is list else []
+    config_file.check_computed(
         (
             "vision_feature_select_strategy",
             config.get("vision_feature_select_strategy", "default"),
@@ -180,11 +174,7 @@ def _not_computed(
         # LLaVA-NeXT's tiles, in a directory that says to be a LLaVA.
         ("image_grid_pinpoints", config.get("image_grid_pinpoints"), None),
         ("text_config.model_type", text.get("model_type", "llama"), "llama"),
-        (
-            "text_config: RoPE of type",
-            rope.get("rope_type", rope.get("type", "default")),
-            "default",
-        ),
+        ("text_config: RoPE of type", config_file.rope_type(rope), "default"),
         ("text_config.sliding_window", text.get("sliding_window"), None),
         ("text_config.attention_bias", text.get("attention_bias", False), False),
         ("text_config.mlp_bias", text.get("mlp_bias", False), False),
@@ -196,13 +186,8 @@ def _not_computed(
         ),
         ("vision_config.hidden_act", vision.get("hidden_act", "quick_gelu"), "quick_gelu"),
         ("vision_config.num_channels", vision.get("num_channels", 3), 3),
-    ]
-    found = [
-        f"{what} {got!r} (computed is {known!r})" for what, got, known in values if got != known
-    ]
-    if isinstance(config.get("vision_feature_layer"), list):
-        found.append(f"vision_feature_layer {config['vision_feature_layer']} (computed is one)")
-    return found
+        problems=several,
+    )
 
 
 def read_model_config(model_dir: Path) -> LlavaConfig:

@@ -114,32 +114,23 @@ class PaliGemmaConfig:
         Raises: ModelError: another architecture, or a variant that is not computed (another text or
           vision tower, a pooling head, scaled RoPE, biases, other activations or windows).
         """
-        if config.get("model_type") != "paligemma":
-            raise ModelError(
-                f"config.json: model_type={config.get('model_type')!r}, expected 'paligemma'"
-            )
+        config_file.check_model_type(config, "paligemma")
         given = config.get("text_config")
         text = dict(_TEXT if given is None else given)
         given = config.get("vision_config")
         vision = dict(_VISION if given is None else given)
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        if problems := _not_computed(config, text, vision, rope):
-            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
-
+        rope = config_file.rope_of(text)
+        _check_computed(config, text, vision, rope)
         text_model_type = text.get("model_type", "gemma")
         defaults = _GEMMA2 if text_model_type == "gemma2" else {}
-        names = {f.name for f in dataclasses.fields(cls)} - {"images", "vision", "text_model_type"}
-        if text_model_type == "gemma":
-            names -= set(_GEMMA2_ONLY)
-        given = {name: text[name] for name in names if text.get(name) is not None}
+        others = () if text_model_type == "gemma2" else _GEMMA2_ONLY
+        given = config_file.given(cls, text, "images", "vision", "text_model_type", *others)
         found: dict[str, Any] = {**defaults, **given}
         found |= {name: None for name in _NULLABLE if name in text and text[name] is None}
         found["image_token_id"] = config.get("image_token_index", config.get("image_token_id"))
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
         # As in the reference: what text_config says of it is not read.
         found["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
-        if isinstance(found.get("eos_token_id"), list):
-            found["eos_token_id"] = found["eos_token_id"][0]
         found = {n: value for n, value in found.items() if value is not None or n in _NULLABLE}
         cfg = cls(
             vision=VisionConfig.from_dict(vision),
@@ -192,51 +183,43 @@ class PaliGemmaConfig:
         }
 
 
-def _not_computed(
+def _check_computed(
     config: Mapping[str, Any],
     text: Mapping[str, Any],
     vision: Mapping[str, Any],
     rope: Mapping[str, Any],
-) -> list[str]:
-    """Values that ask for another computation than this family's, in words."""
-    gemma = ("gemma", "gemma2")
-    # (what, the value, the values that are computed)
-    values: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("text_config.model_type", text.get("model_type", "gemma"), gemma),
-        (
-            "text_config: RoPE of type",
-            rope.get("rope_type", rope.get("type", "default")),
-            ("default",),
-        ),
-        ("text_config.attention_bias", text.get("attention_bias", False), (False,)),
-        ("text_config.hidden_act", text.get("hidden_act"), (None, *_GELU_TANH)),
-        ("text_config.hidden_activation", text.get("hidden_activation"), (None, *_GELU_TANH)),
+) -> None:
+    """Raises ModelError for values that ask for another computation than this family's."""
+    windows: list[tuple[Any, ...]] = []
+    if text.get("model_type") == "gemma2":
+        layers = text.get("num_hidden_layers", _GEMMA2["num_hidden_layers"])
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+        windows = [("text_config.layer_types", text.get("layer_types"), None, kinds)]
+    config_file.check_computed(
+        ("text_config.model_type", text.get("model_type", "gemma"), "gemma", "gemma2"),
+        ("text_config: RoPE of type", config_file.rope_type(rope), "default"),
+        ("text_config.attention_bias", text.get("attention_bias", False), False),
+        ("text_config.hidden_act", text.get("hidden_act"), None, *_GELU_TANH),
+        ("text_config.hidden_activation", text.get("hidden_activation"), None, *_GELU_TANH),
         # Of contexts; what is sampled is causal in any case.
         (
             "text_config.use_bidirectional_attention",
             text.get("use_bidirectional_attention"),
-            (None, True),
+            None,
+            True,
         ),
         (
             "vision_config.model_type",
             vision.get("model_type", "siglip_vision_model"),
-            ("siglip_vision_model",),
+            "siglip_vision_model",
         ),
-        ("vision_config.hidden_act", vision.get("hidden_act", _GELU_TANH[0]), _GELU_TANH[:1]),
-        ("vision_config.num_channels", vision.get("num_channels", 3), (3,)),
+        ("vision_config.hidden_act", vision.get("hidden_act", _GELU_TANH[0]), _GELU_TANH[0]),
+        ("vision_config.num_channels", vision.get("num_channels", 3), 3),
         # A pooling head, whose weights nothing would read. The reference's default has one.
-        ("vision_config.vision_use_head", vision.get("vision_use_head", True), (False,)),
-        ("tie_word_embeddings", config.get("tie_word_embeddings", True), (True, False)),
-    ]
-    if text.get("model_type") == "gemma2":
-        layers = text.get("num_hidden_layers", _GEMMA2["num_hidden_layers"])
-        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-        values.append(("text_config.layer_types", text.get("layer_types"), (None, kinds)))
-    return [
-        f"{what} {got!r} (computed is {' or '.join(map(repr, known))})"
-        for what, got, known in values
-        if got not in known
-    ]
+        ("vision_config.vision_use_head", vision.get("vision_use_head", True), False),
+        ("tie_word_embeddings", config.get("tie_word_embeddings", True), True, False),
+        *windows,
+    )
 
 
 def read_model_config(model_dir: Path) -> PaliGemmaConfig:

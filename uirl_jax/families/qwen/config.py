@@ -6,12 +6,12 @@ Source: transformers, models/qwen2_vl/configuration_qwen2_vl.py and models/qwen2
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from uirl_jax.errors import ModelError
-from uirl_jax.families import processor_file
+from uirl_jax.families import config_file, processor_file
 from uirl_jax.families.qwen.images import ImageConfig
 
 VISION_ROPE_THETA = 10_000.0
@@ -93,35 +93,35 @@ def section_problems(section: Any) -> list[str]:
     return [f"mrope_section={shown!r}, expected three positive integers"]
 
 
-def read_text(
-    config: Mapping[str, Any], model_type: str, vision_problems: Sequence[str]
-) -> dict[str, Any]:
+def read_text(config: Mapping[str, Any], model_type: str, vision_activation: str) -> dict[str, Any]:
     """The fields of QwenConfig, from the top (transformers 4) or from text_config (5).
 
     Args:
-      vision_problems: what the vision tower's reader does not compute, in words.
+      vision_activation: that of the vision tower's MLPs.
 
     Raises: ModelError: another architecture, or a variant that is not computed (sliding windows,
       scaled RoPE, other activations).
     """
-    if config.get("model_type") != model_type:
-        raise ModelError(
-            f"config.json: model_type={config.get('model_type')!r}, expected {model_type!r}"
-        )
+    config_file.check_model_type(config, model_type)
     text = {**config, **(config.get("text_config") or {})}
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    problems = []
-    if rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope"):
-        problems.append(f"RoPE of type {rope.get('rope_type', rope.get('type'))!r}")
-    if text.get("use_sliding_window"):
-        problems.append("use_sliding_window=true")
-    if text.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={text['hidden_act']!r}")
-    if problems or vision_problems:
-        raise ModelError(f"config.json: not supported: {', '.join([*problems, *vision_problems])}")
-
-    fields = [f.name for f in dataclasses.fields(QwenConfig) if f.name != "images"]
-    found: dict[str, Any] = {name: text[name] for name in fields if text.get(name) is not None}
+    vision = config.get("vision_config") or {}
+    rope, vision_rope = config_file.rope_of(text), vision.get("rope_parameters") or {}
+    config_file.check_computed(
+        ("RoPE of type", config_file.rope_type(rope), "default", "mrope"),
+        ("use_sliding_window", text.get("use_sliding_window"), None, False),
+        ("hidden_act", text.get("hidden_act", "silu"), "silu"),
+        (
+            "vision_config.hidden_act",
+            vision.get("hidden_act", vision_activation),
+            vision_activation,
+        ),
+        (
+            "vision_config: rope_theta",
+            vision_rope.get("rope_theta", VISION_ROPE_THETA),
+            VISION_ROPE_THETA,
+        ),
+    )
+    found = config_file.given(QwenConfig, text, "images")
     found.setdefault("rms_norm_eps", _RMS_NORM_EPS)
     if "num_attention_heads" in found:  # the default is no grouping
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
@@ -133,17 +133,7 @@ def read_text(
     found["tie_word_embeddings"] = bool(
         config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
     )
-    if isinstance(found.get("eos_token_id"), list):
-        found["eos_token_id"] = found["eos_token_id"][0]
     return found
-
-
-def vision_rope_problems(vision: Mapping[str, Any]) -> list[str]:
-    """What of the vision tower's rotary positions is not computed, in words."""
-    theta = (vision.get("rope_parameters") or {}).get("rope_theta", VISION_ROPE_THETA)
-    if theta == VISION_ROPE_THETA:
-        return []
-    return [f"vision_config.rope_parameters.rope_theta={theta}"]
 
 
 class PatchSizes(Protocol):

@@ -110,10 +110,7 @@ class Qwen25VLConfig(qwen.QwenConfig):
           (sliding windows in the text tower, scaled RoPE, other activations).
         """
         vision = dict(config.get("vision_config") or {})
-        problems = qwen.vision_rope_problems(vision)
-        if vision.get("hidden_act", "silu") != "silu":
-            problems.append(f"vision_config.hidden_act={vision['hidden_act']!r}")
-        found = qwen.read_text(config, _MODEL_TYPE, problems)
+        found = qwen.read_text(config, _MODEL_TYPE, "silu")
         # tokens_per_second is about videos, which are refused where they come in.
         fields = dataclasses.fields(VisionConfig)
         names = {field.name for field in fields}

@@ -74,10 +74,7 @@ class Qwen2VLConfig(qwen.QwenConfig):
           (sliding windows, scaled RoPE, other activations).
         """
         vision = dict(config.get("vision_config") or {})
-        problems = qwen.vision_rope_problems(vision)
-        if vision.get("hidden_act", "quick_gelu") != "quick_gelu":
-            problems.append(f"vision_config.hidden_act={vision['hidden_act']!r}")
-        found = qwen.read_text(config, "qwen2_vl", problems)
+        found = qwen.read_text(config, "qwen2_vl", "quick_gelu")
         # The published files name it in_chans, the reference reads only in_channels; both are 3.
         vision = {"hidden_size": found.get("hidden_size"), **vision}
         names = {field.name for field in dataclasses.fields(VisionConfig)}

@@ -154,34 +154,25 @@ class Qwen3VLConfig:
         Raises: ModelError: another architecture, missing fields, or a variant that is not computed
           (a mixture of experts, scaled RoPE, axes of M-RoPE in blocks, other activations).
         """
-        if config.get("model_type") != "qwen3_vl":
-            raise ModelError(
-                f"config.json: model_type={config.get('model_type')!r}, expected 'qwen3_vl'"
-            )
+        config_file.check_model_type(config, "qwen3_vl")
         text, vision = (dict(config.get(f"{name}_config") or {}) for name in ("text", "vision"))
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        if problems := _not_computed(text, vision, rope):
-            raise ModelError(f"config.json: not supported: {', '.join(problems)}")
-
-        names = {field.name for field in dataclasses.fields(cls)} - {"images", "vision"}
-        found = {name: text.get(name, config.get(name)) for name in names}
+        rope = config_file.rope_of(text)
+        _check_computed(text, vision, rope)
+        found = config_file.given(cls, {**config, **text}, "images", "vision")
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
         if "mrope_section" in rope:
             found["mrope_section"] = tuple(rope["mrope_section"])
-        if found["num_key_value_heads"] is None:  # no grouping
-            found["num_key_value_heads"] = found["num_attention_heads"]
+        if "num_attention_heads" in found:  # the default is no grouping
+            found.setdefault("num_key_value_heads", found["num_attention_heads"])
         # Where both say something the top holds, as in the reference.
         found["tie_word_embeddings"] = bool(
             config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
         )
-        if isinstance(found["eos_token_id"], list):
-            found["eos_token_id"] = found["eos_token_id"][0]
         found = {name: value for name, value in found.items() if value is not None}
-        fields = dataclasses.fields(VisionConfig)
-        vision = {f.name: vision[f.name] for f in fields if vision.get(f.name) is not None}
+        vision = config_file.given(VisionConfig, vision)
         if "deepstack_visual_indexes" in vision:
             vision["deepstack_visual_indexes"] = tuple(vision["deepstack_visual_indexes"])
-        config_file.check_complete(vision, fields, "vision_config.")
+        config_file.check_complete(vision, dataclasses.fields(VisionConfig), "vision_config.")
         found["vision"] = VisionConfig(**vision)
         config_file.check_complete(found, dataclasses.fields(cls))
         return cls(**found)
@@ -224,13 +215,13 @@ class Qwen3VLConfig:
         }
 
 
-def _not_computed(
+def _check_computed(
     text: Mapping[str, Any], vision: Mapping[str, Any], rope: Mapping[str, Any]
-) -> list[str]:
-    """Values that ask for another computation than this family's, in words."""
+) -> None:
+    """Raises ModelError for values that ask for another computation than this family's."""
     vision_rope = vision.get("rope_parameters") or {}
-    values = [
-        ("RoPE of type", rope.get("rope_type", rope.get("type", "default")), "default"),
+    config_file.check_computed(
+        ("RoPE of type", config_file.rope_type(rope), "default"),
         ("mrope_interleaved", rope.get("mrope_interleaved", True), True),
         ("attention_bias", text.get("attention_bias", False), False),
         ("hidden_act", text.get("hidden_act", "silu"), "silu"),
@@ -245,10 +236,7 @@ def _not_computed(
             vision_rope.get("rope_theta", qwen.VISION_ROPE_THETA),
             qwen.VISION_ROPE_THETA,
         ),
-    ]
-    return [
-        f"{what} {got!r} (computed is {known!r})" for what, got, known in values if got != known
-    ]
+    )
 
 
 def read_model_config(model_dir: Path) -> Qwen3VLConfig:
