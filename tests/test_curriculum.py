@@ -91,7 +91,7 @@ def test_count_by_instance_tells_instances_apart_and_passes_strangers_over():
     first, second = (curriculum.task(index) for index in range(2))
     curriculum.count(tallies, records(first, 3, 1) + records(second, 0, 4))
     curriculum.count(tallies, records(dataclasses.replace(first, seed=5), 0, 4))
-    assert sorted(tallies.to_json().values()) == [[1.0, 4.0, 4.0], [4.0, 4.0, 0.0]]
+    assert sorted(tallies.to_json().values()) == [[1.0, 4.0, 4.0, 3.0], [4.0, 4.0, 0.0, 0.0]]
     metrics = curriculum.describe(tallies)
     assert metrics["curriculum/played"] == pytest.approx(2 / 6)
     assert metrics["curriculum/failure_rate"] == pytest.approx((0.25 + 1.0) / 2)
@@ -114,12 +114,17 @@ def test_rewards_that_differ_are_a_signal_though_all_fail():
     tallies = curriculum.tallies()
     group = records(KINDS[0], 0, 8)
     curriculum.count(tallies, [*group[1:], dataclasses.replace(group[0], reward=0.5)])
-    assert tallies.to_json() == {"0": [8.0, 8.0, 8.0]}
+    assert tallies.to_json() == {"0": [8.0, 8.0, 8.0, 0.5]}
+    assert curriculum.describe(tallies)["task/desktop/click_button/reward"] == 0.5 / 8
 
 
-def test_tallies_of_a_run_that_did_not_count_signals_are_read():
+@pytest.mark.parametrize(
+    ("old", "read"),
+    [([2.0, 7.0], [2.0, 7.0, 7.0, 5.0]), ([2.0, 7.0, 3.0], [2.0, 7.0, 3.0, 5.0])],
+)
+def test_tallies_of_a_run_that_did_not_count_signals_or_rewards_are_read(old, read):
     curriculum = Curriculum(CurriculumConfig(), KINDS, run_seed=0)
-    assert curriculum.tallies({"1": [2.0, 7.0]}).to_json() == {"1": [2.0, 7.0, 7.0]}
+    assert curriculum.tallies({"1": old}).to_json() == {"1": read}
 
 
 def test_describe_tells_of_every_kind_what_its_instances_did():
@@ -134,6 +139,7 @@ def test_describe_tells_of_every_kind_what_its_instances_did():
     metrics = curriculum.describe(tallies)
     assert {name: value for name, value in metrics.items() if name.startswith("task/")} == {
         "task/desktop/click_button_buttons_2/success": 6 / 16,
+        "task/desktop/click_button_buttons_2/reward": 6 / 16,
         "task/desktop/click_button_buttons_2/signal": 8 / 16,
     }
 
@@ -196,7 +202,8 @@ def test_tallies_that_went_through_json_choose_the_same_tasks():
         {"0": [-1, 1]},
         {"0": [0, 1, 2]},
         {"0": [0, 1, -1]},
-        {"0": [0, 1, 1, 1]},
+        {"0": [0, 1, 1, 1, 1]},
+        {"0": [0, 1, 1, float("nan")]},
         {"0": [0, 1, float("nan")]},
         [1],
         "0",

@@ -247,6 +247,13 @@ def test_report_curve_path_ends_at_last_value() -> None:
     assert numbers == [left, bottom, (left + right) / 2, (top + bottom) / 2, right, top]
 
 
+def test_report_rewards_outside_of_shares_are_drawn_within_the_chart() -> None:
+    series = [charts.Series("reward", ((1.0, -1.0), (9.0, 1.0)))]
+    (line,) = charts.line_chart("x", series, unit="%", full_share=True).lines
+    _, first, _, last = (float(n) for n in re.findall(r"[\d.]+", line.path))
+    assert charts.TOP <= last < first <= charts.HEIGHT - charts.BOTTOM
+
+
 def test_report_curve_that_is_smoothed_says_where_it_ends_not_its_last_step() -> None:
     series = charts.Series("share", tuple((float(k), float(k % 3 == 0)) for k in range(40)))
     chart = charts.line_chart("x", [series], unit="%", full_share=True)

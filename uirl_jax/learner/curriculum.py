@@ -46,6 +46,7 @@ class Tallies:
     Attributes:
       failed_e, played_e: float64[entries], episodes.
       varied_e: float64[entries], the episodes of groups whose rewards differ.
+      reward_e: float64[entries], the sum of the episodes' rewards.
     """
 
     def __init__(self, content: Any, entries: int, window: int) -> None:
@@ -53,36 +54,41 @@ class Tallies:
         self.failed_e = np.zeros(entries)
         self.played_e = np.zeros(entries)
         self.varied_e = np.zeros(entries)
+        self.reward_e = np.zeros(entries)
         self._window = window
         try:
-            for key, (failed, played, *varied) in (content or {}).items():
+            for key, (failed, played, *others) in (content or {}).items():
                 entry = int(key)
                 if not 0 <= entry < entries:
                     raise IndexError(key)
                 self.failed_e[entry], self.played_e[entry] = float(failed), float(played)
-                # A run that began before these were counted: as if every group had varied.
-                (self.varied_e[entry],) = map(float, varied or [played])
+                # A run that began before these were counted: as if every group had varied, and as
+                # if a success paid 1 and a failure nothing.
+                unknown = [played, self.played_e[entry] - self.failed_e[entry]]
+                others += unknown[len(others) :]
+                self.varied_e[entry], self.reward_e[entry] = map(float, others)
         except (TypeError, ValueError, IndexError, AttributeError):
             self.failed_e[:] = np.nan
         with np.errstate(invalid="ignore"):
             valid = np.isfinite(self.played_e) & (self.failed_e >= 0)
             valid &= (self.failed_e <= self.played_e) & (self.varied_e >= 0)
-            valid &= self.varied_e <= self.played_e
+            valid &= (self.varied_e <= self.played_e) & np.isfinite(self.reward_e)
         if not valid.all():
             raise PolicyError(
                 f"the policy's tallies of tasks are {str(content)[:80]}, expected "
-                f"failed, played and varied episodes of up to {entries} tasks; does the learner "
+                f"failed, played and varied episodes, and rewards, of up to {entries} tasks; does the learner "
                 "use another config?"
             )
 
-    def add(self, entry: int, failed: int, played: int, varied: int) -> None:
-        """Adds a group's episodes; older counts fade, so that they sum to at most `window`."""
+    def add(self, entry: int, failed: int, played: int, varied: int, reward: float) -> None:
+        """Adds a group's episodes and the sum of their rewards; older counts fade, so that they sum to at most `window`."""
         total = self.played_e[entry] + played
         fade = min(1.0, self._window / total) if total else 1.0
         # Rounded here, so that a run restored from the JSON draws the same tasks as this one.
         self.failed_e[entry] = round(fade * (self.failed_e[entry] + failed), 3)
         self.played_e[entry] = round(fade * total, 3)
         self.varied_e[entry] = round(fade * (self.varied_e[entry] + varied), 3)
+        self.reward_e[entry] = round(fade * (self.reward_e[entry] + reward), 3)
 
     def failure_rates(self) -> np.ndarray:
         """float64[entries] in (0, 1]; 1 for a task that was never played."""
@@ -95,9 +101,11 @@ class Tallies:
 
     def to_json(self) -> dict[str, list[float]]:
         return {
-            str(entry): [float(self.failed_e[entry]), float(played), float(self.varied_e[entry])]
-            for entry, played in enumerate(self.played_e)
-            if played
+            str(entry): [float(count) for count in counts]
+            for entry, counts in enumerate(
+                zip(self.failed_e, self.played_e, self.varied_e, self.reward_e, strict=True)
+            )
+            if counts[1]
         }
 
 
@@ -151,8 +159,9 @@ class Curriculum:
                 members.setdefault(entry, []).append(record)
         for entry, records in members.items():
             failed, played = sum(not record.success for record in records), len(records)
-            differs = len({record.reward for record in records}) > 1
-            tallies.add(entry, failed, played, played if differs else 0)
+            rewards = [record.reward for record in records]
+            varied = played if len(set(rewards)) > 1 else 0
+            tallies.add(entry, failed, played, varied, sum(rewards))
 
     @functools.cached_property
     def pool(self) -> str:
@@ -165,8 +174,8 @@ class Curriculum:
     def describe(self, tallies: Tallies) -> Mapping[str, float]:
         """Metrics: the played share of the pool, its mean failure rate, and of several kinds each.
 
-        `task/<task>/success` and `task/<task>/signal` are over the latest `window` episodes of
-        each of its entries: shares of episodes, and of groups whose rewards differ.
+        `task/<task>/success`, `/reward` and `/signal` are over the latest `window` episodes of each
+        of its entries: share of episodes, mean, and share of groups whose rewards differ.
         """
         played_e = tallies.played_e > 0
         failed, played = tallies.failed_e[played_e], tallies.played_e[played_e]
@@ -177,16 +186,19 @@ class Curriculum:
         }
 
     def _describe_kinds(self, tallies: Tallies) -> dict[str, float]:
-        counts_3e = np.stack([tallies.played_e, tallies.failed_e, tallies.varied_e])
+        counts_4e = np.stack(
+            [tallies.played_e, tallies.failed_e, tallies.varied_e, tallies.reward_e]
+        )
         totals: dict[str, np.ndarray] = {}  # of equal names together: kinds may differ in max_turns
         for number, kind in enumerate(self._kinds):
             name = metric_name("task", kind.label)
-            of_kind_3 = counts_3e[:, number :: len(self._kinds)].sum(1)
-            totals[name] = totals.get(name, np.zeros(3)) + of_kind_3
+            of_kind_4 = counts_4e[:, number :: len(self._kinds)].sum(1)
+            totals[name] = totals.get(name, np.zeros(4)) + of_kind_4
         metrics = {}
-        for name, (played, failed, varied) in totals.items():
+        for name, (played, failed, varied, reward) in totals.items():
             if played:
                 metrics[f"{name}/success"] = 1.0 - float(failed / played)
+                metrics[f"{name}/reward"] = float(reward / played)
                 metrics[f"{name}/signal"] = float(varied / played)
         return metrics
 

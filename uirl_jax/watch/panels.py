@@ -75,7 +75,11 @@ _PANELS = (
 )
 # task/<task>/<name>: a chart for each kind of task, in a section of its own.
 _TASK = "task/"
-_OF_A_TASK = {"success": "successes", "signal": "groups with a signal"}
+_OF_A_TASK = {
+    "success": "successes",
+    "reward": "reward, mean",
+    "signal": "groups with a signal",
+}
 _COLD_PANELS = (_Panel("Loss on demonstrations", {"sft/loss": "cross-entropy per token"}),)
 
 

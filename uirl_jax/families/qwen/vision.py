@@ -1,4 +1,4 @@
-"""The vision block that Qwen2-VL and Qwen3-VL share; only its activation differs.
+"""What the vision towers of the Qwen-VL families share: a block, and how patches become tokens.
 
 Source: transformers, models/qwen2_vl/modeling_qwen2_vl.py and models/qwen3_vl/modeling_qwen3_vl.py.
 """
@@ -20,8 +20,55 @@ from uirl_jax.models.weight_table import WeightTable
 NORM_EPS = 1e-6  # of the vision towers' norms: a constant in the reference, too
 
 
+class MergingTower(nnx.Module):
+    """A vision tower that makes one visual token of merge_size**2 patches next to each other.
+
+    `_add_merger` makes its last modules; a family calls it after those before.
+    """
+
+    merger_norm: Callable[[jax.Array], jax.Array]
+
+    def _add_merger(
+        self,
+        merged_size: int,
+        token_size: int,
+        *,
+        table: WeightTable,
+        lora: LoraConfig | None,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype,
+    ) -> None:
+        linear = functools.partial(
+            adapted_linear,
+            lora=lora,
+            table=table,
+            use_bias=True,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.merged_size = merged_size
+        self.merger_fc1 = linear("merger_fc1", merged_size, merged_size)
+        self.merger_fc2 = linear("merger_fc2", merged_size, token_size, axes=("wide", None))
+
+    def merge(
+        self,
+        x_ipd: jax.Array,
+        *,
+        adapters: bool,
+        dropout_keys: tuple[jax.Array | None, jax.Array | None],
+    ) -> jax.Array:
+        """Visual tokens, [I,M,token_size], of patches whose neighbours are consecutive."""
+        fc1_key, fc2_key = dropout_keys
+        h_ime = self.merger_norm(x_ipd).reshape(len(x_ipd), -1, self.merged_size)
+        h_ime = self.merger_fc1(h_ime, adapters=adapters, dropout_key=fc1_key)
+        h_ime = jax.nn.gelu(h_ime, approximate=False)
+        return self.merger_fc2(h_ime, adapters=adapters, dropout_key=fc2_key)
+
+
 class VisionBlock(nnx.Module):
-    """Pre-norm attention over an image's patches, then a two-layer MLP.
+    """Of Qwen2-VL and Qwen3-VL, which differ in its activation alone.
+
+    Pre-norm attention over an image's patches, then a two-layer MLP.
 
     Args:
       activation: of the MLP; a named function, as stacked blocks are compared by it.

@@ -18,6 +18,7 @@ from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
 from uirl_jax.families.qwen.model import QwenVL, image_pixels
+from uirl_jax.families.qwen.vision import MergingTower
 from uirl_jax.families.qwen2_5_vl.config import Qwen25VLConfig, VisionConfig
 from uirl_jax.families.qwen2_5_vl.names import WEIGHTS
 from uirl_jax.models import layers
@@ -87,7 +88,7 @@ class VisionBlock(nnx.Module):
         return constrain(x_ipd, "images", None, None)
 
 
-class VisionTower(nnx.Module):
+class VisionTower(MergingTower):
     """Patches -> visual tokens of the text tower's width."""
 
     def __init__(
@@ -114,17 +115,13 @@ class VisionTower(nnx.Module):
         self.merger_norm = layers.RMSNorm(
             cfg.hidden_size, eps=_VISION_NORM_EPS, param_dtype=param_dtype
         )
-        linear = functools.partial(
-            adapted_linear,
-            lora=lora,
+        self._add_merger(
+            cfg.merged_size,
+            cfg.out_hidden_size,
             table=WEIGHTS,
-            use_bias=True,
+            lora=lora,
             rngs=rngs,
             param_dtype=param_dtype,
-        )
-        self.merger_fc1 = linear("merger_fc1", cfg.merged_size, cfg.merged_size)
-        self.merger_fc2 = linear(
-            "merger_fc2", cfg.merged_size, cfg.out_hidden_size, axes=("wide", None)
         )
 
 
@@ -167,12 +164,8 @@ class Qwen25VL(QwenVL):
         x_ipd, _ = _vision_blocks(
             self, vision, adapters=adapters, dropout_key=blocks_key, collect=False
         )
-        tower = self.visual
-        h_ipd = tower.merger_norm(x_ipd)
-        h_imd = h_ipd.reshape(h_ipd.shape[0], -1, self.cfg.vision.merged_size)
-        h_imd = tower.merger_fc1(h_imd, adapters=adapters, dropout_key=fc1_key)
-        h_imd = jax.nn.gelu(h_imd, approximate=False)
-        visual_imd = tower.merger_fc2(h_imd, adapters=adapters, dropout_key=fc2_key)
+        keys = (fc1_key, fc2_key)
+        visual_imd = self.visual.merge(x_ipd, adapters=adapters, dropout_keys=keys)
         visual_imd = jnp.take_along_axis(visual_imd, vision["token_order_im"][..., None], axis=1)
         visual_md = visual_imd.reshape(-1, self.cfg.vision.out_hidden_size)
         return constrain(visual_md, "visual", None)

@@ -6,7 +6,6 @@ Patches and positions come from `qwen/`, names of tensors from `names`.
 Source: arXiv:2409.12191 and transformers, models/qwen2_vl/modeling_qwen2_vl.py.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,17 +15,17 @@ from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
 from uirl_jax.families.qwen.model import QwenVL, image_pixels
-from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
+from uirl_jax.families.qwen.vision import NORM_EPS, MergingTower, VisionBlock
 from uirl_jax.families.qwen2_vl.config import Qwen2VLConfig, VisionConfig
 from uirl_jax.families.qwen2_vl.names import WEIGHTS
 from uirl_jax.models import layers
 from uirl_jax.models.blocks import layer_keys, stack, through
 from uirl_jax.models.decoder import DecoderConfig, Rotary
-from uirl_jax.models.lora import Linear, LoraConfig, adapted_linear, split_key
+from uirl_jax.models.lora import Linear, LoraConfig, split_key
 from uirl_jax.models.sharding import constrain
 
 
-class VisionTower(nnx.Module):
+class VisionTower(MergingTower):
     """Patches -> visual tokens of the text tower's width."""
 
     def __init__(
@@ -60,17 +59,14 @@ class VisionTower(nnx.Module):
             rngs,
         )
         self.merger_norm = layers.LayerNorm(cfg.embed_dim, eps=NORM_EPS, param_dtype=param_dtype)
-        merged = cfg.embed_dim * cfg.spatial_merge_size**2
-        linear = functools.partial(
-            adapted_linear,
-            lora=lora,
+        self._add_merger(
+            cfg.embed_dim * cfg.spatial_merge_size**2,
+            cfg.hidden_size,
             table=WEIGHTS,
-            use_bias=True,
+            lora=lora,
             rngs=rngs,
             param_dtype=param_dtype,
         )
-        self.merger_fc1 = linear("merger_fc1", merged, merged)
-        self.merger_fc2 = linear("merger_fc2", merged, cfg.hidden_size, axes=("wide", None))
 
 
 class Qwen2VL(QwenVL):
@@ -117,13 +113,8 @@ class Qwen2VL(QwenVL):
             dropout_key=blocks_key,
             collect=False,
         )
-        tower = self.visual
-        h_ipd = tower.merger_norm(x_ipd)
-        merged = h_ipd.shape[-1] * self.cfg.vision.spatial_merge_size**2
-        h_imd = h_ipd.reshape(h_ipd.shape[0], -1, merged)
-        h_imd = tower.merger_fc1(h_imd, adapters=adapters, dropout_key=fc1_key)
-        h_imd = jax.nn.gelu(h_imd, approximate=False)
-        visual_imd = tower.merger_fc2(h_imd, adapters=adapters, dropout_key=fc2_key)
+        keys = (fc1_key, fc2_key)
+        visual_imd = self.visual.merge(x_ipd, adapters=adapters, dropout_keys=keys)
         visual_md = visual_imd.reshape(-1, self.cfg.vision.hidden_size)
         return constrain(visual_md, "visual", None)
 

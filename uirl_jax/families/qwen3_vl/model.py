@@ -19,7 +19,7 @@ from flax import nnx
 
 from uirl_jax.families.qwen.config import VISION_ROPE_THETA
 from uirl_jax.families.qwen.model import QwenVL, image_pixels
-from uirl_jax.families.qwen.vision import NORM_EPS, VisionBlock
+from uirl_jax.families.qwen.vision import NORM_EPS, MergingTower, VisionBlock
 from uirl_jax.families.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from uirl_jax.families.qwen3_vl.names import WEIGHTS
 from uirl_jax.models import layers
@@ -67,7 +67,7 @@ class DeepstackMerger(nnx.Module):
         return self.deepstack_fc2(h_ime, adapters=adapters, dropout_key=fc2_key)
 
 
-class VisionTower(nnx.Module):
+class VisionTower(MergingTower):
     """Patches -> visual tokens."""
 
     def __init__(
@@ -106,17 +106,13 @@ class VisionTower(nnx.Module):
             rngs,
         )
         self.merger_norm = layers.LayerNorm(cfg.hidden_size, eps=NORM_EPS, param_dtype=param_dtype)
-        linear = functools.partial(
-            adapted_linear,
-            lora=lora,
+        self._add_merger(
+            cfg.merged_size,
+            cfg.out_hidden_size,
             table=WEIGHTS,
-            use_bias=True,
+            lora=lora,
             rngs=rngs,
             param_dtype=param_dtype,
-        )
-        self.merger_fc1 = linear("merger_fc1", cfg.merged_size, cfg.merged_size)
-        self.merger_fc2 = linear(
-            "merger_fc2", cfg.merged_size, cfg.out_hidden_size, axes=("wide", None)
         )
         levels = len(cfg.deepstack_visual_indexes)
         self.deepstack = (
@@ -204,10 +200,8 @@ class Qwen3VL(QwenVL):
         )
         tower, merged = self.visual, self.cfg.vision.merged_size
         images = len(x_ipd)
-        h_ime = tower.merger_norm(x_ipd).reshape(images, -1, merged)
-        h_ime = tower.merger_fc1(h_ime, adapters=adapters, dropout_key=fc1_key)
-        h_ime = jax.nn.gelu(h_ime, approximate=False)
-        levels = [tower.merger_fc2(h_ime, adapters=adapters, dropout_key=fc2_key)]
+        keys = (fc1_key, fc2_key)
+        levels = [tower.merge(x_ipd, adapters=adapters, dropout_keys=keys)]
         if tower.deepstack is not None:
 
             def body(_: None, level: Any) -> tuple[None, jax.Array]:
