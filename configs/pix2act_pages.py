@@ -1,15 +1,16 @@
 """The 59 tasks of MiniWoB++ on which Pix2Act was measured, from a model that can read pages.
 
-    mkdir -p runs && tar -xf configs/pix2act_start.tar.xz -C runs  # the result of the next four
+    mkdir -p runs && tar -xf configs/pix2act_start.tar.xz -C runs  # the result of the next five
     python -m uirl_jax.main --config=configs/pix2act_pages.py:base --workdir=runs/pix2act-base
     python -m uirl_jax.main --config=configs/pix2act_pages.py:more --workdir=runs/pix2act-more
     python -m uirl_jax.main --config=configs/pix2act_pages.py:last --workdir=runs/pix2act-last
     python -m uirl_jax.main --config=configs/pix2act_pages.py:again --workdir=runs/pix2act-again
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:aim --workdir=runs/pix2act-aim
     python -m uirl_jax.main --config=configs/pix2act_pages.py --workdir=runs/pix2act
 
 `:base` is a cold start on 150 correct demonstrations of each task, played first (Chromium), of the
 start of miniwob_pages.py; also of the four tasks that config has and the list has not, so that RL
-on either set can start from the result. The next three go on from it on other demonstrations,
+on either set can start from the result. The next four go on from it on other demonstrations,
 `shown` of each task in a round. Only the newest of the screenshots is seen, and of the two turns
 before it the actions. docs/pix2act.md has what it solves, and how it is counted: `--role=eval
 --tasks=pix2act`. RL gained nothing so far (an earlier start).

@@ -20,6 +20,8 @@ from uirl_jax import evaluation, metrics, seeds
 from uirl_jax.config import reading
 from uirl_jax.config.schema import EvaluationConfig
 from uirl_jax.errors import ConfigError, ShardError, UirlError
+from uirl_jax.evaluation.results import to_result
+from uirl_jax.evaluation.statistics import TaskRate
 from uirl_jax.run import Run
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.record import TokenLayout
@@ -167,6 +169,11 @@ def test_seeds_of_neither_kind_are_refused() -> None:
         reading.from_config(EvaluationConfig, ConfigDict({"seeds": "train"}))
 
 
+def task_rate(successes: int, attempts: int) -> TaskRate:
+    counted = dataclasses.asdict(evaluation.rate(successes, attempts))
+    return TaskRate(**counted, mean_reward=successes / attempts)  # a success pays 1
+
+
 def test_evaluate_counts_attempts_and_writes_them(tmp_path: Path) -> None:
     tasks = evaluation.eval_tasks([CLICK, ENTER], 8)
 
@@ -180,8 +187,8 @@ def test_evaluate_counts_attempts_and_writes_them(tmp_path: Path) -> None:
     assert result.rate == pytest.approx(2 / 7)
     assert (result.low, result.high) == evaluation.wilson_interval(2, 7)
     assert result.per_task == {
-        "desktop/click_button (buttons=4)": evaluation.rate(2, 4),
-        "desktop/enter_text": evaluation.rate(0, 3),
+        "desktop/click_button (buttons=4)": task_rate(2, 4),
+        "desktop/enter_text": task_rate(0, 3),
     }
     assert result.stop_reasons == {"completed": 2, "env_error": 2, "failed": 5}
     assert (result.mean_reward, result.mean_turns) == (pytest.approx(2 / 7), 1.0)
@@ -305,6 +312,24 @@ def test_read_results_broken_file_is_named(tmp_path: Path) -> None:
 def result(stage: str, successes: int, attempts: int) -> evaluation.EvalResult:
     tasks = evaluation.eval_tasks([CLICK], attempts)
     return evaluation.count(stage, tasks, [episode(t, k < successes) for k, t in enumerate(tasks)])
+
+
+def test_count_has_the_reward_of_every_task_beside_its_success(tmp_path: Path) -> None:
+    near, far = (dataclasses.replace(CLICK, name=f"own/{name}") for name in ("near", "far"))
+    played = [
+        dataclasses.replace(episode(dataclasses.replace(task, seed=seed), False), reward=reward)
+        for task, seed, reward in ((near, 1, 0.75), (near, 2, 0.25), (far, 3, -1.0))
+    ]
+    counted = evaluation.count("before", [t.task for t in played], played)
+    assert {task: one.mean_reward for task, one in counted.per_task.items()} == {
+        near.label: 0.5,
+        far.label: -1.0,
+    }
+    of_a_file = json.loads(json.dumps(dataclasses.asdict(counted)))
+    assert to_result(of_a_file) == counted
+    for task in of_a_file["per_task"].values():  # as an earlier release left it
+        del task["mean_reward"]
+    assert [one.mean_reward for one in to_result(of_a_file).per_task.values()] == [None, None]
 
 
 def test_format_table_is_aligned() -> None:

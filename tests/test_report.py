@@ -247,6 +247,22 @@ def test_report_curve_path_ends_at_last_value() -> None:
     assert numbers == [left, bottom, (left + right) / 2, (top + bottom) / 2, right, top]
 
 
+def test_report_shows_the_reward_of_tasks_that_are_paid_otherwise_than_by_success(
+    tmp_path: Path,
+) -> None:
+    tasks = [TaskSpec(f"own/{name}", 1) for name in ("angle", "click")]
+    one = dataclasses.replace(play(KINDS[0], 1.0, 0), success=True, reward=1.0)
+    angle, click = (dataclasses.replace(one, task=task) for task in tasks)
+    played = [dataclasses.replace(angle, success=False, reward=0.75), click]
+    result = evaluation.count("before", tasks, played)
+    (tmp_path / "eval").mkdir()
+    evaluation.write_json(tmp_path / "eval" / "before.json", dataclasses.asdict(result))
+    watch.write_report(tmp_path)
+    text = words(Page((tmp_path / watch.REPORT_FILE).read_text(encoding="utf-8")).text)
+    assert "own/angle 0 % of 1, reward 0.750 own/click" in text
+    assert text.count(", reward") == 1
+
+
 def test_report_rewards_outside_of_shares_are_drawn_within_the_chart() -> None:
     series = [charts.Series("reward", ((1.0, -1.0), (9.0, 1.0)))]
     (line,) = charts.line_chart("x", series, unit="%", full_share=True).lines

@@ -10,7 +10,7 @@ from typing import Any
 from uirl_jax.errors import ConfigError, UirlError
 from uirl_jax.evaluation.rates import Rate
 from uirl_jax.evaluation.recorded import from_json
-from uirl_jax.evaluation.statistics import EvalResult
+from uirl_jax.evaluation.statistics import EvalResult, TaskRate
 from uirl_jax.store.files import write_atomically
 from uirl_jax.store.local import LocalStore
 
@@ -44,7 +44,7 @@ def to_result(flat: Mapping[str, Any]) -> EvalResult:
 
     Raises: TypeError, KeyError, AttributeError: others.
     """
-    per_task = {label: Rate(**rate) for label, rate in flat["per_task"].items()}
+    per_task = {label: TaskRate(**rate) for label, rate in flat["per_task"].items()}
     recorded = {name: from_json(one) for name, one in flat.get("recorded", {}).items()}
     result = EvalResult(**{**flat, "per_task": per_task, "recorded": recorded})
     whole = isinstance(result.stage, str) and type(result.finished_unix_s) in (int, float)

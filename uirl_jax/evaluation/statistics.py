@@ -12,11 +12,18 @@ from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
+class TaskRate(Rate):
+    """The success of one stage on one kind of task."""
+
+    mean_reward: float | None = None  # over the attempts; None: of an earlier release
+
+
+@dataclasses.dataclass(frozen=True)
 class EvalResult(Rate):
     """The success of one stage of a run (its base model, its policy after training)."""
 
     stage: str
-    per_task: dict[str, Rate]  # by name and variant: "desktop/click_button"
+    per_task: dict[str, TaskRate]  # by name and variant: "desktop/click_button"
     env_errors: int  # env_error episodes; they are not attempts
     missing: int  # tasks without an attempt, because of env_errors or a stopped run
     stop_reasons: dict[str, int]  # of all episodes, including env_error
@@ -52,7 +59,10 @@ def count(stage: str, tasks: Sequence[TaskSpec], trajectories: Sequence[Trajecto
         **dataclasses.asdict(overall),
         stage=stage,
         per_task={
-            label: rate(sum(t.success for t in group), len(group))
+            label: TaskRate(
+                **dataclasses.asdict(rate(sum(t.success for t in group), len(group))),
+                mean_reward=mean([t.reward for t in group]),
+            )
             for label, group in sorted(by_task.items())
         },
         env_errors=len(trajectories) - len(attempts),

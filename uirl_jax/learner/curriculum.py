@@ -76,12 +76,15 @@ class Tallies:
         if not valid.all():
             raise PolicyError(
                 f"the policy's tallies of tasks are {str(content)[:80]}, expected "
-                f"failed, played and varied episodes, and rewards, of up to {entries} tasks; does the learner "
-                "use another config?"
+                f"failed, played and varied episodes, and rewards, of up to {entries} tasks; does "
+                "the learner use another config?"
             )
 
     def add(self, entry: int, failed: int, played: int, varied: int, reward: float) -> None:
-        """Adds a group's episodes and the sum of their rewards; older counts fade, so that they sum to at most `window`."""
+        """Adds a group's episodes and the sum of their rewards.
+
+        Older counts fade, so that they sum to at most `window` episodes.
+        """
         total = self.played_e[entry] + played
         fade = min(1.0, self._window / total) if total else 1.0
         # Rounded here, so that a run restored from the JSON draws the same tasks as this one.

@@ -86,7 +86,7 @@ def line_chart(
         ]
     values = [value for line in (*binned, *drawn) for _, value in line.points]
     low, high, step = _axis(min(values), max(values), from_zero or stacked)
-    if full_share and 0.0 <= min(values) and max(values) <= 1.0 + 1e-9:
+    if full_share and min(values) >= 0.0 and max(values) <= 1.0 + 1e-9:
         low, high, step = 0.0, 1.0, 0.25
     steps = [at for line in binned for at, _ in line.points]
     first, last = min(steps), max(steps)

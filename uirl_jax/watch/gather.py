@@ -137,6 +137,8 @@ def _checked_results(
         rates = (result, *result.per_task.values())
         numbers = [getattr(rate, field.name) for rate in rates for field in _RATE_FIELDS]
         numbers += [result.env_errors, result.missing]
+        rewards = (task.mean_reward for task in result.per_task.values())
+        numbers += [reward for reward in rewards if reward is not None]
         if isinstance(result.stage, str) and all(map(_is_number, numbers)):
             kept.append(result)
         else:
