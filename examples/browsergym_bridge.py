@@ -29,9 +29,10 @@ from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted.http import port_number
 from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.client import openenv_actions
+from uirl_jax.verifiers.screenshots import encode_image
 from uirl_jax.verifiers.server.open_session import ServerLimits
 from uirl_jax.verifiers.server.server import serve
-from uirl_jax.verifiers.server.session_types import SessionTypes, encode_image
+from uirl_jax.verifiers.server.session_types import SessionTypes
 
 TASK = re.compile(r"browsergym/(([a-z]{1,40})\.[A-Za-z0-9_.-]{1,80})")
 MakeEnv = Callable[[str], Any]  # the name of a task -> a gymnasium environment

@@ -28,7 +28,7 @@ LAYERS = (
 # The same inside uirl_jax/verifiers: the client imports neither a task nor the server.
 VERIFIERS = (
     {"wire"},
-    {"dialects"},
+    {"dialects", "screenshots"},
     {"client", "tasks"},
     {"recorded"},
     {"own_tasks", "containers"},

@@ -7,17 +7,15 @@ it, beside each other, for sessions of their kind.
 
 import asyncio
 import contextlib
-import io
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
-
-from PIL import Image
 
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action
 from uirl_jax.verifiers.browser import BrowserError, keyboard
 from uirl_jax.verifiers.browser.cdp import CdpError, Chromium
 from uirl_jax.verifiers.browser.page import Files, Page, Pages
+from uirl_jax.verifiers.screenshots import encode_again
 
 SETTLE_S = 1.0  # bound: a page that moves for ever is shown as it is then
 ANSWER_S = 10.0  # of silence before a page counts as hung
@@ -197,7 +195,9 @@ class Tab:
         """The screen as it stands: png, jpeg or webp."""
         async with self._answering():
             image = await self._page.screenshot("jpeg" if image_format == "jpeg" else "png")
-        return await asyncio.to_thread(_as_webp, image) if image_format == "webp" else image
+        if image_format != "webp":
+            return image
+        return await asyncio.to_thread(encode_again, image, "webp")
 
     async def act(self, action: Action) -> None:
         """Applies an action (pixels of the screen), and returns when the page has settled."""
@@ -331,10 +331,3 @@ class Tab:
         if self._deadline is not None:  # whoever waits for the page need not wait any longer
             with contextlib.suppress(RuntimeError):  # nobody does
                 self._deadline.reschedule(asyncio.get_running_loop().time())
-
-
-def _as_webp(png: bytes) -> bytes:
-    buffer = io.BytesIO()
-    with Image.open(io.BytesIO(png)) as image:
-        image.save(buffer, "WEBP", quality=90)
-    return buffer.getvalue()

@@ -13,7 +13,6 @@ Source: openenv 0.10.0 (PyPI), core/env_server/types.py, serialization.py, http_
 import base64
 import binascii
 import dataclasses
-import io
 import math
 import re
 from typing import Any
@@ -31,6 +30,7 @@ from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.client.image_header import image_size
 from uirl_jax.verifiers.client.transport import ClientLimits
+from uirl_jax.verifiers.screenshots import encode_image
 
 _PIXELS = re.compile(rb'"screenshot"\s*:\s*(?=\[)')
 _BASE64 = re.compile(rb'"screenshot"\s*:\s*"([^"]*)"')
@@ -223,6 +223,4 @@ def encode_pixels(rows: bytes, max_pixels: int) -> bytes:
     if values.max() > 255:
         raise ImageError("a value of a pixel is not one of 0-255")
     pixels_hwc = values.astype(np.uint8).reshape(height_px, width_px, -1)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels_hwc[:, :, :3]).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+    return encode_image(Image.fromarray(pixels_hwc[:, :, :3]), "png")

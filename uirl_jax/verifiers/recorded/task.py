@@ -12,7 +12,6 @@ row, `rules` judges, `history` words the instruction, `sets` opens the files.
 """
 
 import enum
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from uirl_jax.verifiers.recorded import history, rules
 from uirl_jax.verifiers.recorded.checks import MAX_PIXELS
 from uirl_jax.verifiers.recorded.draw import Drawn, pick_step
 from uirl_jax.verifiers.recorded.row import Row, Step
+from uirl_jax.verifiers.screenshots import encode_again
 from uirl_jax.verifiers.tasks import variants
 
 # walk: 1 walks along all steps. level: low also tells what the shown step shall do.
@@ -174,13 +174,7 @@ class RecordedTask:
 
 def _encoded(data: bytes, image_format: str, size: tuple[int, int] | None = None) -> bytes:
     """Raises: VerifierError: the picture cannot be decoded."""
-    buffer = io.BytesIO()
     try:
-        image = Image.open(io.BytesIO(data)).convert("RGB")
-        if size is not None:
-            image = image.resize(size, Image.Resampling.BICUBIC)
-        options = {"compress_level": 1} if image_format == "png" else {"quality": 90}
-        image.save(buffer, image_format.upper(), **options)
+        return encode_again(data, image_format, size)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise VerifierError(f"a recorded picture cannot be decoded: {error}") from error
-    return buffer.getvalue()
