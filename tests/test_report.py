@@ -259,7 +259,7 @@ def test_report_shows_the_reward_of_tasks_that_are_paid_otherwise_than_by_succes
     evaluation.write_json(tmp_path / "eval" / "before.json", dataclasses.asdict(result))
     watch.write_report(tmp_path)
     text = words(Page((tmp_path / watch.REPORT_FILE).read_text(encoding="utf-8")).text)
-    assert "own/angle 0 % of 1, reward 0.750 own/click" in text
+    assert "own/angle0 % of 1, reward 0.750 own/click100 % of 1 " in text
     assert text.count(", reward") == 1
 
 
