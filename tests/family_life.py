@@ -10,6 +10,7 @@ from PIL import Image
 
 import uirl_jax
 from tests import tiny_config
+from tests.changed_advantages import changed_advantages
 from tools import export, make_base_model
 from tools.base_models.tiny_architectures import BASES
 from uirl_jax import evaluation
@@ -66,7 +67,8 @@ def assert_trains_exports_and_loads_again(
     resolved = reading.from_config(schema.RunConfig, cfg)
     run = Run(resolved, tmp_path / "run", open_run(tmp_path / "run", resolved))
     # A random policy earns nothing: without advantages there would be no gradient to follow.
-    run_all(run, threading.Event(), replace_advantages=signs)
+    with changed_advantages(signs):
+        run_all(run, threading.Event())
 
     assert list(evaluation.read_results(run.workdir)) == ["before", "after"]
     lines = [json.loads(line) for line in (run.workdir / "metrics.jsonl").read_text().splitlines()]

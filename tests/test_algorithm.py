@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests import packed_records, step_world
+from tests.changed_advantages import seen_advantages
 from tests.eight_devices import on_eight_devices
 from tests.sample_trajectories import make_trajectory
 from tools.bench import algorithms
@@ -98,7 +99,7 @@ class Learner:
             placed = sharding.state_shardings(mesh, self.frozen, step_world.RULES)
             self.frozen = jax.device_put(self.frozen, placed)
 
-    def step(self, records=None, layout: str = "packed", **options) -> dict[str, float]:
+    def step(self, records=None, layout: str = "packed") -> dict[str, float]:
         self.state, metrics, _ = algorithm.learn(
             groups() if records is None else records,
             self.cfg,
@@ -113,7 +114,6 @@ class Learner:
             ),
             mesh=self.mesh,
             seed=0,
-            **options,
         )
         return metrics
 
@@ -210,14 +210,10 @@ def test_learn_gigpo_compares_the_turns_that_saw_a_screenshot_in_every_record_of
         again.append(dataclasses.replace(record, turns=tuple(turns)))
     again[0] = dataclasses.replace(again[0], stop_reason=StopReason.MAX_TURNS)
     again[3] = dataclasses.replace(again[3], group_id="an older one")
-    seen: list[list[np.ndarray]] = []
-
-    def note(tokens):
-        seen.append(tokens)
-        return tokens
-
     cfg = CONFIGS["gigpo"]
-    Learner(cfg).step([again], replace_advantages=note)
+    with seen_advantages() as seen:
+        Learner(cfg).step([again])
+        Learner(cfg).step([group])
     lengths = [turn_lengths(record) for record in again]
     assert sorted(map(len, lengths)) == [1, 1, 2, 2]
     returns = [
@@ -233,7 +229,6 @@ def test_learn_gigpo_compares_the_turns_that_saw_a_screenshot_in_every_record_of
             expected += (value - np.mean(returns)) / np.std(returns)
             assert tokens[end - 1] == pytest.approx(expected, abs=1e-4)
     # Screens that no other turn saw add nothing: the records' own second screenshots differ.
-    Learner(cfg).step([group], replace_advantages=note)
     for record, tokens in zip(group, seen[1], strict=True):
         for end in np.cumsum(turn_lengths(record))[1:]:
             assert tokens[end - 1] == pytest.approx((record.reward - 0.5) / 0.5, abs=1e-4)
@@ -245,13 +240,8 @@ def test_learn_kl_in_the_reward_is_kl_of_the_policy_to_the_base():
         CONFIGS["rloo"], loss=PolicyLossConfig(kl_in="reward", kl_coefficient=0.5)
     )
     learner = Learner(cfg)
-    seen = []
-
-    def note(tokens):
-        seen.append(tokens)
-        return tokens
-
-    learner.step(groups([0.0] * 16), replace_advantages=note)
+    with seen_advantages() as seen:
+        learner.step(groups([0.0] * 16))
     scores = Learner(dataclasses.replace(cfg, minibatches=2))
     (batch,) = batching.make_batches(
         [of for group in groups() for of in group],
@@ -298,13 +288,8 @@ def test_ppo_truncated_episodes_bootstrap_and_ended_ones_do_not():
     records = groups([0.0] * 16)
     cut = dataclasses.replace(records[0][0], stop_reason=StopReason.MAX_TURNS)
     records[0][0] = cut
-    seen = []
-
-    def note(tokens):
-        seen.append(tokens)
-        return tokens
-
-    learner.step(records, replace_advantages=note)
+    with seen_advantages() as seen:
+        learner.step(records)
     ended = next(n for n in range(1, 16) if len(records[n // 4][n % 4].turns) == 1)
     assert len(cut.turns) == 1
     np.testing.assert_allclose(seen[0][0], 0.5 * 2 - 2, atol=1e-5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
+from tests.changed_advantages import Change, changed_advantages
 from uirl_jax import evaluation
 from uirl_jax.config import reading, schema
 from uirl_jax.roles.all import run_all
@@ -20,8 +21,12 @@ def no_advantages(tokens: list[np.ndarray]) -> list[np.ndarray]:
     return [np.zeros_like(of) for of in tokens]
 
 
+def own_advantages(tokens: list[np.ndarray]) -> list[np.ndarray]:
+    return tokens
+
+
 def train(
-    workdir: Path, advantages, *, steps: int = STEPS, kl_coefficient: float | None = None
+    workdir: Path, advantages: Change, *, steps: int = STEPS, kl_coefficient: float | None = None
 ) -> dict[str, evaluation.EvalResult]:
     cfg = quickstart.get_config()
     if kl_coefficient is not None:
@@ -30,13 +35,14 @@ def train(
     cfg.learner.steps = steps
     resolved = reading.from_config(schema.RunConfig, cfg)
     run = Run(resolved, workdir, open_run(workdir, resolved))
-    run_all(run, threading.Event(), replace_advantages=advantages)
+    with changed_advantages(advantages):
+        run_all(run, threading.Event())
     return evaluation.read_results(workdir)
 
 
 @pytest.mark.slow
 def test_quickstart_learns_from_advantages_and_from_nothing_else(tmp_path):
-    learnt = train(tmp_path / "grpo", None)
+    learnt = train(tmp_path / "grpo", own_advantages)
     assert learnt["before"].rate <= 0.5
     assert learnt["after"].rate >= 0.9
     control = train(tmp_path / "zero", no_advantages)

@@ -33,7 +33,6 @@ from uirl_jax.types import TrainBatch, Trajectory
 
 Group = list[Trajectory]
 # Replaces the per-token advantages of a step; for tests.
-Advantages = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,14 +203,12 @@ def learn(
     make_batches: Callable[[Sequence[Trajectory]], list[TrainBatch]],
     mesh: jax.sharding.Mesh | None,
     seed: int,
-    replace_advantages: Advantages | None = None,
 ) -> tuple[TrainState, dict[str, float], int]:
     """One learner step on these groups, in one process. The state is donated.
 
     Args:
       make_batches: makes the batches of one update from its records.
       seed: of the minibatch order in epochs after the first.
-      replace_advantages: for tests; with zeros the policy must not change.
     Returns: (state, metrics as means over the updates, number of tokens that are not padding).
     """
     started_s = time.monotonic()
@@ -227,7 +224,6 @@ def learn(
         frozen,
         mesh=mesh,
         seed=seed,
-        replace_advantages=replace_advantages,
     )
     return state, metrics | {"time/batches_s": batches_s}, tokens
 
@@ -242,7 +238,6 @@ def update(
     *,
     mesh: jax.sharding.Mesh | None,
     seed: int,
-    replace_advantages: Advantages | None = None,
     on_advantages: Callable[[list[np.ndarray]], None] = lambda token_advantages: None,
 ) -> tuple[TrainState, dict[str, float], int]:
     """The updates of one step, by all processes of the learner together. The state is donated.
@@ -251,7 +246,7 @@ def update(
       chosen: the records of the batches; None in every process but the first, which computes
         advantages and weights for all.
       batches: of each update; a process's own rows are enough.
-      seed, replace_advantages: see `learn`.
+      seed: see `learn`.
       on_advantages: told those of every token, an array for each record.
     Returns: as `learn`; the number of tokens is of the batches that are here.
     """
@@ -276,7 +271,7 @@ def update(
                 weights = _weights(minibatch.trajectories, cfg)
                 minibatch.batches = batching.fill(minibatch.batches, weights_bt=weights)
         else:
-            on_advantages(_fill_in_advantages(chosen.groups, minibatches, cfg, replace_advantages))
+            on_advantages(_fill_in_advantages(chosen.groups, minibatches, cfg))
     _from_first_process(minibatches, cfg)
 
     filled_s = time.monotonic()
@@ -366,12 +361,28 @@ def _fill_in_advantages(
     groups: Sequence[Group],
     minibatches: Sequence[_Minibatch],
     cfg: AlgorithmConfig,
-    replace_advantages: Advantages | None,
 ) -> list[np.ndarray]:
     """Sets advantages and weights in the batches; with a critic also values and returns.
 
     Returns: the advantages of every record's tokens.
     """
+    fields = token_fields(groups, minibatches, cfg)
+    first = 0
+    for minibatch in minibatches:
+        members = slice(first, first + len(minibatch.trajectories))
+        minibatch.batches = batching.fill(
+            minibatch.batches,
+            weights_bt=_weights(minibatch.trajectories, cfg),
+            **{name: values[members] for name, values in fields.items()},
+        )
+        first += len(minibatch.trajectories)
+    return fields["advantages_bt"]
+
+
+def token_fields(
+    groups: Sequence[Group], minibatches: Sequence[_Minibatch], cfg: AlgorithmConfig
+) -> dict[str, list[np.ndarray]]:
+    """advantages_bt of every record's tokens; with a critic also values_bt and returns_bt."""
     lengths = [rewards.turn_lengths(record) for group in groups for record in group]
     kl = None
     if cfg.kl_in_reward:
@@ -420,20 +431,7 @@ def _fill_in_advantages(
     token_advantages = advantages.with_negative_weight(
         token_advantages, cfg.advantage.negative_weight
     )
-    if replace_advantages is not None:
-        token_advantages = replace_advantages(token_advantages)
-    fields["advantages_bt"] = token_advantages
-
-    first = 0
-    for minibatch in minibatches:
-        members = slice(first, first + len(minibatch.trajectories))
-        minibatch.batches = batching.fill(
-            minibatch.batches,
-            weights_bt=_weights(minibatch.trajectories, cfg),
-            **{name: values[members] for name, values in fields.items()},
-        )
-        first += len(minibatch.trajectories)
-    return token_advantages
+    return fields | {"advantages_bt": token_advantages}
 
 
 def find_estimator(cfg: AdvantageConfig) -> Callable[..., list[np.ndarray]]:

@@ -139,7 +139,6 @@ def run_learner(
     cluster: Cluster = ALONE,
     hooks: Hooks = NO_HOOKS,
     profile_steps: Sequence[int] = (),
-    replace_advantages: algorithm.Advantages | None = None,
 ) -> LearnerResult:
     """Trains until cfg.learner.steps are done or `stop` is set; continues from the last checkpoint.
 
@@ -148,7 +147,6 @@ def run_learner(
     Args:
       cluster: the learner's processes.
       profile_steps: the first and the last that are traced; see `profiling`.
-      replace_advantages: for tests; with zeros the policy must not change.
     Raises:
       CheckpointError: there are checkpoints and all are damaged.
       TrainingError: a loss, gradient norm or reward is not finite (the step's records are moved to
@@ -169,7 +167,6 @@ def run_learner(
         frozen=model.frozen,
         mesh=mesh,
         seed=cfg.seed,
-        replace_advantages=replace_advantages,
         on_advantages=advantages.extend,
     )
     store = open_store(run.workdir)

@@ -13,7 +13,6 @@ from uirl_jax.actor.journal import run_totals
 from uirl_jax.actor.random_engine import RandomEngine
 from uirl_jax.console import format_duration
 from uirl_jax.families import loading
-from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.cluster import ALONE, Cluster
 from uirl_jax.learner.loop import LearnerResult
 from uirl_jax.players import BackgroundLoop, Players
@@ -32,7 +31,6 @@ def run_all(
     stop: threading.Event,
     *,
     actors: int = 1,
-    replace_advantages: Advantages | None = None,
     cluster: Cluster = ALONE,
 ) -> evaluation.EvalResult | None:
     """A whole run: verifier, base evaluation, cold start, RL, final evaluation, report.
@@ -97,9 +95,7 @@ def run_all(
 
         try:
             with judging(run, model, background, stop) as judge:
-                result = learn(
-                    run, model, mesh, stop, begin_acting, replace_advantages, cluster, judge
-                )
+                result = learn(run, model, mesh, stop, begin_acting, cluster, judge)
         finally:
             background.start(_set(async_stop))
             if acting:

@@ -12,7 +12,6 @@ from uirl_jax.config.schema import MeshConfig, RunConfig
 from uirl_jax.console import output_kept
 from uirl_jax.errors import ConfigError, StoppedError
 from uirl_jax.families import loading
-from uirl_jax.learner.algorithm import Advantages
 from uirl_jax.learner.bookkeeping import RunDirectory
 from uirl_jax.learner.cluster import ALONE, Cluster
 from uirl_jax.learner.cold_start import run_cold_start
@@ -65,7 +64,6 @@ def learn(
     mesh: jax.sharding.Mesh,
     stop: threading.Event,
     on_ready: Callable[[], None] = lambda: None,
-    replace_advantages: Advantages | None = None,
     cluster: Cluster = ALONE,
     judge: Judge = all_are_good,
 ) -> LearnerResult:
@@ -96,7 +94,6 @@ def learn(
             cluster=cluster,
             hooks=Hooks(on_ready, watcher, watcher.waiting, judge),
             profile_steps=run.cfg.tracking.profile_steps,
-            replace_advantages=replace_advantages,
         )
 
 
