@@ -1,7 +1,7 @@
 """How often each task is shown in the stages of pix2act_pages.py; not a config by itself.
 
-A stage of demonstrations is a number of rounds. What the model before solved, by its tuning
-episodes, is shown once in a round, so that it is not forgotten; what it did not, more often.
+A stage of demonstrations is a number of rounds. What a model before solved, by its tuning episodes,
+is shown once in a round, so that it is not forgotten; what it did not, more often.
 """
 
 _EASY = (
@@ -24,7 +24,8 @@ GOING_ON = {
     "again": ("last", 31, 1000, 52),
     "aim": ("again", 32, 600, 32),
 }
-# By :aim, whose failures miss the place more than they misread a text; the others as before.
+# How often :aim shows what :again solved (once or twice), and what it fails by missing the place
+# rather than by misreading a text (four to eight times); the others as in the stages before.
 _AIM = {
     **dict.fromkeys(("right-angle", "use-slider"), 8),
     **dict.fromkeys(("drag-shapes", "drag-sort-numbers", "visual-addition"), 6),
@@ -34,6 +35,7 @@ _AIM = {
     **dict.fromkeys(("simple-arithmetic", "resize-textarea", "click-widget"), 2),
     **dict.fromkeys(("click-option", "use-autocomplete-nodelay"), 2),
     **dict.fromkeys(("count-sides", "drag-box", "drag-circle", "unicode-test"), 1),
+    "circle-center": 1,
 }
 
 
@@ -45,6 +47,6 @@ def shown(stage: str, name: str) -> int:
         return 0
     if stage == "aim" and name in _AIM:
         return _AIM[name]
-    if stage in ("again", "aim") and name in _EXACT:
+    if stage == "again" and name in _EXACT:
         return 1 if name == "circle-center" else 8
     return 1 if name in _SOLVED else 3

@@ -118,6 +118,20 @@ def test_rewards_that_differ_are_a_signal_though_all_fail():
     assert curriculum.describe(tallies)["task/desktop/click_button/reward"] == 0.5 / 8
 
 
+@pytest.mark.parametrize(("paid", "mean"), [(4e-5, 4e-5), (1e306, 1e300 / 8), (-1e308, -1e300 / 8)])
+def test_rewards_of_any_size_are_counted_and_published(paid, mean):
+    curriculum = Curriculum(CurriculumConfig(), KINDS, run_seed=0)
+    tallies = curriculum.tallies()
+    group = [dataclasses.replace(record, reward=paid) for record in records(KINDS[0], 0, 8)]
+    for _ in range(3):
+        curriculum.count(tallies, group)
+    content = json.loads(json.dumps(tallies.to_json(), allow_nan=False))
+    again = curriculum.tallies(content)
+    assert again.to_json() == tallies.to_json()
+    shown = curriculum.describe(again)["task/desktop/click_button/reward"]
+    assert shown == pytest.approx(mean if abs(paid) < 1 else mean / 3)
+
+
 @pytest.mark.parametrize(
     ("old", "read"),
     [([2.0, 7.0], [2.0, 7.0, 7.0, 5.0]), ([2.0, 7.0, 3.0], [2.0, 7.0, 3.0, 5.0])],

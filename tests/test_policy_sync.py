@@ -307,7 +307,9 @@ def test_publish_on_a_full_disk_leaves_the_version_before(
 
 def test_manifest_of_the_largest_pool_is_read_and_a_larger_one_is_not_published(tmp_path):
     """Actors would poll a manifest that they refuse for ever."""
-    played = {str(entry): [99.125, 127.875, 100.125] for entry in range(20_000)}
+    played = {
+        str(entry): [99.125, 127.875, 100.125, -1.2345678901234567e-100] for entry in range(20_000)
+    }
     store = open_store(tmp_path)
     ours = {"version": 1, "step": 1, "arrays": ADAPTERS, "base_hash": "base", "run_id": "run"}
     policy_sync.publish(store, **ours, extra={"tallies": played})

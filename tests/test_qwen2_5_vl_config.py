@@ -101,7 +101,7 @@ def test_config_without_an_epsilon_has_that_of_the_reference():
         ({"model_type": "qwen2_vl"}, "model_type='qwen2_vl', expected 'qwen2_5_vl'"),
         ({"rope_scaling.type": "yarn"}, "RoPE of type 'yarn'"),
         ({"rope_scaling.mrope_section": [2, 3, 4]}, "adds up to 9, expected half of head_dim=16"),
-        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"use_sliding_window": True}, "use_sliding_window True .computed is False"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' .computed is 'silu'"),
         ({"hidden_size": None}, "missing hidden_size"),
         ({"eos_token_id": []}, r"eos_token_id=\[\], expected a token id"),

@@ -131,6 +131,9 @@ def test_load_param_dtype_casts_the_base_and_not_the_adapters(saved):
 def test_load_fresh_adapters_leave_the_base_and_follow_the_key(saved):
     keys = [jax.random.key(seed) for seed in (0, 0, 1)]
     models = [load(saved[0], lora=small_model.LORA, init_key=key) for key in keys]
+    _, _, frozen = nnx.split(models[0], LoRAParam, ...)
+    _, base = nnx.split(saved[1])
+    jax.tree.map(np.testing.assert_array_equal, frozen, base)
     # With adapters it is another program, whose sums XLA may order otherwise.
     np.testing.assert_allclose(logits(models[0]), logits(saved[1]), atol=1e-5, rtol=0)
     first, same, other = (

@@ -247,6 +247,22 @@ def test_report_curve_path_ends_at_last_value() -> None:
     assert numbers == [left, bottom, (left + right) / 2, (top + bottom) / 2, right, top]
 
 
+def test_report_draws_rewards_that_are_no_successes_in_a_chart_of_their_own(
+    tmp_path: Path,
+) -> None:
+    with MetricsWriter(tmp_path, trackers=()) as writer:
+        for step in (1, 2, 3):
+            of_click = {"task/click/success": 0.5, "task/click/reward": 0.5}
+            of_angle = {"task/angle/success": 0.0, "task/angle/reward": -40.0 * step}
+            writer.write(step, {**of_click, **of_angle})
+    page = Page(watch.write_report(tmp_path).read_text(encoding="utf-8"))
+    labels = [attrs.get("aria-label") or "" for tag, attrs in page.tags if tag == "svg"]
+    (shown,) = [label for label in labels if label.startswith("angle, reward. ")]
+    assert "\N{MINUS SIGN}120 at step 3" in shown and "%" not in shown
+    assert not [label for label in labels if label.startswith("click, reward")]
+    assert not [label for label in labels if label.startswith("task/")]
+
+
 def test_report_shows_the_reward_of_tasks_that_are_paid_otherwise_than_by_success(
     tmp_path: Path,
 ) -> None:
@@ -261,13 +277,6 @@ def test_report_shows_the_reward_of_tasks_that_are_paid_otherwise_than_by_succes
     text = words(Page((tmp_path / watch.REPORT_FILE).read_text(encoding="utf-8")).text)
     assert "own/angle0 % of 1, reward 0.750 own/click100 % of 1 " in text
     assert text.count(", reward") == 1
-
-
-def test_report_rewards_outside_of_shares_are_drawn_within_the_chart() -> None:
-    series = [charts.Series("reward", ((1.0, -1.0), (9.0, 1.0)))]
-    (line,) = charts.line_chart("x", series, unit="%", full_share=True).lines
-    _, first, _, last = (float(n) for n in re.findall(r"[\d.]+", line.path))
-    assert charts.TOP <= last < first <= charts.HEIGHT - charts.BOTTOM
 
 
 def test_report_curve_that_is_smoothed_says_where_it_ends_not_its_last_step() -> None:

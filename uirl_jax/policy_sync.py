@@ -38,7 +38,7 @@ KEEP_VERSIONS = 3
 _CONFLICTS = 3  # of the manifest's conditional write; only the lease's holder writes it
 POLICY = "policy"
 MANIFEST = "policy/manifest.json"
-# Usually a few hundred; 1.1 million of the largest pool of tasks, all of which were played.
+# Usually a few hundred; 1.7 million of the largest pool of tasks, all of which were played.
 MAX_MANIFEST_BYTES = 4 << 20
 
 

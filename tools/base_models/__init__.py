@@ -1,4 +1,5 @@
-"""Small models with random weights and trained tokenizers, one architecture each family.
+"""Small models with random weights and trained tokenizers, one architecture for each family.
 
-`tools.make_base_model` is the command; the tests and tools.make_page_model take models from here.
+`tools.make_base_model` is the command; `tools.make_page_model`, the tests and
+`examples/own_model/` take models from here, too.
 """

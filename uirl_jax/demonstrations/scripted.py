@@ -24,6 +24,7 @@ from uirl_jax.types import StopReason, TaskSpec, Trajectory
 from uirl_jax.verifiers import own_tasks
 from uirl_jax.verifiers.browser import BrowserError
 from uirl_jax.verifiers.recorded import sets as recorded_sets
+from uirl_jax.verifiers.screenshots import encode_image
 from uirl_jax.verifiers.server.session_types import RunningTask, SessionTypes
 from uirl_jax.verifiers.tasks import desktop
 
@@ -97,9 +98,7 @@ def demonstrate(
     progress = session.progress()
     while len(recording.turns) < task.max_turns and not progress["done"]:
         image = session.screenshot()
-        encoded = io.BytesIO()
-        image.save(encoded, "PNG", compress_level=1)
-        recording.see(image, encoded.getvalue())
+        recording.see(image, encode_image(image, "png"))
         action = desktop.scripted_action(session, rng, quality)
         session.act(action)
         progress = session.progress()

@@ -48,6 +48,7 @@ from uirl_jax.evaluation.results import (
 from uirl_jax.evaluation.scores import Played, Scores, score_by_task
 from uirl_jax.evaluation.statistics import (
     EvalResult,
+    TaskRate,
     count,
     renderers_text,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "RunTasks",
     "Scores",
     "Suite",
+    "TaskRate",
     "aligned",
     "compare",
     "conclude",

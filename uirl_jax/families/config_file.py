@@ -1,4 +1,4 @@
-"""Reading a config.json: required fields, positive numbers, one ModelError for what is wrong."""
+"""Reading a config.json: its fields, and one ModelError for what is wrong or is not computed."""
 
 import dataclasses
 import math
@@ -34,6 +34,8 @@ def _expected(field: dataclasses.Field[Any], value: Any, signed: Collection[str]
     if field.type is int:
         is_right = type(value) is int and (value > 0 or field.name in signed)
         return "" if is_right else f"{'an' if field.name in signed else 'a positive'} integer"
+    if field.type == int | None:
+        return "" if value is None or type(value) is int else "an integer or null"
     if field.type is not float:
         return ""
     if type(value) not in (int, float) or not math.isfinite(value):
@@ -63,7 +65,7 @@ def check_computed(*values: tuple[Any, ...], problems: Sequence[str] = ()) -> No
         raise ModelError(f"config.json: not supported: {', '.join([*found, *problems])}")
 
 
-def given(config: type, content: Mapping[str, Any], *without: str) -> dict[str, Any]:
+def fields_given(config: type, content: Mapping[str, Any], *without: str) -> dict[str, Any]:
     """Of a config.json, or of a part of it, the fields of `config` that are there and not null.
 
     Of several eos_token_id, which a list may have, the first. Raises: ModelError: it has none.

@@ -40,7 +40,7 @@ class VisionConfig:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
         """The fields of this class; others, and null, are passed over."""
-        return cls(**config_file.given(cls, content))
+        return cls(**config_file.fields_given(cls, content))
 
 
 def tower_problems(cfg: Any, vision: VisionConfig) -> list[str]:

@@ -32,7 +32,6 @@ from uirl_jax.shards import batching
 from uirl_jax.types import TrainBatch, Trajectory
 
 Group = list[Trajectory]
-# Replaces the per-token advantages of a step; for tests.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from uirl_jax.errors import PolicyError
 from uirl_jax.metrics import metric_name
 from uirl_jax.types import TaskSpec, Trajectory
 
+_MAX_REWARD = 1e300  # of a sum
 MAX_ENTRIES = 20_000  # in the pool; the tallies of all entries are part of the policy manifest
 
 
@@ -64,7 +65,7 @@ class Tallies:
                 self.failed_e[entry], self.played_e[entry] = float(failed), float(played)
                 # A run that began before these were counted: as if every group had varied, and as
                 # if a success paid 1 and a failure nothing.
-                unknown = [played, self.played_e[entry] - self.failed_e[entry]]
+                unknown = [played, float(played) - float(failed)]
                 others += unknown[len(others) :]
                 self.varied_e[entry], self.reward_e[entry] = map(float, others)
         except (TypeError, ValueError, IndexError, AttributeError):
@@ -91,7 +92,9 @@ class Tallies:
         self.failed_e[entry] = round(fade * (self.failed_e[entry] + failed), 3)
         self.played_e[entry] = round(fade * total, 3)
         self.varied_e[entry] = round(fade * (self.varied_e[entry] + varied), 3)
-        self.reward_e[entry] = round(fade * (self.reward_e[entry] + reward), 3)
+        # As it is: it draws no task. A sum of large rewards stays a number that JSON has.
+        total_reward = fade * (float(self.reward_e[entry]) + reward)
+        self.reward_e[entry] = np.clip(total_reward, -_MAX_REWARD, _MAX_REWARD)
 
     def failure_rates(self) -> np.ndarray:
         """float64[entries] in (0, 1]; 1 for a task that was never played."""

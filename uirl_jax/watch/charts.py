@@ -72,7 +72,7 @@ def line_chart(
         unit: "%" shows shares as per cent; any other unit is appended to the number ("s").
         stacked: stacked areas instead of lines; all series must have the same steps.
         from_zero: the axis includes zero, as needed where lengths show quantities.
-        full_share: the axis is 0 to 1, where no value is outside.
+        full_share: the axis is 0 to 1, whatever the values are.
         x: name of the points' x value in texts.
     """
     binned = [dataclasses.replace(line, points=_bins(line.points)) for line in series]
@@ -86,7 +86,7 @@ def line_chart(
         ]
     values = [value for line in (*binned, *drawn) for _, value in line.points]
     low, high, step = _axis(min(values), max(values), from_zero or stacked)
-    if full_share and min(values) >= 0.0 and max(values) <= 1.0 + 1e-9:
+    if full_share:
         low, high, step = 0.0, 1.0, 0.25
     steps = [at for line in binned for at, _ in line.points]
     first, last = min(steps), max(steps)

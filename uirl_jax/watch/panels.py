@@ -75,11 +75,7 @@ _PANELS = (
 )
 # task/<task>/<name>: a chart for each kind of task, in a section of its own.
 _TASK = "task/"
-_OF_A_TASK = {
-    "success": "successes",
-    "reward": "reward, mean",
-    "signal": "groups with a signal",
-}
+_OF_A_TASK = {"success": "successes", "signal": "groups with a signal"}
 _COLD_PANELS = (_Panel("Loss on demonstrations", {"sft/loss": "cross-entropy per token"}),)
 
 
@@ -166,6 +162,8 @@ def _curves(
         names = [name for name in names if name.startswith(_TASK) == (panels is tasks)]
         main = [chart for panel in panels if (chart := _panel(panel, lines))]
         drawn = {name for panel in panels for name in panel.series}
+        if panels is tasks:  # a reward that is not drawn is that of the successes
+            drawn |= {name for name in names if name.endswith("/reward")}
         rest = [_Panel(name, {name: name}, from_zero=False) for name in names if name not in drawn]
         more = [chart for panel in rest if (chart := _panel(panel, lines))]
         if main or more:
@@ -179,15 +177,14 @@ def _curves(
 def _task_panels(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
     names = {name: None for row in rows for name in row if name.startswith(_TASK)}
     tasks = {name.removeprefix(_TASK).rpartition("/")[0]: None for name in names}
-    return [
-        _Panel(
-            task,
-            {f"{_TASK}{task}/{name}": legend for name, legend in _OF_A_TASK.items()},
-            "%",
-            full_share=True,
-        )
-        for task in tasks
-    ]
+    panels = []
+    for task in tasks:
+        shares = {f"{_TASK}{task}/{name}": legend for name, legend in _OF_A_TASK.items()}
+        panels.append(_Panel(task, shares, "%", full_share=True))
+        success, reward = (f"{_TASK}{task}/{name}" for name in ("success", "reward"))
+        if any(abs(row.get(reward, 0.0) - row.get(success, 0.0)) > 0.005 for row in rows):
+            panels.append(_Panel(f"{task}, reward", {reward: "mean"}, from_zero=True))
+    return panels
 
 
 def _panel(panel: _Panel, rows: Sequence[Mapping[str, Any]]) -> charts.Chart | None:

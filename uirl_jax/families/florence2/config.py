@@ -54,7 +54,7 @@ class VisionConfig:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "VisionConfig":
         """The fields of this class; others are passed over."""
-        found = config_file.given(cls, content)
+        found = config_file.fields_given(cls, content)
         per_stage = {name: tuple(found[name]) for name in _PER_STAGE if name in found}
         return cls(**{**found, **per_stage})
 
@@ -119,7 +119,9 @@ class Florence2Config:
                 f"{_REMOTE_CODE}"
             )
         _check_computed(config, text, vision)
-        found = config_file.given(cls, text, "images", "vision", "hidden_size")
+        found = config_file.fields_given(cls, text, "images", "vision", "hidden_size")
+        if isinstance(text.get("eos_token_id"), list):  # one token begins and ends its decoder
+            found["eos_token_id"] = text["eos_token_id"]
         found["hidden_size"] = text.get("d_model", cls.hidden_size)
         if config.get("image_token_id") is not None:
             found["image_token_id"] = config["image_token_id"]

@@ -66,7 +66,7 @@ class Idefics2Config:
                 f"num_key_value_heads={perceiver.num_key_value_heads}"
             )
         window = self.sliding_window
-        if window is not None and (type(window) is not int or window < 1):
+        if window is not None and window < 1:
             problems.append(f"sliding_window={window!r}, expected a positive integer or null")
         config_file.check(problems=problems)
 
@@ -84,7 +84,7 @@ class Idefics2Config:
         perceiver = dict(config.get("perceiver_config") or {})
         rope = config_file.rope_of(text)
         _check_computed(config, text, vision, perceiver, rope)
-        found = config_file.given(cls, text, "images", "vision", "perceiver")
+        found = config_file.fields_given(cls, text, "images", "vision", "perceiver")
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
         found["image_token_id"] = config.get("image_token_id")
         # As in the reference, unlike LLaVA's: what text_config says of it is not read.
@@ -104,7 +104,7 @@ class Idefics2Config:
         vision_config = VisionConfig.from_dict(vision)
         return cls(
             vision=vision_config,
-            perceiver=PerceiverConfig(**config_file.given(PerceiverConfig, perceiver)),
+            perceiver=PerceiverConfig(**config_file.fields_given(PerceiverConfig, perceiver)),
             images=ImageConfig(patch_size=vision_config.patch_size),
             **found,
         )

@@ -95,7 +95,7 @@ class LlavaConfig:
         vision = dict(config.get("vision_config") or _VISION)
         rope = config_file.rope_of(text)
         _check_computed(config, text, vision, rope)
-        found = config_file.given(cls, text, "images", "vision")
+        found = config_file.fields_given(cls, text, "images", "vision")
         found["image_token_id"] = config.get("image_token_index", config.get("image_token_id"))
         found["vision_feature_layer"] = config.get("vision_feature_layer")
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))

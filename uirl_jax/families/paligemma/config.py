@@ -97,8 +97,6 @@ class PaliGemmaConfig:
             if (value := getattr(self, name)) is not None
             and (type(value) not in (int, float) or not 0 < value < float("inf"))
         ]
-        if self.sliding_window is not None and type(self.sliding_window) is not int:
-            problems.append(f"sliding_window={self.sliding_window!r}, expected an integer")
         config_file.check(self, self.vision, problems=problems)
         problems += vision_config.tower_problems(self, self.vision)
         config_file.check(problems=problems)
@@ -124,8 +122,8 @@ class PaliGemmaConfig:
         text_model_type = text.get("model_type", "gemma")
         defaults = _GEMMA2 if text_model_type == "gemma2" else {}
         others = () if text_model_type == "gemma2" else _GEMMA2_ONLY
-        given = config_file.given(cls, text, "images", "vision", "text_model_type", *others)
-        found: dict[str, Any] = {**defaults, **given}
+        own = config_file.fields_given(cls, text, "images", "vision", "text_model_type", *others)
+        found: dict[str, Any] = {**defaults, **own}
         found |= {name: None for name in _NULLABLE if name in text and text[name] is None}
         found["image_token_id"] = config.get("image_token_index", config.get("image_token_id"))
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))

@@ -104,11 +104,11 @@ def read_text(config: Mapping[str, Any], model_type: str, vision_activation: str
     """
     config_file.check_model_type(config, model_type)
     text = {**config, **(config.get("text_config") or {})}
-    vision = config.get("vision_config") or {}
+    vision = dict(config.get("vision_config") or {})
     rope, vision_rope = config_file.rope_of(text), vision.get("rope_parameters") or {}
     config_file.check_computed(
         ("RoPE of type", config_file.rope_type(rope), "default", "mrope"),
-        ("use_sliding_window", text.get("use_sliding_window"), None, False),
+        ("use_sliding_window", bool(text.get("use_sliding_window")), False),
         ("hidden_act", text.get("hidden_act", "silu"), "silu"),
         (
             "vision_config.hidden_act",
@@ -121,7 +121,7 @@ def read_text(config: Mapping[str, Any], model_type: str, vision_activation: str
             VISION_ROPE_THETA,
         ),
     )
-    found = config_file.given(QwenConfig, text, "images")
+    found = config_file.fields_given(QwenConfig, text, "images")
     found.setdefault("rms_norm_eps", _RMS_NORM_EPS)
     if "num_attention_heads" in found:  # the default is no grouping
         found.setdefault("num_key_value_heads", found["num_attention_heads"])

@@ -1,6 +1,6 @@
 """What the vision towers of the Qwen-VL families share: a block, and how patches become tokens.
 
-Source: transformers, models/qwen2_vl/modeling_qwen2_vl.py and models/qwen3_vl/modeling_qwen3_vl.py.
+Source: transformers, models/qwen2_vl/modeling_qwen2_vl.py, with those of qwen2_5_vl and qwen3_vl.
 """
 
 import functools

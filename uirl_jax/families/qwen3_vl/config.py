@@ -158,7 +158,7 @@ class Qwen3VLConfig:
         text, vision = (dict(config.get(f"{name}_config") or {}) for name in ("text", "vision"))
         rope = config_file.rope_of(text)
         _check_computed(text, vision, rope)
-        found = config_file.given(cls, {**config, **text}, "images", "vision")
+        found = config_file.fields_given(cls, {**config, **text}, "images", "vision")
         found["rope_theta"] = rope.get("rope_theta", text.get("rope_theta"))
         if "mrope_section" in rope:
             found["mrope_section"] = tuple(rope["mrope_section"])
@@ -169,7 +169,7 @@ class Qwen3VLConfig:
             config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
         )
         found = {name: value for name, value in found.items() if value is not None}
-        vision = config_file.given(VisionConfig, vision)
+        vision = config_file.fields_given(VisionConfig, vision)
         if "deepstack_visual_indexes" in vision:
             vision["deepstack_visual_indexes"] = tuple(vision["deepstack_visual_indexes"])
         config_file.check_complete(vision, dataclasses.fields(VisionConfig), "vision_config.")
