@@ -182,7 +182,8 @@ def _task_panels(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
         shares = {f"{_TASK}{task}/{name}": legend for name, legend in _OF_A_TASK.items()}
         panels.append(_Panel(task, shares, "%", full_share=True))
         success, reward = (f"{_TASK}{task}/{name}" for name in ("success", "reward"))
-        if any(abs(row.get(reward, 0.0) - row.get(success, 0.0)) > 0.005 for row in rows):
+        known = [row for row in rows if reward in row]
+        if any(abs(row[reward] - row.get(success, 0.0)) > 0.005 for row in known):
             panels.append(_Panel(f"{task}, reward", {reward: "mean"}, from_zero=True))
     return panels
 
