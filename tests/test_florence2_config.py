@@ -123,6 +123,10 @@ def test_parameters_are_as_many_as_those_of_the_published_model():
         ({"text_config.activation_function": "relu"}, "text_config.activation_function 'relu'"),
         ({"text_config.scale_embedding": 2}, "scale_embedding 2"),
         ({"text_config.decoder_start_token_id": 0}, "decoder_start_token_id=0, expected eos_token"),
+        (
+            {"text_config.eos_token_id": [2, 3]},
+            r"eos_token_id=\[2, 3\], expected a positive integer",
+        ),
         ({"text_config.vocab_size": "300"}, "vocab_size='300', expected a positive integer"),
         ({"text_config.encoder_layers": 0}, "encoder_layers=0, expected a positive integer"),
         ({"text_config.decoder_attention_heads": 5}, "decoder_attention_heads=5 does not divide"),

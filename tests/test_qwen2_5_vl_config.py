@@ -104,6 +104,7 @@ def test_config_without_an_epsilon_has_that_of_the_reference():
         ({"use_sliding_window": True}, "use_sliding_window True .computed is False"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' .computed is 'silu'"),
         ({"hidden_size": None}, "missing hidden_size"),
+        ({"eos_token_id": ["x"]}, "eos_token_id='x', expected an integer or null"),
         ({"eos_token_id": []}, r"eos_token_id=\[\], expected a token id"),
         ({"vocab_size": "300"}, "vocab_size='300', expected a positive integer"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
