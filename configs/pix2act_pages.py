@@ -13,7 +13,7 @@ start of miniwob_pages.py; also of the four tasks that config has and the list h
 on either set can start from the result. The next four go on from it on other demonstrations,
 `shown` of each task in a round. Only the newest of the screenshots is seen, and of the two turns
 before it the actions. docs/pix2act.md has what it solves, and how it is counted: `--role=eval
---tasks=pix2act`. RL gained nothing so far (an earlier start).
+--tasks=pix2act`. RL gained nothing so far (docs/notes/page_model.md).
 """
 
 from ml_collections import ConfigDict
