@@ -345,6 +345,17 @@ def test_format_table_is_aligned() -> None:
     )
 
 
+def test_format_table_has_the_reward_where_other_than_successes_were_paid() -> None:
+    near = dataclasses.replace(result("before", 0, 20), mean_reward=0.606)
+    table = evaluation.format_table([near, result("after", 1, 20)])
+    assert table == (
+        "stage   success  95 % interval  episodes  reward\n"
+        "------------------------------------------------\n"
+        "before     0.0%  0.0% to 16.1%      0/20   0.606\n"
+        "after      5.0%  0.9% to 23.6%      1/20   0.050"
+    )
+
+
 ACCOUNTING = {
     "published": 20, "trained": 12, "stale": 3, "quarantined": 2, "duplicate": 1, "pending": 2,
 }  # fmt: skip

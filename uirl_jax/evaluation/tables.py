@@ -10,8 +10,12 @@ from uirl_jax.evaluation.statistics import EvalResult
 
 
 def format_table(results: Sequence[EvalResult]) -> str:
-    """The table at the end of a run: aligned plain text without trailing blanks or newline."""
-    rows = [("stage", "success", "95 % interval", "episodes")]
+    """The table at the end of a run: aligned plain text without trailing blanks or newline.
+
+    The mean reward is in it where anything but successes was paid.
+    """
+    paid = any(abs(result.mean_reward - result.rate) > 0.005 for result in results)
+    rows = [("stage", "success", "95 % interval", "episodes", *(["reward"] if paid else []))]
     for result in results:
         rows.append(
             (
@@ -19,6 +23,7 @@ def format_table(results: Sequence[EvalResult]) -> str:
                 f"{result.rate:.1%}" if result.attempts else "-",
                 f"{result.low:.1%} to {result.high:.1%}",
                 f"{result.successes}/{result.attempts}",
+                *([f"{result.mean_reward:.3f}" if result.attempts else "-"] if paid else []),
             )
         )
     lines = _ruled(rows)
