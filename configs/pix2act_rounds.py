@@ -24,8 +24,8 @@ GOING_ON = {
     "again": ("last", 31, 1000, 52),
     "aim": ("again", 32, 600, 32),
 }
-# How often :aim shows what :again solved (once or twice), and what it fails by missing the place
-# rather than by misreading a text (four to eight times); the others as in the stages before.
+# How often a round of :aim shows a task: most where :again misses the place, less where it misreads
+# a text, least what it solved; tasks that are not here as in the stages before.
 _AIM = {
     **dict.fromkeys(("right-angle", "use-slider"), 8),
     **dict.fromkeys(("drag-shapes", "drag-sort-numbers", "visual-addition"), 6),

@@ -78,3 +78,10 @@ def test_start_that_ships_is_what_the_config_names(tmp_path):
     run = reading.from_config(RunConfig, pix2act_pages.get_config())
     assert model.family.model_type == "qwen3_vl"
     assert run.chat.completed(tmp_path / name).format.name == "points_64"
+
+
+def test_a_task_by_its_name_is_learnt_alone():
+    alone = pix2act_pages.get_config("right-angle")
+    assert [task.name for task in alone.tasks] == ["miniwob/right-angle"]
+    together = pix2act_pages.get_config()
+    assert len(together.tasks) == 59 and alone.tasks[0] in together.tasks

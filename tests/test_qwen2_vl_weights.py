@@ -134,8 +134,10 @@ def test_load_fresh_adapters_leave_the_base_and_follow_the_key(saved):
     _, _, frozen = nnx.split(models[0], LoRAParam, ...)
     _, base = nnx.split(saved[1])
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
-    # With adapters it is another program, whose sums XLA may order otherwise.
-    np.testing.assert_allclose(logits(models[0]), logits(saved[1]), atol=1e-5, rtol=0)
+    # One operation after the other: as a whole it is another program with adapters, whose sums XLA
+    # may order otherwise.
+    with jax.disable_jit():
+        np.testing.assert_array_equal(logits(models[0]), logits(saved[1]))
     first, same, other = (
         weights.adapters_to_numpy(nnx.state(model, LoRAParam)) for model in models
     )
