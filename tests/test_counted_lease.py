@@ -1,11 +1,15 @@
 """The lease in a bucket: one holder over pauses, kills, wrong clocks, lost answers and outages."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +134,42 @@ os.kill(os.getpid(), signal.SIGKILL)
     started_s = time.monotonic()
     assert store.claim(NAME, "me").generation == 2
     assert time.monotonic() - started_s < 5
+
+
+FORBIDDEN = PermissionError(errno.EACCES, "Permission denied")
+MISSING = FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+
+@pytest.mark.parametrize("stat", [None, FORBIDDEN, MISSING])
+def test_living_holder_of_another_user_is_not_taken_for_dead(monkeypatch, stat):
+    """What /proc refuses of its process; with `hidepid` it looks as if there was none."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
+        boot, namespace, _, _ = counted_lease._this_process().split()
+        number, _, start = counted_lease._stat(str(living.pid))
+        holder = f"{boot} {namespace} {number} {start}"
+        assert not counted_lease._is_dead(holder)
+        readlink = os.readlink
+
+        def refuse(error: OSError, others: Callable[..., Any], *names: Any) -> Any:
+            if str(living.pid) in str(names[0]):
+                raise error
+            return others(*names)
+
+        def opened(path: Any, **how: Any) -> Any:
+            return refuse(stat, lambda name: open(name, **how), path) if stat else open(path, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "readlink", lambda path: refuse(FORBIDDEN, readlink, path))
+            patch.setattr(counted_lease, "open", opened, raising=False)
+            patch.setattr(os, "kill", lambda pid, _: refuse(FORBIDDEN, int, pid))
+            assert not counted_lease._is_dead(holder)
+        living.kill()
+        os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)
+        assert counted_lease._is_dead(holder)  # killed, and not waited for yet
+    assert counted_lease._is_dead(holder)
+    own = counted_lease._this_process()
+    assert not counted_lease._is_dead(own) and counted_lease._is_dead(f"{own}1")
+    assert not counted_lease._is_dead(f"{boot} {namespace} {'9' * 30} 1")  # not an id
 
 
 def test_holder_of_another_host_is_not_taken_for_dead(opened, monkeypatch):

@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from uirl_jax.errors import LeaseHeldError
 from uirl_jax.log_lines import key_values
@@ -238,23 +238,22 @@ def _parse(where: str, content: bytes) -> _Content:
 
 
 def _this_process() -> str:
-    return _process("self")
-
-
-def _process(pid: Any) -> str:
     """ "boot, namespace of process ids, id, start time"; "" where this cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            number, _, rest = file.read().partition(" (")
-        fields = rest.rpartition(") ")[2].split()
-        state, start = fields[0], fields[19]
-        if state in "ZX":  # killed, and not waited for yet
-            return ""
-        return f"{boot} {os.readlink(f'/proc/{pid}/ns/pid')} {number} {start}"
+        number, _, start = _stat("self")
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {number} {start}"
     except (OSError, IndexError):
         return ""
+
+
+def _stat(pid: str) -> tuple[str, str, str]:
+    """Id, state and start time of a process. Raises: OSError, IndexError."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        number, _, rest = file.read().partition(" (")
+    fields = rest.rpartition(") ")[2].split()
+    return number, fields[0], fields[19]
 
 
 def _is_dead(process: str) -> bool:
@@ -262,4 +261,21 @@ def _is_dead(process: str) -> bool:
     ours, parts = _this_process().split(), process.split()
     if len(parts) != 4 or parts[:2] != ours[:2] or not parts[2].isdecimal():
         return False
-    return not os.path.exists(f"/proc/{parts[2]}") or _process(parts[2]) != process
+    try:
+        _, state, start = _stat(parts[2])
+    except (FileNotFoundError, ProcessLookupError):
+        return _is_absent(int(parts[2]))
+    except (OSError, IndexError):  # of another user, too many open files
+        return False
+    return state in "ZX" or start != parts[3]  # killed and not waited for yet, or its id used again
+
+
+def _is_absent(pid: int) -> bool:
+    """Asks by a signal that does nothing: `hidepid` hides the processes of others in /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):  # of another user; not an id of a process
+        return False
+    return False
