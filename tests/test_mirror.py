@@ -1,6 +1,8 @@
 """Copies of a process's own files in a bucket: sent when due, fetched by a fresh directory."""
 
 import concurrent.futures
+import errno
+import os
 import shutil
 import threading
 import time
@@ -112,6 +114,44 @@ def test_service_that_is_away_is_tried_again(tmp_path, opened, monkeypatch, capl
     assert caplog.text.count("event=not_copied") == 1
     copies.try_once()
     assert in_bucket(service)["metrics.jsonl"] == b"1\n"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_copies_of_a_folder_that_cannot_be_listed_are_kept(
+    tmp_path, opened, monkeypatch, caplog, code
+):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    copies = mirror.Copies(directory, store, LEARNER)
+    write(directory, "eval/before/episodes", b"e")
+    write(directory, "metrics.jsonl", b"1\n")
+    copies.try_once()
+    scandir = os.scandir
+
+    def failing(path):
+        if path == str(directory / "eval"):
+            raise OSError(code, os.strerror(code), path)
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", failing)
+        copies.try_once(is_last=True)
+    assert in_bucket(service).keys() == {"eval/before/episodes", "metrics.jsonl"}
+    assert "event=not_copied" in caplog.text
+    shutil.rmtree(directory / "eval")
+    copies.try_once(is_last=True)
+    assert in_bucket(service).keys() == {"metrics.jsonl"}
+
+
+def test_copies_are_kept_if_the_local_directory_is_gone(tmp_path, opened):
+    store, service = opened
+    directory = fresh(tmp_path / "a")
+    copies = mirror.Copies(directory, store, LEARNER)
+    write(directory, "metrics.jsonl", b"1\n")
+    copies.try_once()
+    directory.rename(tmp_path / "elsewhere")
+    copies.try_once(is_last=True)
+    assert in_bucket(service) == {"metrics.jsonl": b"1\n"} and not directory.exists()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("defect")])

@@ -371,7 +371,14 @@ class Copies:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._owned)
 
     def _here(self) -> Iterator[tuple[str, Path]]:
-        for folder, folders, names in os.walk(self._directory):
+        """What this process writes. Raises: OSError: a directory cannot be listed."""
+
+        def refuse(error: OSError) -> None:
+            # What is in it is not gone: its copies would be deleted. A folder may have been.
+            if not isinstance(error, FileNotFoundError) or not self._directory.is_dir():
+                raise error
+
+        for folder, folders, names in os.walk(self._directory, onerror=refuse):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for file_name in sorted(names):
                 path = Path(folder, file_name)
