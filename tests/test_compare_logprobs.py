@@ -6,6 +6,7 @@ The run is real: its engine sampled and recorded, and nothing here computes a lo
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,13 @@ import safetensors.numpy
 
 from tests import command_world, tiny_model
 from tools import compare_logprobs
+from uirl_jax.errors import PolicyError
 from uirl_jax.families.screens import image_key
+from uirl_jax.models import weights
 from uirl_jax.shards.reader import read_shard
 from uirl_jax.shards.writer import write_shard
+from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store.local import LocalStore
 
 ROUNDING = 1e-4  # float32 logprobs of two programs; those of a run were measured at 4e-6
 
@@ -45,6 +50,21 @@ def compared(workdir, tmp_path, *flags):
     file = tmp_path / "drift.json"
     code = run(workdir, f"--json={file}", *flags)
     return code, json.loads(file.read_text())
+
+
+def test_policy_is_sought_elsewhere_while_the_storage_is_away(tmp_path, monkeypatch):
+    def away(*_):
+        raise StoreUnavailableError(5, "away")
+
+    run = SimpleNamespace(store=open_store(tmp_path), workdir=tmp_path)
+    model = SimpleNamespace(trainable={"a": np.zeros(2)}, trains="adapters")
+    policies = compare_logprobs.Policies(run, model)
+    monkeypatch.setattr(LocalStore, "read", away)
+    with pytest.raises(PolicyError, match="does not answer"):
+        policies.take(1)
+    monkeypatch.setattr(policies, "_saved", lambda version: {"a": np.ones(2)})
+    monkeypatch.setattr(weights, "adapters_from_numpy", lambda arrays, trainable: arrays)
+    np.testing.assert_array_equal(policies.take(1)["a"], np.ones(2))
 
 
 def shard_of_version(workdir, version: int):

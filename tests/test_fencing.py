@@ -80,6 +80,20 @@ def test_learner_that_was_paused_publishes_nothing_after_another_took_over(monke
             first.delete(policy_sync.MANIFEST)
 
 
+@pytest.mark.parametrize("depth", [0, 600, 200_000])
+def test_learner_starts_beside_a_manifest_that_it_cannot_mark(monkeypatch, depth):
+    """600 levels can be read, and not be written."""
+    with bucket_store("gs", monkeypatch) as (store, _):
+        store.claim(LEARNER, "me")
+        publish(store, 1, 1.0)
+        text = store.read(policy_sync.MANIFEST).decode()
+        nested = text.replace('"who": 1.0', f'"who": {"[" * depth}{"]" * depth}')
+        store.put(policy_sync.MANIFEST, nested.encode())
+        policy_sync.seal(store)
+        publish(store, 2, 2.0)
+        assert current(store)[:2] == (2, 2.0)
+
+
 @pytest.mark.parametrize("faults", [None, HARD], ids=["quiet", "faults"])
 def test_two_learners_that_start_together_twenty_times_one_trains(monkeypatch, faults):
     times = LeaseTimes(expiry_s=60.0, give_up_s=40.0, request_s=2.0, look_s=0.02)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from uirl_jax import policy_sync
-from uirl_jax.errors import PolicyError
-from uirl_jax.store import open_store
+from uirl_jax.errors import PolicyError, RestartError
+from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store.local import LocalStore
 
 ADAPTERS = {
     "blocks/q/lora_a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -303,6 +304,35 @@ def test_publish_on_a_full_disk_leaves_the_version_before(
     assert manifest.version == 0
     assert_same(policy_sync.load(open_store(tmp_path), manifest, "base"), ADAPTERS)
     assert versions(tmp_path) == ["0", "manifest.json"]
+
+
+def test_storage_that_does_not_answer_asks_for_a_restart(tmp_path, monkeypatch):
+    manifest, store = publish(tmp_path, 0), open_store(tmp_path)
+
+    def away(*_: object) -> None:
+        raise StoreUnavailableError(errno.EIO, "away")
+
+    for name in ("open", "read", "read_version"):
+        monkeypatch.setattr(LocalStore, name, away)
+    for act in (
+        lambda: policy_sync.read_manifest(store),
+        lambda: policy_sync.load(store, manifest, "base"),
+        lambda: policy_sync.load_version(store, 0),
+        lambda: policy_sync.seal(store),
+        lambda: publish(tmp_path, 1),
+    ):
+        with pytest.raises(RestartError, match=f"^{tmp_path}/policy/.*: away; .* run the same"):
+            act()
+
+
+def test_versions_that_are_kept_are_loaded_and_others_are_none(tmp_path):
+    publish(tmp_path, 0)
+    store = open_store(tmp_path)
+    assert_same(policy_sync.load_version(store, 0), ADAPTERS)
+    assert policy_sync.load_version(store, 1) is None
+    (tmp_path / "policy/0/adapters.safetensors").write_bytes(b"damaged")
+    with pytest.raises(PolicyError, match=r"adapters\.safetensors: not a safetensors file"):
+        policy_sync.load_version(store, 0)
 
 
 def test_manifest_of_the_largest_pool_is_read_and_a_larger_one_is_not_published(tmp_path):

@@ -36,6 +36,7 @@ from uirl_jax.errors import (
     ModelError,
     PolicyError,
     RecordError,
+    RestartError,
     ShardError,
 )
 from uirl_jax.families import loading
@@ -176,7 +177,7 @@ class Policies:
         for read in (self._published, self._saved, self._best):
             try:
                 arrays = read(version)
-            except (PolicyError, CheckpointError, ModelError) as error:
+            except (PolicyError, CheckpointError, ModelError, RestartError) as error:
                 problems.append(printable(str(error), 200))
                 continue
             if arrays is not None:

@@ -22,6 +22,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -87,7 +88,9 @@ def publish(
         RestartError: another learner has the lease, or the storage does not answer.
     """
     name = f"{POLICY}/{version}/{kind}.safetensors"
-    try:
+    failed = f"{store.location(name)}: version {version} was not published"
+    advice = "; the previous version stays current; free disk space and run the same command again"
+    with _storage_errors(failed, advice):
         store.remove_unfinished(POLICY)
         contents = safetensors.numpy.save(
             {key: np.asarray(array, order="C") for key, array in arrays.items()}
@@ -105,16 +108,6 @@ def publish(
             published_unix_s=time.time(),
         )
         manifest = _replace(store, manifest)
-    except StoreUnavailableError as error:
-        raise RestartError(
-            f"{store.location(name)}: version {version} was not published: {error.strerror}; the "
-            "storage does not answer: run the same command again"
-        ) from error
-    except OSError as error:
-        raise PolicyError(
-            f"{store.location(name)}: version {version} was not published: {error}; the previous "
-            "version stays current; free disk space and run the same command again"
-        ) from error
     with contextlib.suppress(OSError):  # not fatal: the next publication tries again
         _delete_old(store, current=version)
     return manifest
@@ -125,17 +118,19 @@ def seal(store: Store) -> None:
 
     An earlier learner may be paused within its conditional write; that write now fails.
 
-    Raises: PolicyError: the storage fails. RestartError: another learner has the lease.
+    Raises:
+        PolicyError: the storage fails.
+        RestartError: another learner has the lease, or the storage does not answer.
     """
-    try:
+    where = store.location(MANIFEST)
+    with _storage_errors(f"{where}: cannot be replaced"):
         text, version = store.read_version(MANIFEST)
         fence = lease.learner_fence(store)
         if not fence or not version:
             return
-        with contextlib.suppress(PolicyError):  # not a manifest: the next publication replaces it
-            _put(store, _marked(_to_manifest("", json.loads(text)), fence), version)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{store.location(MANIFEST)}: cannot be replaced: {error}") from error
+        # Not a manifest, or nested too deeply to be written: the next publication replaces it.
+        with contextlib.suppress(PolicyError, RecursionError):
+            _put(store, _marked(_parse(where, text), fence), version)
 
 
 def _replace(store: Store, manifest: Manifest) -> Manifest:
@@ -172,16 +167,19 @@ def read_manifest(store: Store) -> Manifest | None:
     """The current manifest; None before the first publication.
 
     Raises:
-        PolicyError: the file is not a valid manifest.
+        PolicyError: the file is not a valid manifest, or cannot be read.
+        RestartError: the storage does not answer.
     """
     where = store.location(MANIFEST)
-    try:
+    with _storage_errors(f"{where}: cannot be read"), contextlib.suppress(FileNotFoundError):
         with store.open(MANIFEST) as file:
             text = file.read(MAX_MANIFEST_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise PolicyError(f"{where}: cannot be read: {error}") from error
+        return _parse(where, text)
+    return None
+
+
+def _parse(where: str, text: bytes) -> Manifest:
+    """Raises: PolicyError: it is not a valid manifest."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise PolicyError(f"{where}: more than {MAX_MANIFEST_BYTES} bytes, which no learner writes")
     try:
@@ -209,6 +207,7 @@ def load(
     Raises:
         PolicyError: another base model or run, a path outside the workdir, or a file that is
             missing, damaged or not safetensors.
+        RestartError: the storage does not answer.
     """
     where = store.location(MANIFEST)
     if manifest.base_hash != base_hash:
@@ -224,20 +223,15 @@ def load(
         )
     _check_relative(where, manifest.path)
     where = store.location(manifest.path)
-    try:
+    with _storage_errors(f"{where}: cannot be read", "; read the manifest again"):
         contents = store.read(manifest.path)
-    except OSError as error:
-        raise PolicyError(f"{where}: cannot be read: {error}; read the manifest again") from error
     crc32c = google_crc32c.value(contents)
     if crc32c != manifest.crc32c:
         raise PolicyError(
             f"{where}: crc32c {crc32c:08x}, the manifest has {manifest.crc32c:08x}; "
             "the file is damaged, or was just replaced: read the manifest again"
         )
-    try:
-        return _read_safetensors(contents)
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise PolicyError(f"{where}: not a safetensors file: {error}") from error
+    return _read_safetensors(where, contents)
 
 
 def load_version(store: Store, version: int) -> dict[str, np.ndarray] | None:
@@ -245,20 +239,34 @@ def load_version(store: Store, version: int) -> dict[str, np.ndarray] | None:
 
     Only the manifest has a checksum, so that of an older version is not checked.
 
-    Raises: PolicyError: the file cannot be read, or is not safetensors.
+    Raises:
+        PolicyError: the file cannot be read, or is not safetensors.
+        RestartError: the storage does not answer.
     """
     for kind in ("adapters", "weights"):
         name = f"{POLICY}/{version}/{kind}.safetensors"
         where = store.location(name)
-        try:
-            return _read_safetensors(store.read(name))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise PolicyError(f"{where}: cannot be read: {error}") from error
-        except (safetensors.SafetensorError, ValueError, KeyError) as error:
-            raise PolicyError(f"{where}: not a safetensors file: {error}") from error
+        with _storage_errors(f"{where}: cannot be read"), contextlib.suppress(FileNotFoundError):
+            return _read_safetensors(where, store.read(name))
     return None
+
+
+@contextlib.contextmanager
+def _storage_errors(failed: str, advice: str = "") -> Iterator[None]:
+    """Converts the errors of a store to those of this module.
+
+    Args:
+        failed: where and what.
+        advice: for a storage that answers with an error.
+    """
+    try:
+        yield
+    except StoreUnavailableError as error:
+        raise RestartError(
+            f"{failed}: {error.strerror}; the storage does not answer: run the same command again"
+        ) from error
+    except OSError as error:
+        raise PolicyError(f"{failed}: {error}{advice}") from error
 
 
 def _to_manifest(where: str, fields: Any) -> Manifest:
@@ -298,12 +306,18 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _read_safetensors(contents: bytes) -> dict[str, np.ndarray]:
-    """Arrays by name. safetensors.numpy.load does not support bfloat16, so it is decoded here."""
+def _read_safetensors(where: str, contents: bytes) -> dict[str, np.ndarray]:
+    """Arrays by name. safetensors.numpy.load does not support bfloat16, so it is decoded here.
+
+    Raises: PolicyError: it is not safetensors.
+    """
     arrays = {}
-    for name, entry in safetensors.deserialize(contents):
-        dtype = _DTYPES[entry["dtype"]]
-        arrays[name] = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
+    try:
+        for name, entry in safetensors.deserialize(contents):
+            dtype = _DTYPES[entry["dtype"]]
+            arrays[name] = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise PolicyError(f"{where}: not a safetensors file: {error}") from error
     return arrays
 
 

@@ -24,7 +24,7 @@ from uirl_jax.actor.claims import Claims
 from uirl_jax.actor.journal import Journal
 from uirl_jax.actor.player import Player
 from uirl_jax.actor.rollout import derive_seed, uninterrupted
-from uirl_jax.errors import PolicyError, RecordError, ShardError
+from uirl_jax.errors import PolicyError, RecordError, RestartError, ShardError
 from uirl_jax.log_lines import key_values
 from uirl_jax.policy_sync import Manifest
 from uirl_jax.shards.record import TokenLayout
@@ -295,6 +295,8 @@ class _Actor:
             if manifest is not None and (manifest.base_hash, manifest.run_id) != ours:
                 raise  # waiting cannot fix this
             self._warn_once("policy_not_taken", str(error))  # being replaced: read again later
+        except RestartError as error:  # the storage is away: read again later, without a restart
+            self._warn_once("storage_unavailable", str(error.__cause__))
 
     def settle(self) -> None:
         """At the start: counts and prints the episodes that an earlier process of it lost."""
@@ -498,7 +500,7 @@ class _Actor:
         """Whether the manifest is another one than at the last look. Costs one read."""
         try:
             return policy_sync.read_manifest(self._store) != self._seen
-        except PolicyError:  # it says nothing; `look` tells about it
+        except (PolicyError, RestartError):  # it says nothing; `look` tells about it
             return False
 
     def _load(self, manifest: Manifest) -> Any:
