@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ from tests.command_world import SHIPPED_MODEL
 from tests.sample_trajectories import make_trajectory
 from tools import export
 from uirl_jax import evaluation, policy_sync
-from uirl_jax.errors import PolicyError, UirlError
+from uirl_jax.errors import PolicyError, RestartError, UirlError
 from uirl_jax.evaluation import gate
 from uirl_jax.evaluation.statistics import EvalResult
 from uirl_jax.learner.bookkeeping import read_adapters
-from uirl_jax.store import open_store
+from uirl_jax.roles.judge import RunJudge
+from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store.local import LocalStore
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.dialects import WRONG
 
@@ -168,6 +172,46 @@ def test_gate_keeps_policies_that_lost_success_from_actors_and_survives_a_kill(t
     assert "version 0: export it with --source=best" in said
     assert not (tmp_path / "failed").exists()
     assert export.main([*out, "--ungated"]) == 0
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_good_policy_is_not_given_up_while_the_storage_is_away(tmp_path, monkeypatch, call):
+    """A run goes on at step 3, whose policy was kept back; actors have that of step 2."""
+    store, good = open_store(tmp_path), {"a": np.ones(2, np.float32)}
+    evaluation.write_decisions(store, evaluation.Decisions(2, result(50)))
+    policy_sync.publish(
+        store, version=3, step=3, arrays=good, base_hash="base", run_id="run", extra={}
+    )
+    cfg = SimpleNamespace(publish=SimpleNamespace(gate="actors"))
+    logged: list[str] = []
+    run = SimpleNamespace(
+        cfg=cfg,
+        workdir=tmp_path,
+        store=store,
+        run_id="run",
+        log=lambda event, **fields: logged.append(event),
+    )
+    players = SimpleNamespace(model=SimpleNamespace(base_hash="base"))
+
+    def judged():
+        return RunJudge(run, players, None, threading.Event())(3, {"a": np.zeros(2, np.float32)})
+
+    real = getattr(LocalStore, call)
+
+    def away(store, name):
+        if name.startswith("policy/"):
+            raise StoreUnavailableError(5, "away")
+        return real(store, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, call, away)
+        with pytest.raises(RestartError, match="does not answer"):
+            judged()
+    policy, of_step, *_ = judged()
+    assert of_step == 2 and not logged
+    np.testing.assert_array_equal(policy["a"], good["a"])
+    store.delete(policy_sync.MANIFEST)
+    assert judged()[1] == 3 and logged == ["good_policy_lost"]
 
 
 def test_run_that_goes_on_at_a_good_policy_keeps_it_and_evaluations_leave_best_alone(tmp_path):

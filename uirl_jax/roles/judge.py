@@ -57,7 +57,7 @@ class RunJudge:
         self._good: tuple[int, Policy] | None = None  # what actors keep, with its step
 
     def __call__(self, step: int, policy: Policy) -> Judged:
-        """Raises: StoppedError: the run is stopped in an evaluation."""
+        """Raises: StoppedError: it is stopped in an evaluation. RestartError: see `_published`."""
         cfg = self._run.cfg
         if self._decisions is None:
             return self._begin(step, policy)
@@ -131,7 +131,10 @@ class RunJudge:
         return Judged(policy, step, metrics, ended)
 
     def _published(self, step: int) -> tuple[int, Policy] | None:
-        """The last good policy, which the manifest names; None if it is gone."""
+        """The last good policy, which the manifest names; None if it is gone.
+
+        Raises: RestartError: the storage does not answer. Actors would get the rejected policy.
+        """
         run, decisions = self._run, self._decisions
         assert decisions is not None
         try:
