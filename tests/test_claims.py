@@ -16,7 +16,7 @@ from uirl_jax.actor.claims import Claims
 from uirl_jax.actor.host import ActorConfig
 from uirl_jax.policy_sync import MANIFEST
 from uirl_jax.shards.queue import ShardQueue
-from uirl_jax.store import open_store
+from uirl_jax.store import StoreUnavailableError, open_store
 from uirl_jax.store.lease import is_alive, only_actor
 
 STEPS, GROUPS, MEMBERS = 6, 4, 2
@@ -238,6 +238,35 @@ def test_claims_one_actor_wins(tmp_path):
     first.release(0)
     second.poll()
     assert second.unavailable() == set()
+
+
+@pytest.mark.parametrize("applied", [0, 1, 2, 3])
+def test_a_release_that_fails_never_deletes_another_actors_claim(tmp_path, monkeypatch, applied):
+    """The storage goes away after so many deletions: of two claims, then of their labels."""
+    store = open_store(tmp_path)
+    mine, other = (Claims(store, RUN, name, overdue_s=600.0) for name in ("a0", "a1"))
+    assert mine.take(0, 5) and mine.take(1, 5)
+    delete, left = store.delete, iter(range(applied))
+
+    def delete_some(*names):
+        for name in names:
+            if next(left, None) is None:
+                raise StoreUnavailableError(5, "away")
+            delete(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "delete", delete_some)
+        with pytest.raises(StoreUnavailableError):
+            mine.release(0, 1)
+    other.poll()
+    taken = [index for index in (0, 1) if other.take(index, 6)]
+    assert len(taken) == min(applied, 2)
+    mine.release(*mine.own())  # what an actor does again while the storage was away
+    mine.poll()
+    other.poll()
+    assert other.own() == taken and mine.own() == []
+    expected = [f"claims/{RUN}/{i:08d}{label}" for i in taken for label in ("", ".by.a1.6")]
+    assert store.names("claims") == expected
 
 
 def counted_reads(store, monkeypatch):

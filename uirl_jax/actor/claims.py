@@ -106,10 +106,11 @@ class Claims:
                 found[index] = claim
         for index in [i for i, c in found.items() if c.actor_id == self._actor_id]:
             if index not in self._claims and self._is_open:
-                # `take` failed, and yet the claim was written: no group is played for it.
+                # `take` failed, and yet the claim was written, or `release` failed: no group is
+                # played for it.
                 self._store.delete(self._name(index))
                 del found[index]
-        unused = [  # of a process that was killed within `take`, or of a `take` that failed
+        unused = [  # of a process killed within `take`, or of a `take` or `release` that failed
             self._label(index, version)
             for index, pairs in labels.items()
             for actor_id, version in pairs
@@ -135,11 +136,14 @@ class Claims:
         return taken
 
     def release(self, *indices: int) -> None:
-        """Deletes own claims."""
+        """Deletes own claims.
+
+        They are forgotten first: if a deletion fails, it may have been done, and the claim be
+        another actor's by now. `poll` deletes what is left, after it has read whose it is.
+        """
+        labels = [self._label(index, self._claims.pop(index).version) for index in indices]
         self._store.delete(*map(self._name, indices))
-        self._store.delete(*(self._label(i, self._claims[i].version) for i in indices))
-        for index in indices:
-            del self._claims[index]
+        self._store.delete(*labels)
 
     def abandon(self, index: int) -> None:
         """Marks a group that no actor shall play again, and deletes the claim."""
