@@ -67,6 +67,8 @@ def test_ledger_groups_that_taught_nothing_are_replaced_at_the_same_version():
         {"groups_trained": [[-3, 1]]},
         {"groups_trained": [[0, 1, 2]]},
         {"groups_trained": 5},
+        {"groups_trained": [[0, 10**30]]},
+        {"groups_trained": [[0, 2], [10**30, 10**30]]},
     ],
 )
 def test_ledger_of_a_manifest_that_says_nothing_usable_is_refused(extra):

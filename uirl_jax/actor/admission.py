@@ -23,6 +23,8 @@ from uirl_jax.policy_sync import Manifest
 from uirl_jax.shards.reader import SHARDS, scan_shard, shard_names
 from uirl_jax.store import Store, StoreUnavailableError
 
+_LAST = 10**18  # no index is greater: `len` of a range ends at 2**63
+
 
 def group_id(index: int) -> str:
     """The group_id in the records of a group; `int` of it gives the index back."""
@@ -176,8 +178,8 @@ def _trained(manifest: Manifest) -> tuple[range, ...]:
     if ranges is None or not _ascending(ranges):
         raise PolicyError(
             f"policy version {manifest.version}: the manifest's groups_trained is "
-            f"{str(pairs)[:80]}, expected ascending pairs of whole numbers; does the learner run "
-            "this release?"
+            f"{str(pairs)[:80]}, expected ascending pairs of whole numbers up to {_LAST:.0e}; "
+            "does the learner run this release?"
         )
     return tuple(span for span in ranges if span)
 
@@ -194,4 +196,4 @@ def _extra(manifest: Manifest) -> int:
 
 def _ascending(ranges: list[range]) -> bool:
     edges = [edge for span in ranges for edge in (span.start, span.stop)]
-    return all(before <= after for before, after in itertools.pairwise([0, *edges]))
+    return all(before <= after for before, after in itertools.pairwise([0, *edges, _LAST]))
