@@ -81,7 +81,7 @@ def evaluated(workdir: Path, stage: str, successes: object, attempts: object, **
         "finished_unix_s": 1.0,
     }
     file = workdir / "eval" / f"{len(list(workdir.rglob('*.json')))}.json"
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content | changes))
 
 
@@ -123,6 +123,29 @@ def test_evaluations_have_wilson_intervals_of_their_counts(tmp_path):
     assert "`lies`" not in card and "| `more`" not in card
     (tmp_path / "eval" / "x.json").write_text('{"stage": "<b>"}')
     assert "Not readable: " in card_of(tmp_path) and "<b>" not in card_of(tmp_path)
+
+
+def test_mean_reward_is_shown_where_other_than_successes_were_paid(tmp_path):
+    evaluated(tmp_path, "before", 0, 100, mean_reward=0.5344)
+    old = {"successes": 1, "attempts": 50, "rate": 0.02, "low": 0.0, "high": 0.1}
+    per_task = {"a": old, "b": old | {"mean_reward": 0.25}}  # `old` is of an earlier release
+    evaluated(tmp_path, "after", 1, 100, mean_reward=0.6871, per_task=per_task)
+    card = card_of(tmp_path)
+    assert "| stage | task | success | 95 % interval | episodes | reward |" in card
+    assert "| `before` | `all` | 0.0% | 0.0% to 3.7% | 0/100 | 0.534 |" in card
+    assert "| `after` | `all` | 1.0% | 0.2% to 5.4% | 1/100 | 0.687 |" in card
+    assert "| `after` | `a` | 2.0% | 0.4% to 10.5% | 1/50 | - |" in card
+    assert "| `after` | `b` | 2.0% | 0.4% to 10.5% | 1/50 | 0.250 |" in card
+    evaluated(tmp_path / "paid", "after", 50, 100, mean_reward=0.5)
+    assert "reward |" not in card_of(tmp_path / "paid")
+
+
+def test_tuning_instances_are_not_called_held_out(tmp_path):
+    evaluated(tmp_path, "after", 1, 2)
+    assert "Held-out instances of the run's tasks" in card_of(tmp_path)
+    evaluation = dataclasses.replace(config().evaluation, seeds="tuning")
+    card = card_of(tmp_path, cfg=config(evaluation=evaluation))
+    assert "Held-out" not in card and "Instances for choosing settings" in card
 
 
 def test_suites_have_a_row_for_each_policy(tmp_path):

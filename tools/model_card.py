@@ -8,6 +8,7 @@ published, so addresses, local paths and secrets of the run stay out.
 import dataclasses
 import html
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,17 +125,17 @@ def body(export: Export, has_template: bool) -> str:
     """Args: has_template: whether the directory has a chat template of its own."""
     kind = "A LoRA adapter"
     if export.kind != "adapter":
-        kind = "A vision-language model with its LoRA adapter merged into it"
+        kind = "A vision-language model with its LoRA adapter merged into it,"
     if export.lora is None:
-        kind = "A vision-language model, trained in all its weights"
+        kind = "A vision-language model, trained in all its weights,"
     lines = [
         f"# {plain(export.name)}",
         "",
-        f"{kind}, that operates user interfaces: {plain(export.what)} of a run of uirl_jax, by "
+        f"{kind} that operates user interfaces: {plain(export.what)} of a run of uirl_jax, by "
         "reinforcement learning.",
         "",
         *_base(export),
-        *_evaluation(export.workdir),
+        *_evaluation(export),
         *_data(export),
         *_use(export, has_template),
         *_config(export.cfg),
@@ -172,22 +173,34 @@ def _base(export: Export) -> list[str]:
     return [*lines, "", "The licence of the base model applies.", ""]
 
 
-def _evaluation(workdir: Path) -> list[str]:
-    """Success of every stage with Wilson's interval, computed again from the counts."""
+def _evaluation(export: Export) -> list[str]:
+    """Success of every stage with Wilson's interval, computed again from the counts.
+
+    And the mean reward, where anything but successes was paid.
+    """
+    workdir = export.workdir
     lines = ["## Evaluation", ""]
     try:
         results = list(evaluation.read_results(workdir).values())
     except (UirlError, OSError) as error:
         return [*lines, f"Not readable: {plain(error)}", ""]
-    rows = [row for result in results for row in _rates(result)]
+    rates = [rate for result in results for rate in _rates(result)]
+    paid = any(mean is not None and abs(mean - share) > 0.005 for _, share, mean in rates)
+    rows = [
+        (*row, *(["-" if mean is None else f"{mean:.3f}"] if paid else []))
+        for row, _, mean in rates
+    ]
     suites = [row for path in sorted(workdir.glob(_SCORES)) for row in _suite(path)]
     if not rows and not suites:
         return [*lines, "None was made.", ""]
     if rows:
-        head = ("stage", "task", "success", "95 % interval", "episodes")
+        head = ("stage", "task", "success", "95 % interval", "episodes", *(["reward"] * paid))
+        kind = "Held-out instances"
+        if export.cfg.evaluation.seeds == "tuning":
+            kind = "Instances for choosing settings (`evaluation.seeds=tuning`)"
         lines += [
-            "Held-out instances of the run's tasks, which were never trained on. `before` is the "
-            "base, `after` the last policy, `version_N` policy version N, `random` random actions.",
+            f"{kind} of the run's tasks, which were never trained on. `before` is the base, "
+            "`after` the last policy, `version_N` policy version N, `random` random actions.",
             "",
             *table(head, rows),
         ]
@@ -205,13 +218,19 @@ def _evaluation(workdir: Path) -> list[str]:
     return [*lines, ""]
 
 
-def _rates(result: EvalResult) -> Iterator[tuple[str, ...]]:
+def _rates(result: EvalResult) -> Iterator[tuple[tuple[str, ...], float, float | None]]:
+    """The row of all tasks and of each, without its reward; share of successes; mean reward."""
     parts = [("all", result)]
     if len(result.per_task) > 1:
         parts += list(result.per_task.items())
     for task, rate in parts:
         if shown := _shown_rate(rate.successes, rate.attempts):
-            yield (code(result.stage), code(task), *shown)
+            row = (code(result.stage), code(task), *shown)
+            yield row, rate.successes / rate.attempts, _number(rate.mean_reward)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
 def _suite(path: Path) -> Iterator[tuple[str, ...]]:
