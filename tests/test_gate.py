@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,8 +22,13 @@ from uirl_jax import evaluation, policy_sync
 from uirl_jax.errors import PolicyError, UirlError
 from uirl_jax.evaluation import gate
 from uirl_jax.evaluation.statistics import EvalResult
+from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
-from uirl_jax.store import open_store
+from uirl_jax.players import Players
+from uirl_jax.roles import eval as eval_role
+from uirl_jax.run import Run
+from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store.local import LocalStore
 from uirl_jax.types import Action, TaskSpec
 from uirl_jax.verifiers.dialects import WRONG
 
@@ -98,6 +105,49 @@ def test_mistakes_and_false_claims_are_counted():
     claimed = dataclasses.replace(claimed, turns=[*claimed.turns[:-1], end])
     counted = evaluation.count("before", tasks, [wrong, claimed])
     assert (counted.mistakes, counted.false_claims) == (2, 1)
+
+
+def keep_best(workdir: Path, version: int, successes: int, **changes) -> None:
+    """Of a policy whose export is what `save` writes."""
+    players = SimpleNamespace(
+        model=SimpleNamespace(trains="adapters"), to_trainable=lambda adapters: version
+    )
+    run = cast(Run, SimpleNamespace(workdir=workdir, cfg=SimpleNamespace(chat=None)))
+    adapters = {"lora": np.zeros(1, np.float32)}
+    eval_role.keep_best(
+        run, cast(Players, players), version, adapters, result(successes), **changes
+    )
+
+
+def save(model: object, directory: Path, trainable: int, chat: object) -> None:
+    (directory / "adapter").write_text(str(trainable))
+
+
+def exports(workdir: Path) -> tuple[int, dict[str, str]]:
+    """What best.json names, and what is beside it."""
+    version = json.loads((workdir / eval_role.BEST_FILE).read_text())["version"]
+    return version, {p.parent.name: p.read_text() for p in (workdir / "best").glob("*/*")}
+
+
+def test_best_that_cannot_be_read_is_not_replaced_by_a_worse_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "save_policy", save)
+    keep_best(tmp_path, 3, 90)
+    with monkeypatch.context() as patch:
+
+        def away(store: LocalStore, name: str) -> bytes:
+            raise StoreUnavailableError(5, "away", name)
+
+        patch.setattr(LocalStore, "read", away)
+        with pytest.raises(StoreUnavailableError):
+            keep_best(tmp_path, 4, 50)
+    assert exports(tmp_path) == (3, {"version_3": "3"})
+    keep_best(tmp_path, 4, 50)
+    assert exports(tmp_path) == (3, {"version_3": "3"})
+    keep_best(tmp_path, 5, 91)
+    assert exports(tmp_path) == (5, {"version_5": "5"})
+    (tmp_path / eval_role.BEST_FILE).write_text("{")  # says nothing that could be kept
+    keep_best(tmp_path, 6, 10)
+    assert exports(tmp_path) == (6, {"version_6": "6"})
 
 
 def flags(*more: str, gate: str = "actors") -> tuple[str, ...]:

@@ -219,11 +219,12 @@ def keep_best(
     The first of several equal ones stays. best/best.json names it, with its result.
 
     Args: anyway: this one is exported whatever the others' success, as it passed a gate.
+    Raises: OSError: what the best one is cannot be read; nothing was changed.
     """
     store = open_store(run.workdir)
     try:
         best = json.loads(store.read(BEST_FILE))["rate"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         best = -1.0
     if not adapters or result.attempts == 0 or not (anyway or result.rate > best):
         return
