@@ -1,9 +1,11 @@
 """publish.gate: which policies are kept back, on made-up counts; and a run as a user starts it."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +150,48 @@ def test_best_that_cannot_be_read_is_not_replaced_by_a_worse_one(tmp_path, monke
     (tmp_path / eval_role.BEST_FILE).write_text("{")  # says nothing that could be kept
     keep_best(tmp_path, 6, 10)
     assert exports(tmp_path) == (6, {"version_6": "6"})
+
+
+def test_best_stays_whole_when_its_own_version_cannot_be_exported_again(tmp_path, monkeypatch):
+    """A step that a killed run repeats, or the same policy evaluated again, with more luck."""
+    monkeypatch.setattr(loading, "save_policy", save)
+    keep_best(tmp_path, 3, 50)
+    whole = exports(tmp_path)
+
+    def fill_the_disk(model: object, directory: Path, *_: object) -> None:
+        (directory / "adapter").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "save_policy", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            keep_best(tmp_path, 3, 60)
+    assert exports(tmp_path) == whole == (3, {"version_3": "3"})
+    monkeypatch.setattr(
+        loading, "save_policy", lambda _, directory, *__: (directory / "other").write_text("again")
+    )
+    keep_best(tmp_path, 3, 60)
+    assert exports(tmp_path) == (3, {"version_3": "again"})
+    assert [path.name for path in (tmp_path / "best" / "version_3").iterdir()] == ["other"]
+
+
+def test_two_processes_that_export_one_version_do_so_one_after_the_other(tmp_path, monkeypatch):
+    second = threading.Thread(target=keep_best, args=(tmp_path, 3, 60))
+    began = []
+
+    def save_slowly(model: object, directory: Path, trainable: int, chat: object) -> None:
+        save(model, directory, trainable, chat)
+        began.append(directory)
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.3)  # it would delete what this one has written
+            assert len(began) == 1
+
+    monkeypatch.setattr(loading, "save_policy", save_slowly)
+    keep_best(tmp_path, 3, 50)
+    second.join()
+    assert len(began) == 2 and exports(tmp_path) == (3, {"version_3": "3"})
+    assert json.loads((tmp_path / eval_role.BEST_FILE).read_text())["successes"] == 60
 
 
 def flags(*more: str, gate: str = "actors") -> tuple[str, ...]:
