@@ -73,6 +73,9 @@ _ACTORS = flags.DEFINE_integer(
 _EXIT_WITH_PARENT = flags.DEFINE_integer(
     "exit_with_parent", 0, "set by --actors: end when the process with this id ends"
 )
+_VERIFIER_PORT_FILE = flags.DEFINE_string(
+    "verifier_port_file", "", "set by --actors: where the bundled server of this host says its port"
+)
 _RESUME_FROM = flags.DEFINE_string(
     "resume_from", "", "workdir of another run, whose checkpoint a new workdir starts from"
 )
@@ -236,7 +239,8 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
             run_id = group.wait_for("run")
         resume_from = reading.workdir_of(_RESUME_FROM.value) if _RESUME_FROM.value else None
         step = None if _TASKS.value else _checkpoint_step()
-        run = Run(whole, workdir, run_id, None, resume_from, step)
+        port_file = Path(_VERIFIER_PORT_FILE.value) if _VERIFIER_PORT_FILE.value else None
+        run = Run(whole, workdir, run_id, port_file, resume_from, step)
         if _ROLE.value != "verifier":  # the server handles these signals itself
             for signum in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, lambda *_: stop.set())
