@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from typing import cast
 
 import pytest
 from safetensors.numpy import load_file
@@ -26,10 +28,13 @@ from tests.command_world import (
     run,
     start,
 )
-from uirl_jax import evaluation
+from uirl_jax import evaluation, main
 from uirl_jax.actor import processes
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import UirlError
+from uirl_jax.learner.cluster import Cluster
 from uirl_jax.shards import reader
+from uirl_jax.store import mirror
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +229,33 @@ def test_main_actors_on_one_host_train_together_though_one_is_killed(tmp_path, m
     assert episodes["trained"] == 12 * GROUPS * MEMBERS == episodes["published"], episodes
     journals = [path.name.split("-")[0] for path in workdir.glob("actor/*.journal")]
     assert sorted(journals) == ["a0", "a1", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("role", "index", "expected"),
+    [("all", 0, "a0"), ("all", 1, "a2"), ("learner", 1, ""), ("actor", 0, "a5")],
+)
+def test_main_copies_the_files_of_the_actor_that_it_plays(
+    tmp_path, monkeypatch, role, index, expected
+):
+    """With --actors=2 host 1 plays a2 and starts a3, which copies its own."""
+    asked = []
+
+    def copied(workdir: Path, open_store: object, own: mirror.Own) -> None:
+        asked.append(own)
+        raise InterruptedError  # what comes next is not asked here
+
+    monkeypatch.setattr(main.mirror, "copied", copied)
+    for flag, value in (("_ROLE", role), ("_ACTORS", 2), ("_ACTOR", 5)):
+        monkeypatch.setattr(main, flag, types.SimpleNamespace(value=value))
+    learns, stop = role != "actor", threading.Event()
+    with pytest.raises(InterruptedError):
+        main._run(cast(RunConfig, None), tmp_path, learns, stop, Cluster(index, 2))
+    (own,) = asked
+    journals = [name for name in own.written if name.startswith("actor/")]
+    assert journals == ([f"actor/{expected}-*"] if expected else [])
+    logs = {f"logs/{kind}-{index}.log" for kind in ("learner", "verifier")}
+    assert logs.issubset(own.written) == (index > 0)
 
 
 def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):

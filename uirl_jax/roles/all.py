@@ -26,6 +26,11 @@ from uirl_jax.run import Run
 CONCLUDED = "concluded"  # the key under which process 0 tells that the run's page is written
 
 
+def first_actor(cluster: Cluster, actors: int) -> int:
+    """The number of the actor in this process. Args: actors: on each host."""
+    return cluster.index * actors
+
+
 def run_all(
     run: Run,
     stop: threading.Event,
@@ -46,7 +51,7 @@ def run_all(
     """
     cfg = run.cfg
     mesh = make_mesh(cfg.mesh)
-    first_actor = cluster.index * actors
+    own_actor = first_actor(cluster, actors)
     with contextlib.ExitStack() as stack:
         if cfg.needs_server:
             log = "verifier.log" if cluster.leads else f"verifier-{cluster.index}.log"
@@ -86,11 +91,11 @@ def run_all(
         acting: list[concurrent.futures.Future[dict[str, float]]] = []
 
         def begin_acting() -> None:
-            acting.append(background.start(run.act(players, async_stop, first_actor)))
+            acting.append(background.start(run.act(players, async_stop, own_actor)))
             # Stop the learner if the actor fails; it would wait for records forever.
             acting[0].add_done_callback(lambda future: future.exception() and stop.set())
             if actors > 1:
-                others = range(first_actor + 1, first_actor + actors)
+                others = range(own_actor + 1, own_actor + actors)
                 stack.enter_context(start_actors(run, others))
 
         try:
