@@ -22,6 +22,7 @@ from uirl_jax.roles.judge import judging
 from uirl_jax.roles.learner import check_finished, learn, make_cold_start, make_mesh
 from uirl_jax.roles.verifier import bundled_server
 from uirl_jax.run import Run
+from uirl_jax.store.local import LocalStore
 
 CONCLUDED = "concluded"  # the key under which process 0 tells that the run's page is written
 
@@ -132,7 +133,8 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     page = run.workdir / "report.html"
     # An existing summary is from the process that finished the run; its peak memory is kept.
     if not _is_json_object(summary_path):  # or it is damaged
-        episodes = run_totals(run.workdir, run.run_id)
+        # A bucket has the journals of all hosts; those of this one's actors are newer here.
+        episodes = run_totals([run.store, LocalStore(run.workdir)], run.run_id)
         content = evaluation.summary(
             results,
             seed=run.cfg.seed,
