@@ -1,5 +1,6 @@
 """The command as a user runs it: real processes, a real verifier over HTTP, a tiny random model."""
 
+import errno
 import json
 import os
 import re
@@ -265,6 +266,43 @@ def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):
         said = r"actor a4 ended 5 times with code 1: error: no such model \(log: .*actor-a4.log\)"
         with pytest.raises(UirlError, match=said):
             actors.wait(threading.Event())
+
+
+def test_main_actor_whose_log_is_gone_is_given_up_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("uirl_jax.actor.processes.FIRST_PAUSE_S", 0.01)
+    logs = tmp_path / "logs"
+    code = (
+        f"import pathlib, sys; pathlib.Path({str(logs / 'actor-a4.log')!r}).unlink(); sys.exit(1)"
+    )
+    with processes.actor_processes([sys.executable, "-c", code], [4], logs) as actors:
+        said = r"a4 ended 5 times with code 1: its log cannot be read, No such file .* \(log: "
+        with pytest.raises(UirlError, match=said):
+            actors.wait(threading.Event())
+
+
+@pytest.mark.parametrize("failures", [4, 5])
+def test_main_actor_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch, capfd, failures):
+    """No memory for a process: it may be there a moment later."""
+    monkeypatch.setattr("uirl_jax.actor.processes.FIRST_PAUSE_S", 0.001)
+    started, popen = [], subprocess.Popen
+
+    def start_late(*arguments, **options) -> subprocess.Popen[bytes]:
+        started.append(arguments)
+        if len(started) <= failures:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", start_late)
+    command_line = [sys.executable, "-c", ""]
+    with processes.actor_processes(command_line, [4], tmp_path / "logs") as actors:
+        if failures < processes.MAX_TRIES:
+            actors.wait(threading.Event())
+        else:
+            with pytest.raises(UirlError, match=r"actor a4 cannot be started: .*allocate memory"):
+                actors.wait(threading.Event())
+    assert len(started) == 5
+    said = 'event=actor_not_started actor=a4 reason="[Errno 12] Cannot allocate memory" restart_in'
+    assert capfd.readouterr().out.count(said) == 4
 
 
 def test_main_actor_that_asks_to_be_started_again_is_never_given_up(tmp_path, monkeypatch):
