@@ -86,6 +86,11 @@ def test_main_without_a_step_to_learn_measures_its_model_once(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [stage for stage in ("before", "cold_start", "after") if stage in summary] == stages
     assert stages[-1] in (tmp_path / "run" / "report.html").read_text()
+    # Step 0 is the model that RL starts from, in every role: the last one evaluated here.
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    row, measured = json.loads(line), evaluation.read_results(tmp_path / "run")[stages[-1]]
+    assert (row["step"], row["eval/success"]) == (0, measured.rate)
+    assert row["time_unix_s"] > measured.finished_unix_s - 0.01  # both are rounded
 
 
 def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path, model_dir):

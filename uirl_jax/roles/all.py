@@ -79,7 +79,6 @@ def run_all(
                 chance = RandomEngine(players.chat)
                 background.run(run.measure(players, evaluation.CHANCE, stop, chance))
             measured = background.run(run.measure(players, "before", stop))
-            note_result(run, 0, measured)
         if cfg.cold_start.steps:
             # The base's engine would keep its cache, and the base itself, until the run ends.
             playing.close()
@@ -87,6 +86,8 @@ def run_all(
             model = make_cold_start(run, model, mesh, stop)
             players = enter_players(model)
             measured = background.run(run.measure(players, "cold_start", stop))
+        if measured is not None:
+            note_result(run, 0, measured)  # of the model that RL starts from, as the judge does
 
         async_stop = asyncio.Event()
         acting: list[concurrent.futures.Future[dict[str, float]]] = []
