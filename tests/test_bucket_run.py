@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import time
+import types
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -12,6 +14,15 @@ from tests import tiny_model
 from tests.buckets import point_to
 from tests.command_world import GROUPS, MEMBERS, ROOT, STEPS, assert_whole, command
 from tools.bucket_emulator import Emulator, emulator
+from uirl_jax.actor.journal import Journal
+from uirl_jax.config.reading import workdir_of
+from uirl_jax.config.schema import RunConfig
+from uirl_jax.errors import ConfigError
+from uirl_jax.evaluation import FATES
+from uirl_jax.learner.loop import LearnerResult
+from uirl_jax.roles import all as all_role
+from uirl_jax.run import Run
+from uirl_jax.store import mirror, open_store
 
 ADDRESS = "gs://runs/run"
 BOUND_S = 240.0
@@ -129,6 +140,25 @@ def test_learner_and_two_actor_hosts_meet_in_the_bucket_alone(tmp_path, model_di
     assert len(journals) == 2
 
 
+def test_summary_counts_the_episodes_of_all_hosts(tmp_path, service, monkeypatch):
+    """Process 0 has its own actor's journal; the bucket has the others', and its own as it was."""
+    mirror.link(tmp_path, ADDRESS)
+    store = open_store(tmp_path)
+    run = Run(cast(RunConfig, types.SimpleNamespace(seed=0)), tmp_path, "run")
+    journal = Journal(tmp_path, "a0", "run")
+    journal.add("started", 0, 3)
+    store.put("actor/a0-run.journal", journal.path.read_bytes())
+    journal.add("lost", 0, 3)
+    journal.close()
+    store.put("actor/a1-run.journal", b"started 1 7\nenv_error 1 2\nlost 1 5\n")
+    store.put("actor/a1-other.journal", b"started 1 100\nlost 1 100\n")
+    monkeypatch.setattr(all_role.watch, "write_report", lambda workdir: None)
+    accounting: dict[str, int] = dict.fromkeys(("published", *FATES), 0)
+    all_role._conclude(run, LearnerResult(1, True, accounting, 1.0), 1.0)
+    episodes = json.loads((tmp_path / "summary.json").read_text())["episodes"]
+    assert (episodes["lost"], episodes["env_error"]) == (8, 2)
+
+
 def test_bucket_that_does_not_exist_is_one_line(tmp_path, model_dir, service):
     for bucket, error in (("nobody", "does not exist"), ("denied", "permission denied")):
         local = tmp_path / bucket
@@ -139,10 +169,6 @@ def test_bucket_that_does_not_exist_is_one_line(tmp_path, model_dir, service):
 
 
 def test_addresses_and_local_directories_that_cannot_be(tmp_path, monkeypatch):
-    from uirl_jax.config.reading import workdir_of
-    from uirl_jax.errors import ConfigError
-    from uirl_jax.store import open_store
-
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     directory = workdir_of("gs://runs/run/")
     assert directory.parent == tmp_path / "state" / "uirl_jax"

@@ -1,6 +1,7 @@
 """publish.gate: which policies are kept back, on made-up counts; and a run as a user starts it."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -22,8 +24,12 @@ from uirl_jax import evaluation, policy_sync
 from uirl_jax.errors import PolicyError, RestartError, UirlError
 from uirl_jax.evaluation import gate
 from uirl_jax.evaluation.statistics import EvalResult
+from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
+from uirl_jax.players import Players
+from uirl_jax.roles import eval as eval_role
 from uirl_jax.roles.judge import RunJudge
+from uirl_jax.run import Run
 from uirl_jax.store import StoreUnavailableError, open_store
 from uirl_jax.store.local import LocalStore
 from uirl_jax.types import Action, TaskSpec
@@ -102,6 +108,91 @@ def test_mistakes_and_false_claims_are_counted():
     claimed = dataclasses.replace(claimed, turns=[*claimed.turns[:-1], end])
     counted = evaluation.count("before", tasks, [wrong, claimed])
     assert (counted.mistakes, counted.false_claims) == (2, 1)
+
+
+def keep_best(workdir: Path, version: int, successes: int, **changes) -> None:
+    """Of a policy whose export is what `save` writes."""
+    players = SimpleNamespace(
+        model=SimpleNamespace(trains="adapters"), to_trainable=lambda adapters: version
+    )
+    run = cast(Run, SimpleNamespace(workdir=workdir, cfg=SimpleNamespace(chat=None)))
+    adapters = {"lora": np.zeros(1, np.float32)}
+    eval_role.keep_best(
+        run, cast(Players, players), version, adapters, result(successes), **changes
+    )
+
+
+def save(model: object, directory: Path, trainable: int, chat: object) -> None:
+    (directory / "adapter").write_text(str(trainable))
+
+
+def exports(workdir: Path) -> tuple[int, dict[str, str]]:
+    """What best.json names, and what is beside it."""
+    version = json.loads((workdir / eval_role.BEST_FILE).read_text())["version"]
+    return version, {p.parent.name: p.read_text() for p in (workdir / "best").glob("*/*")}
+
+
+def test_best_that_cannot_be_read_is_not_replaced_by_a_worse_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "save_policy", save)
+    keep_best(tmp_path, 3, 90)
+    with monkeypatch.context() as patch:
+
+        def away(store: LocalStore, name: str) -> bytes:
+            raise StoreUnavailableError(5, "away", name)
+
+        patch.setattr(LocalStore, "read", away)
+        with pytest.raises(StoreUnavailableError):
+            keep_best(tmp_path, 4, 50)
+    assert exports(tmp_path) == (3, {"version_3": "3"})
+    keep_best(tmp_path, 4, 50)
+    assert exports(tmp_path) == (3, {"version_3": "3"})
+    keep_best(tmp_path, 5, 91)
+    assert exports(tmp_path) == (5, {"version_5": "5"})
+    (tmp_path / eval_role.BEST_FILE).write_text("{")  # says nothing that could be kept
+    keep_best(tmp_path, 6, 10)
+    assert exports(tmp_path) == (6, {"version_6": "6"})
+
+
+def test_best_stays_whole_when_its_own_version_cannot_be_exported_again(tmp_path, monkeypatch):
+    """A step that a killed run repeats, or the same policy evaluated again, with more luck."""
+    monkeypatch.setattr(loading, "save_policy", save)
+    keep_best(tmp_path, 3, 50)
+    whole = exports(tmp_path)
+
+    def fill_the_disk(model: object, directory: Path, *_: object) -> None:
+        (directory / "adapter").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "save_policy", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            keep_best(tmp_path, 3, 60)
+    assert exports(tmp_path) == whole == (3, {"version_3": "3"})
+    monkeypatch.setattr(
+        loading, "save_policy", lambda _, directory, *__: (directory / "other").write_text("again")
+    )
+    keep_best(tmp_path, 3, 60)
+    assert exports(tmp_path) == (3, {"version_3": "again"})
+    assert [path.name for path in (tmp_path / "best" / "version_3").iterdir()] == ["other"]
+
+
+def test_two_processes_that_export_one_version_do_so_one_after_the_other(tmp_path, monkeypatch):
+    second = threading.Thread(target=keep_best, args=(tmp_path, 3, 60))
+    began = []
+
+    def save_slowly(model: object, directory: Path, trainable: int, chat: object) -> None:
+        save(model, directory, trainable, chat)
+        began.append(directory)
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.3)  # it would delete what this one has written
+            assert len(began) == 1
+
+    monkeypatch.setattr(loading, "save_policy", save_slowly)
+    keep_best(tmp_path, 3, 50)
+    second.join()
+    assert len(began) == 2 and exports(tmp_path) == (3, {"version_3": "3"})
+    assert json.loads((tmp_path / eval_role.BEST_FILE).read_text())["successes"] == 60
 
 
 def flags(*more: str, gate: str = "actors") -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The command as a user runs it: real processes, a real verifier over HTTP, a tiny random model."""
 
+import errno
 import json
 import os
 import re
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from typing import cast
 
 import pytest
 from safetensors.numpy import load_file
@@ -26,10 +29,13 @@ from tests.command_world import (
     run,
     start,
 )
-from uirl_jax import evaluation
+from uirl_jax import evaluation, main
 from uirl_jax.actor import processes
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import UirlError
+from uirl_jax.learner.cluster import Cluster
 from uirl_jax.shards import reader
+from uirl_jax.store import mirror
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +86,11 @@ def test_main_without_a_step_to_learn_measures_its_model_once(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [stage for stage in ("before", "cold_start", "after") if stage in summary] == stages
     assert stages[-1] in (tmp_path / "run" / "report.html").read_text()
+    # Step 0 is the model that RL starts from, in every role: the last one evaluated here.
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    row, measured = json.loads(line), evaluation.read_results(tmp_path / "run")[stages[-1]]
+    assert (row["step"], row["eval/success"]) == (0, measured.rate)
+    assert row["time_unix_s"] > measured.finished_unix_s - 0.01  # both are rounded
 
 
 def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path, model_dir):
@@ -226,6 +237,33 @@ def test_main_actors_on_one_host_train_together_though_one_is_killed(tmp_path, m
     assert sorted(journals) == ["a0", "a1", "a2"]
 
 
+@pytest.mark.parametrize(
+    ("role", "index", "expected"),
+    [("all", 0, "a0"), ("all", 1, "a2"), ("learner", 1, ""), ("actor", 0, "a5")],
+)
+def test_main_copies_the_files_of_the_actor_that_it_plays(
+    tmp_path, monkeypatch, role, index, expected
+):
+    """With --actors=2 host 1 plays a2 and starts a3, which copies its own."""
+    asked = []
+
+    def copied(workdir: Path, open_store: object, own: mirror.Own) -> None:
+        asked.append(own)
+        raise InterruptedError  # what comes next is not asked here
+
+    monkeypatch.setattr(main.mirror, "copied", copied)
+    for flag, value in (("_ROLE", role), ("_ACTORS", 2), ("_ACTOR", 5)):
+        monkeypatch.setattr(main, flag, types.SimpleNamespace(value=value))
+    learns, stop = role != "actor", threading.Event()
+    with pytest.raises(InterruptedError):
+        main._run(cast(RunConfig, None), tmp_path, learns, stop, Cluster(index, 2))
+    (own,) = asked
+    journals = [name for name in own.written if name.startswith("actor/")]
+    assert journals == ([f"actor/{expected}-*"] if expected else [])
+    logs = {f"logs/{kind}-{index}.log" for kind in ("learner", "verifier")}
+    assert logs.issubset(own.written) == (index > 0)
+
+
 def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr("uirl_jax.actor.processes.FIRST_PAUSE_S", 0.01)
     command_line = [sys.executable, "-c", "import sys; print('error: no such model'); sys.exit(1)"]
@@ -233,6 +271,43 @@ def test_main_actor_that_never_starts_is_given_up(tmp_path, monkeypatch):
         said = r"actor a4 ended 5 times with code 1: error: no such model \(log: .*actor-a4.log\)"
         with pytest.raises(UirlError, match=said):
             actors.wait(threading.Event())
+
+
+def test_main_actor_whose_log_is_gone_is_given_up_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("uirl_jax.actor.processes.FIRST_PAUSE_S", 0.01)
+    logs = tmp_path / "logs"
+    code = (
+        f"import pathlib, sys; pathlib.Path({str(logs / 'actor-a4.log')!r}).unlink(); sys.exit(1)"
+    )
+    with processes.actor_processes([sys.executable, "-c", code], [4], logs) as actors:
+        said = r"a4 ended 5 times with code 1: its log cannot be read, No such file .* \(log: "
+        with pytest.raises(UirlError, match=said):
+            actors.wait(threading.Event())
+
+
+@pytest.mark.parametrize("failures", [4, 5])
+def test_main_actor_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch, capfd, failures):
+    """No memory for a process: it may be there a moment later."""
+    monkeypatch.setattr("uirl_jax.actor.processes.FIRST_PAUSE_S", 0.001)
+    started, popen = [], subprocess.Popen
+
+    def start_late(*arguments, **options) -> subprocess.Popen[bytes]:
+        started.append(arguments)
+        if len(started) <= failures:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", start_late)
+    command_line = [sys.executable, "-c", ""]
+    with processes.actor_processes(command_line, [4], tmp_path / "logs") as actors:
+        if failures < processes.MAX_TRIES:
+            actors.wait(threading.Event())
+        else:
+            with pytest.raises(UirlError, match=r"actor a4 cannot be started: .*allocate memory"):
+                actors.wait(threading.Event())
+    assert len(started) == 5
+    said = 'event=actor_not_started actor=a4 reason="[Errno 12] Cannot allocate memory" restart_in'
+    assert capfd.readouterr().out.count(said) == 4
 
 
 def test_main_actor_that_asks_to_be_started_again_is_never_given_up(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -25,11 +26,13 @@ from tests.command_world import (
 )
 from tools import export
 from uirl_jax import evaluation, policy_sync
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.models import weights
 from uirl_jax.models.lora import LoraConfig
 from uirl_jax.roles import actor
+from uirl_jax.run import Run
 from uirl_jax.shards import reader
 from uirl_jax.store import open_store
 
@@ -111,7 +114,7 @@ def test_other_actors_of_a_resumed_run_take_its_command(tmp_path, monkeypatch):
     monkeypatch.setattr(
         actor.processes, "actor_processes", lambda command, *_: asked.append(command)
     )
-    actor.start_actors(types.SimpleNamespace(workdir=tmp_path), [1])
+    actor.start_actors(types.SimpleNamespace(workdir=tmp_path, port_file=tmp_path / "port"), [1])
     (command,) = asked
     read = (
         "import sys; from uirl_jax import main; from uirl_jax.config import reading; "
@@ -127,6 +130,33 @@ def test_other_actors_of_a_resumed_run_take_its_command(tmp_path, monkeypatch):
             timeout=120,
         )
         assert (done.returncode == 0) == (not said) and said in done.stderr, done.stderr
+
+
+def test_other_actors_of_a_host_play_on_its_own_verifier(tmp_path, model_dir, monkeypatch):
+    """Hosts after the first name their files by their number; another's server is not theirs."""
+    given = command(tmp_path, model_dir, "--actors=2")[3:]
+    monkeypatch.setattr(sys, "argv", ["main", *given])
+    asked = []
+    monkeypatch.setattr(actor.processes, "actor_processes", lambda line, *_: asked.append(line))
+    run_of_host = Run(cast(RunConfig, None), tmp_path, "run", tmp_path / "verifier-1.port")
+    actor.start_actors(run_of_host, [3])
+    (line,) = asked
+    show = (
+        "import sys; from uirl_jax import main; from uirl_jax.config import reading; "
+        "reading.parse_flags(sys.argv); "
+        "main.run_role = lambda role, run, *_: print('port', run.port_file) or 0; "
+        "sys.exit(main.main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", show, *line[3:], "--actor=3"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"port {tmp_path / 'verifier-1.port'}" in done.stdout.splitlines()
 
 
 def test_main_that_trains_all_weights_publishes_resumes_and_exports_them(tmp_path, model_dir):

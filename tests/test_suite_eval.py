@@ -113,6 +113,23 @@ def test_contender_that_cannot_play_is_refused_before_others_play(tmp_path):
         contenders.check(unnamed, "120")
 
 
+def test_contender_has_a_directory_of_its_own_wherever_the_command_is_run(tmp_path, monkeypatch):
+    run, nameless = tmp_path / "run-7" / "best", tmp_path / "run-7" / "模型"
+    for folder in (run, nameless):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(run)
+    here = contenders.name_of(".")
+    assert here.endswith("run-7-best") and here == contenders.name_of(str(run))
+    assert contenders.name_of("../best") == "best"  # as it was given, which is what people read
+    monkeypatch.chdir(tmp_path)
+    assert contenders.name_of("run-7/best") == "run-7-best"
+    monkeypatch.chdir(run.parent)
+    assert contenders.name_of("模型").endswith("run-7")
+    with pytest.raises(ConfigError, match=r"^--checkpoint=https://模: .* has none of A-Z.*rename"):
+        contenders.name_of("https://模")
+
+
 def test_killed_evaluation_plays_only_what_is_missing_and_compares(tmp_path):
     tasks, workdir = suite_file(tmp_path), tmp_path / "killed"
     arguments = ("--role=eval", tasks, "--checkpoint=base")

@@ -39,7 +39,7 @@ from uirl_jax.learner.cold_start import check_sources
 from uirl_jax.metrics import METRICS_FILE
 from uirl_jax.roles import contenders
 from uirl_jax.roles.actor import run_actor_role
-from uirl_jax.roles.all import run_all
+from uirl_jax.roles.all import first_actor, run_all
 from uirl_jax.roles.eval import run_eval_role, run_suite, with_suite
 from uirl_jax.roles.learner import check_batches, make_mesh, run_learner_role
 from uirl_jax.roles.verifier import run_verifier_role
@@ -72,6 +72,9 @@ _ACTORS = flags.DEFINE_integer(
 )
 _EXIT_WITH_PARENT = flags.DEFINE_integer(
     "exit_with_parent", 0, "set by --actors: end when the process with this id ends"
+)
+_VERIFIER_PORT_FILE = flags.DEFINE_string(
+    "verifier_port_file", "", "set by --actors: where the bundled server of this host says its port"
 )
 _RESUME_FROM = flags.DEFINE_string(
     "resume_from", "", "workdir of another run, whose checkpoint a new workdir starts from"
@@ -160,22 +163,23 @@ def _check_checkpoint_flags(learns: bool) -> None:
         raise ConfigError(f"--resume_from={source}: has no {CHECKPOINTS}/; give a run's workdir")
 
 
-def _own_files(role: str, number: int) -> mirror.Own:
+def _own_files(role: str, index: int, actor: int) -> mirror.Own:
     """What a process writes beside the store, and the logs of others that it reads.
 
     Args:
-      number: of an actor, or of a process of a learner on several hosts.
+      index: of a process of a learner on several hosts; 0: the first, or the only one.
+      actor: the number of the actor that plays in this process, or comes first of several.
     """
-    of_actor = (f"actor/a{number}-*", f"logs/actor-a{number}.*", f"logs/actor-{number}.*")
+    of_actor = (f"actor/a{actor}-*", f"logs/actor-a{actor}.*", f"logs/actor-{actor}.*")
     of_evaluation = ("eval/*", "best/version_*", "logs/verifier-eval.log")
     if role in ("actor", "verifier"):
-        return mirror.Own(f"{role}-{number}", of_actor if role == "actor" else ())
+        return mirror.Own(f"{role}-{actor}", of_actor if role == "actor" else ())
     if role == "eval":
         return mirror.Own(role, of_evaluation)
     sampled = of_actor if role == "all" else ()
-    if number:
-        logs = (f"logs/learner-{number}.log", f"logs/verifier-{number}.log")
-        return mirror.Own(f"learner-{number}", (*logs, *sampled))
+    if index:
+        logs = (f"logs/learner-{index}.log", f"logs/verifier-{index}.log")
+        return mirror.Own(f"learner-{index}", (*logs, *sampled))
     pages = (METRICS_FILE, SUMMARY_FILE, "report.html", "findings.json")
     folders = (
         "cold_start/*",
@@ -210,7 +214,8 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
 
     leads = learns and group.leads
     lease = only_learner(open_store(workdir), on_lost) if leads else contextlib.nullcontext()
-    own = _own_files(_ROLE.value, group.index or _ACTOR.value)
+    actor = first_actor(group, _ACTORS.value) if learns else _ACTOR.value
+    own = _own_files(_ROLE.value, group.index, actor)
     with lease, mirror.copied(workdir, open_store, own):
         # Before config.json is written: the corrected command can then use the workdir.
         if learns:
@@ -236,7 +241,8 @@ def _run(cfg: RunConfig, workdir: Path, learns: bool, stop: threading.Event, gro
             run_id = group.wait_for("run")
         resume_from = reading.workdir_of(_RESUME_FROM.value) if _RESUME_FROM.value else None
         step = None if _TASKS.value else _checkpoint_step()
-        run = Run(whole, workdir, run_id, None, resume_from, step)
+        port_file = Path(_VERIFIER_PORT_FILE.value) if _VERIFIER_PORT_FILE.value else None
+        run = Run(whole, workdir, run_id, port_file, resume_from, step)
         if _ROLE.value != "verifier":  # the server handles these signals itself
             for signum in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, lambda *_: stop.set())

@@ -259,7 +259,7 @@ class Run:
     cfg: RunConfig
     workdir: Path
     run_id: str
-    own_port_file: Path | None = None  # of a bundled server that only this role uses
+    own_port_file: Path | None = None  # of a bundled server that only this role or host uses
     resume_from: Path | None = None  # see bookkeeping.RunDirectory
     resume_step: int | None = None
 

@@ -21,6 +21,7 @@ from uirl_jax.shards import reader
 from uirl_jax.shards.journal import Journal
 from uirl_jax.shards.reader import RecordRef
 from uirl_jax.store import Store
+from uirl_jax.store.local import LocalStore
 
 _DECISION = re.compile(rf"{DECISIONS}/(\d{{8}})\.json")
 _ACCOUNTING = re.compile(r"^event=learner_ended step=(\d+) (.*)$", re.MULTILINE)
@@ -125,9 +126,7 @@ def account_of(
     fields = dict(field.split("=") for field in ended[-1][1].split())
     learner = {name: int(fields[name]) for name in ("published", *FATES)}
     run_id = json.loads(store.read("config.json"))["run_id"]
-    actors: collections.Counter[str] = collections.Counter()
-    for directory in actor_dirs:
-        actors.update(run_totals(directory, run_id))
+    actors = run_totals([LocalStore(directory) for directory in actor_dirs], run_id)
     known = {line.shard for line in Journal(store).lines}
     late = sum(
         reader.records_by_header(store, name)

@@ -18,10 +18,11 @@ import collections
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from uirl_jax.errors import UirlError
+from uirl_jax.store import Store
 
 EVENTS = ("started", "env_error", "publishing", "published", "lost", "abandoned")
 _LINE = re.compile(rf"({'|'.join(EVENTS)}) (\d{{1,18}}) (\d{{1,9}})")
@@ -98,11 +99,21 @@ class Journal:
             self._publishing.pop(group, None)
 
 
-def run_totals(workdir: str | os.PathLike[str], run_id: str) -> collections.Counter[str]:
-    """Episodes by event, over the journals of all actors of a run. Raises OSError."""
+def run_totals(stores: Iterable[Store], run_id: str) -> collections.Counter[str]:
+    """Episodes by event, over the journals of a run's actors. Raises OSError.
+
+    Args:
+        stores: where they are. A bucket has copies, 10 s old at most while their actor plays.
+    """
+    contents: dict[str, bytes] = {}
+    for store in stores:
+        for name in store.names(ACTOR_DIR):
+            if name.endswith(f"-{run_id}.journal"):
+                # Lines are only added: of a journal and its copy, the longer one is the newer.
+                contents[name] = max(contents.get(name, b""), store.read(name), key=len)
     totals: collections.Counter[str] = collections.Counter()
-    for path in Path(workdir, ACTOR_DIR).glob(f"*-{run_id}.journal"):
-        for line in _parse(path.read_bytes()):
+    for content in contents.values():
+        for line in _parse(content):
             if line is not None:
                 totals[line[0]] += line[2]
     return totals

@@ -104,28 +104,31 @@ class _Watcher:
             try:
                 process = self._start()
             except OSError as error:  # no memory for another process, a full disk
-                self._give_up(f"actor a{self.number} cannot be started: {error}")
-                return
-            if process is None or (exit_code := process.wait()) == 0 or self._ending.is_set():
-                return
-            if time.monotonic() - started_s >= LONG_LIFE_S:
-                pause_s, tries = FIRST_PAUSE_S, 0
-            tries += exit_code != RestartError.exit_code
-            fields = {"actor": f"a{self.number}", "exit_code": exit_code, "log": self._log_file}
+                tries += 1
+                event, fields = "actor_not_started", {"reason": error}
+                why = f"cannot be started: {error}"
+            else:
+                if process is None or (exit_code := process.wait()) == 0 or self._ending.is_set():
+                    return
+                if time.monotonic() - started_s >= LONG_LIFE_S:
+                    pause_s, tries = FIRST_PAUSE_S, 0
+                tries += exit_code != RestartError.exit_code
+                event, fields = "actor_died", {"exit_code": exit_code, "log": self._log_file}
+                why = f"ended {tries} times with code {exit_code}: {self._last_line()} (log: "
+                why += f"{self._log_file})"
             if tries == MAX_TRIES:
-                self._give_up(
-                    f"actor a{self.number} ended {tries} times with code {exit_code}: "
-                    f"{self._last_line()} (log: {self._log_file})"
-                )
+                reason = f"actor a{self.number} {why}"
+                self._failures.append(reason)
+                self._say("actor_given_up", reason=reason)
                 return
-            print(key_values("actor_died", **fields, restart_in_s=pause_s), flush=True)
+            self._say(event, **fields, restart_in_s=pause_s)
             if self._ending.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _give_up(self, reason: str) -> None:
-        self._failures.append(reason)
-        print(key_values("actor_given_up", actor=f"a{self.number}", reason=reason), flush=True)
+    def _say(self, event: str, **fields: object) -> None:
+        with contextlib.suppress(OSError):  # of a full disk; this thread must not end by it
+            print(key_values(event, actor=f"a{self.number}", **fields), flush=True)
 
     def terminate(self) -> None:
         with self._lock:
@@ -148,13 +151,16 @@ class _Watcher:
                 stderr=log,
             )
             pid = self._process.pid
-        print(key_values("actor_started", actor=f"a{self.number}", pid=pid), flush=True)
+        self._say("actor_started", pid=pid)
         return self._process
 
     def _last_line(self) -> str:
-        with self._log_file.open("rb") as file:
-            file.seek(max(self._log_file.stat().st_size - 4096, 0))
-            lines = file.read().decode(errors="replace").strip().splitlines()
+        try:
+            with self._log_file.open("rb") as file:
+                file.seek(max(self._log_file.stat().st_size - 4096, 0))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError as error:  # someone has tidied up logs/
+            return f"its log cannot be read, {error.strerror}"
         return lines[-1] if lines else "it printed nothing"
 
 

@@ -55,5 +55,7 @@ def _check_ended(stop: threading.Event) -> None:
 def start_actors(
     run: Run, numbers: Sequence[int]
 ) -> contextlib.AbstractContextManager[processes.ActorProcesses]:
+    """Processes with this one's command, as actors on the verifier of this process."""
     command = [*processes.command_of_this_process(), "--role=actor", "--actors=1", "--coordinator="]
+    command.append(f"--verifier_port_file={run.port_file}")  # on several hosts each has its own
     return processes.actor_processes(command, numbers, run.workdir / "logs")

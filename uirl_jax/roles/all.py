@@ -22,8 +22,14 @@ from uirl_jax.roles.judge import judging
 from uirl_jax.roles.learner import check_finished, learn, make_cold_start, make_mesh
 from uirl_jax.roles.verifier import bundled_server
 from uirl_jax.run import Run
+from uirl_jax.store.local import LocalStore
 
 CONCLUDED = "concluded"  # the key under which process 0 tells that the run's page is written
+
+
+def first_actor(cluster: Cluster, actors: int) -> int:
+    """The number of the actor in this process. Args: actors: on each host."""
+    return cluster.index * actors
 
 
 def run_all(
@@ -46,7 +52,7 @@ def run_all(
     """
     cfg = run.cfg
     mesh = make_mesh(cfg.mesh)
-    first_actor = cluster.index * actors
+    own_actor = first_actor(cluster, actors)
     with contextlib.ExitStack() as stack:
         if cfg.needs_server:
             log = "verifier.log" if cluster.leads else f"verifier-{cluster.index}.log"
@@ -73,7 +79,6 @@ def run_all(
                 chance = RandomEngine(players.chat)
                 background.run(run.measure(players, evaluation.CHANCE, stop, chance))
             measured = background.run(run.measure(players, "before", stop))
-            note_result(run, 0, measured)
         if cfg.cold_start.steps:
             # The base's engine would keep its cache, and the base itself, until the run ends.
             playing.close()
@@ -81,16 +86,18 @@ def run_all(
             model = make_cold_start(run, model, mesh, stop)
             players = enter_players(model)
             measured = background.run(run.measure(players, "cold_start", stop))
+        if measured is not None:
+            note_result(run, 0, measured)  # of the model that RL starts from, as the judge does
 
         async_stop = asyncio.Event()
         acting: list[concurrent.futures.Future[dict[str, float]]] = []
 
         def begin_acting() -> None:
-            acting.append(background.start(run.act(players, async_stop, first_actor)))
+            acting.append(background.start(run.act(players, async_stop, own_actor)))
             # Stop the learner if the actor fails; it would wait for records forever.
             acting[0].add_done_callback(lambda future: future.exception() and stop.set())
             if actors > 1:
-                others = range(first_actor + 1, first_actor + actors)
+                others = range(own_actor + 1, own_actor + actors)
                 stack.enter_context(start_actors(run, others))
 
         try:
@@ -127,7 +134,8 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     page = run.workdir / "report.html"
     # An existing summary is from the process that finished the run; its peak memory is kept.
     if not _is_json_object(summary_path):  # or it is damaged
-        episodes = run_totals(run.workdir, run.run_id)
+        # A bucket has the journals of all hosts; those of this one's actors are newer here.
+        episodes = run_totals([run.store, LocalStore(run.workdir)], run.run_id)
         content = evaluation.summary(
             results,
             seed=run.cfg.seed,

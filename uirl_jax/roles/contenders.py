@@ -30,17 +30,34 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def name_of(checkpoint: str) -> str:
-    """The directory and the label of a contender. Raises: ConfigError: no such checkpoint."""
+    """The directory and the label of a contender.
+
+    Raises: ConfigError: no such checkpoint, or one whose path has no letter for a name.
+    """
     if checkpoint.isdecimal():
         return f"step_{int(checkpoint)}"
+    path, said = Path(checkpoint), checkpoint
     if checkpoint in ("base", "policy") or _is_server(checkpoint):
-        return _UNSAFE.sub("-", checkpoint.partition("://")[2] or checkpoint).strip("-.")
-    if _is_adapter(checkpoint) or (Path(checkpoint) / "config.json").is_file():
-        return _UNSAFE.sub("-", str(Path(checkpoint))).strip("-.")[-64:].strip("-.")
-    raise ConfigError(
-        f"--checkpoint={checkpoint}: expected base, policy, the step of a checkpoint, a directory "
-        "with adapter_config.json or config.json, or a server's http://HOST/v1"
-    )
+        name = _safe(checkpoint.partition("://")[2] or checkpoint)
+    elif _is_adapter(checkpoint) or (path / "config.json").is_file():
+        said = str(path.resolve())
+        # "." and ".." name no directory by themselves.
+        name = (_safe(str(path)) or _safe(said))[-64:].strip("-.")
+    else:
+        raise ConfigError(
+            f"--checkpoint={checkpoint}: expected base, policy, the step of a checkpoint, a "
+            "directory with adapter_config.json or config.json, or a server's http://HOST/v1"
+        )
+    if not name:  # the suite's own directory
+        raise ConfigError(
+            f"--checkpoint={checkpoint}: names its episodes' directory, and {said} has none of "
+            "A-Z, a-z, 0-9 and _; rename it"
+        )
+    return name
+
+
+def _safe(text: str) -> str:
+    return _UNSAFE.sub("-", text).strip("-.")
 
 
 def check_names(checkpoints: list[str]) -> None:

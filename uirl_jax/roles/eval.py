@@ -22,8 +22,7 @@ from uirl_jax.players import Adapters, Players
 from uirl_jax.roles import contenders
 from uirl_jax.roles.verifier import bundled_server
 from uirl_jax.run import Run
-from uirl_jax.store import open_store
-from uirl_jax.store.files import new_directory
+from uirl_jax.store import files, open_store
 from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.recorded import sets as recorded_sets
 from uirl_jax.verifiers.recorded.rewards import PREFIX as RECORDED
@@ -216,24 +215,28 @@ def keep_best(
 ) -> None:
     """Exports the adapters of the policy with the best evaluation so far to best/version_<n>/.
 
-    The first of several equal ones stays. best/best.json names it, with its result.
+    The first of several equal ones stays. best/best.json names it, with its result. An evaluation
+    beside the run may do the same at the same time: one waits for the other.
 
     Args: anyway: this one is exported whatever the others' success, as it passed a gate.
+    Raises: OSError: what the best one is cannot be read, or the disk is full; it stays the best.
     """
-    store = open_store(run.workdir)
-    try:
-        best = json.loads(store.read(BEST_FILE))["rate"]
-    except (OSError, ValueError, KeyError, TypeError):
-        best = -1.0
-    if not adapters or result.attempts == 0 or not (anyway or result.rate > best):
+    if not adapters or result.attempts == 0:
         return
-    target = run.workdir / "best" / f"version_{version}"
-    shutil.rmtree(target, ignore_errors=True)  # of a process that was killed here
-    with new_directory(target) as directory:
-        loading.save_policy(players.model, directory, players.to_trainable(adapters), run.cfg.chat)
-    kind = "adapter" if players.model.trains == "adapters" else "model"
-    content = {"version": version, kind: str(target), **dataclasses.asdict(result)}
-    store.put(BEST_FILE, (json.dumps(content, indent=2) + "\n").encode())
-    for earlier in target.parent.glob("version_*"):
-        if earlier != target:
-            shutil.rmtree(earlier, ignore_errors=True)
+    store, target = open_store(run.workdir), run.workdir / "best" / f"version_{version}"
+    with files.alone(target.parent):
+        try:
+            best = json.loads(store.read(BEST_FILE))["rate"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            best = -1.0
+        if not (anyway or result.rate > best):
+            return
+        with files.new_directory(target, replaces=True) as directory:
+            trained = players.to_trainable(adapters)
+            loading.save_policy(players.model, directory, trained, run.cfg.chat)
+        kind = "adapter" if players.model.trains == "adapters" else "model"
+        content = {"version": version, kind: str(target), **dataclasses.asdict(result)}
+        store.put(BEST_FILE, (json.dumps(content, indent=2) + "\n").encode())
+        for earlier in target.parent.glob("version_*"):
+            if earlier != target:
+                shutil.rmtree(earlier, ignore_errors=True)

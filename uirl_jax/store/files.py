@@ -7,6 +7,7 @@ of the package are here: `local` uses this module, and so do weights, exports an
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import uuid
@@ -61,20 +62,39 @@ def write_new(path: Path, content: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill; renamed to `target`, which must not exist, when the block ends.
+def new_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """A directory to fill; renamed to `target` when the block ends.
 
-    The caller must sync the files that it writes there. Raises OSError.
+    The caller must sync the files that it writes there, and use `alone` where another process may
+    write the same target. Raises OSError.
+
+    Args:
+        replaces: whether `target` may exist; then it stays until the new one is complete. No
+            rename replaces a directory, so a process killed between the two leaves neither.
     """
     temporary = target.with_name(f".{target.name}{TEMPORARY_SUFFIX}")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
+    earlier = target.with_name(f".{target.name}.earlier{TEMPORARY_SUFFIX}")
+    for left in (temporary, earlier):  # by a killed process
+        shutil.rmtree(left, ignore_errors=True)
     try:
         _make_directory(temporary)
         yield temporary
+        if replaces and target.exists():
+            os.rename(target, earlier)
         os.rename(temporary, target)
         _sync_directory(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in (temporary, earlier):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(target: Path) -> Iterator[None]:
+    """Held by one process at a time; the kernel releases it when that process ends."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(f".{target.name}.lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

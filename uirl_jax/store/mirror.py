@@ -15,7 +15,6 @@ take its own older copy for another machine's newer one, and lose what it wrote 
 
 import contextlib
 import dataclasses
-import fcntl
 import fnmatch
 import json
 import logging
@@ -160,19 +159,10 @@ def fetch_directory(directory: Path, open_store: Callable[[Path], Store], name: 
         listed = json.loads(store.read(f"{name}{_LISTED}"))
     except FileNotFoundError:
         return
-    with _alone(target):
+    with files.alone(target):
         if target.is_dir():
             return  # another process with this directory has fetched it
         _download_whole(store, name, listed, target)
-
-
-@contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel releases it when that process ends."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(f".{target.name}.lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _download_whole(store: CopyStore, name: str, parts: Iterable[str], target: Path) -> None:
