@@ -134,6 +134,37 @@ def test_index_is_not_moved_by_another_shard_of_the_same_name(tmp_path):
         index.read_episode(index.rows[0])
 
 
+def test_row_that_is_being_added_breaks_no_look_of_another_thread(tmp_path):
+    store = open_store(tmp_path)
+    first, *rest = world.make_group(0, 0)
+    writer = world.writer_of(store)
+    writer.publish([first])
+    index = EpisodeIndex(store)
+    index.refresh()
+    (row,) = index.rows
+    seen = []
+
+    class Rows(list):
+        """Calls what a page calls right before and right after a row is there."""
+
+        def append(self, added):
+            look()
+            super().append(added)
+            look()
+
+    def look():
+        seen.append(len(index.group_of(row)))
+        assert row in index.instance_of(row) and index.versions_of(row) == []
+        for one in index.rows:
+            if index.find(one.key):
+                assert one in index.group_of(one) and one in index.instance_of(one)
+
+    index.rows = Rows(index.rows)
+    writer.publish(rest)
+    index.refresh()
+    assert seen == [1, 1, 2, 2, 3, 3] and len(index.group_of(row)) == 4
+
+
 # ---------------------------------------------------------------- tokens and advantages
 
 
