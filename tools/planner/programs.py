@@ -167,12 +167,16 @@ def _abstract_leaves(
 
 
 def abstract_batch(cfg: BatchConfig, inputs: Inputs, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """The largest TrainBatch that the config allows; shapes by the letters of the fields' names."""
+    """The largest TrainBatch of the config's sizes; shapes by the letters of the fields' names.
+
+    A row that samples more than the last of sampled_lengths gets S = T all the same, which is not
+    planned: a config lists sizes so that this is the exception.
+    """
     sizes = {
         "a": inputs.position_axes,
         "b": cfg.rows,
         "t": cfg.row_lengths[-1],
-        "s": (*cfg.sampled_lengths, cfg.row_lengths[-1])[0],
+        "s": (cfg.sampled_lengths or cfg.row_lengths)[-1],
     }
     batch: dict[str, Any] = {
         "vision": abstract_images(inputs, cfg.image_rows[-1], cfg.patch_lengths[-1])
