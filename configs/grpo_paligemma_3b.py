@@ -8,7 +8,7 @@ A screenshot is squashed to 448x448, 1,024 visual tokens, whatever its size. A t
 its own: the newest screenshot, the task, and the history as text; so a step of 16 episodes has up
 to 160 sequences of up to 1,408 tokens. The model knows places (`<loc0512>`) and no actions: it
 needs demonstrations first (`cold_start`). `cfg.tasks` is a placeholder, as in
-configs/grpo_qwen2vl_2b.py. Compiled for a TPU slice (peak 3.66 of 15.75 GiB a chip, 2026-11-25),
+configs/grpo_qwen2vl_2b.py. Compiled for a TPU slice (peak 3.67 of 15.75 GiB a chip, 2026-11-30),
 never run on one:
 
     python -m tools.plan --config=configs/grpo_paligemma_3b.py --topology=v5e:2x4

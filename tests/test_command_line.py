@@ -11,7 +11,7 @@ from tools import command_line, curves
 from tools.bench import __main__ as bench
 from tools.bench import client as bench_client
 from tools.chaos import __main__ as chaos
-from uirl_jax.errors import ConfigError, RestartError
+from uirl_jax.errors import ConfigError, RestartError, one_line
 
 ROOT = Path(__file__).parents[1]
 # These read no path that a user gives, or print what is wrong as a finding of theirs.
@@ -38,6 +38,22 @@ def test_error_is_one_line_and_an_exit_code(capsys, error, exit_code, expected):
         raise error
 
     assert (main(), capsys.readouterr().err) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "max_chars", "expected"),
+    [
+        (ValueError(" a\n  b\tc "), None, "a b c"),
+        (KeyError(), 300, "KeyError"),
+        ("\n a \r\n", 300, "a"),
+        ("", 300, ""),
+        (ValueError("x" * 300), 300, "x" * 300),
+        (ValueError("b" * 200 + "m\n" * 99 + "e" * 95), 300, f"{'b' * 200} ... {'e' * 95}"),
+        (ValueError("x" * 999), None, "x" * 999),
+    ],
+)
+def test_one_line_of_an_error_of_others(error, max_chars, expected):
+    assert one_line(error, max_chars) == expected
 
 
 def test_other_exception_is_a_bug_and_keeps_its_traceback():

@@ -203,6 +203,18 @@ def test_a_broken_list_costs_its_rest_and_the_next_file_is_read(tmp_path, monkey
     assert reason in found[0]["reason"] and "what follows is left out" in found[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [('[{"a": 1}, {"b": 2}}', 1), ('[{"a": 1}}', 0), ('[{"a": 1}, "b"}, {"c": 3}]', 1)],
+)
+def test_a_list_that_another_bracket_ends_is_an_error_after_its_rows(tmp_path, text, before):
+    (tmp_path / "rows.json").write_text(text)
+    found = []
+    with pytest.raises(RecordError, match=f"row {before}: '}}' stands where a list ends"):
+        found.extend(reading.list_items(tmp_path / "rows.json"))
+    assert len(found) == before
+
+
 def test_a_long_list_is_read_in_the_memory_of_a_row(tmp_path):
     """Thirty megabytes of good rows: a size is no fault, if it is not read at once."""
     import tracemalloc

@@ -54,6 +54,7 @@ EXAMPLES: dict[str, tuple[dict, str]] = {
     "no goal": (aitw(goal_info=MISSING), "goal_info is missing"),
     "an empty goal": (aitw(goal=""), "instruction is empty"),
     "the second step alone": (aitw(step=1, length=2), "steps [1] of an episode of 2"),
+    "a length of 2**62": (aitw(length=2**62), "steps [0] of an episode of 4611686018427387904"),
     "a length of nothing": (aitw(length=0), "steps [0] of an episode of 0"),
 }
 

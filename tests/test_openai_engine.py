@@ -184,7 +184,6 @@ def test_openai_engine_new_adapters_are_loaded_used_and_the_oldest_unloaded(tmp_
         results = [await engine.sample(asked)]
         for version, lora in enumerate(loras, start=4):
             engine.set_policy(lora, version)
-            assert engine.policy_version == version
             results += await asyncio.gather(*[engine.sample(asked) for _ in range(2)])
         held = sorted(os.listdir(tmp_path))
         return results, held, dict(server.adapters)
@@ -239,7 +238,7 @@ def test_openai_engine_adapters_of_another_model_are_refused(tmp_path):
     async def work(engine):
         with pytest.raises(PolicyError, match="policy version 3"):
             engine.set_policy({"other": np.zeros(2)}, 3)
-        return engine.policy_version
+        return (await engine.sample(request(1))).policy_version
 
     assert with_server(Server(), tmp_path, work) == 0
 

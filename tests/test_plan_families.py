@@ -6,6 +6,7 @@ from unittest import mock
 import jax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from configs import (
     grpo_idefics2_8b,
@@ -28,7 +29,20 @@ from uirl_jax.families.llava.config import VisionConfig as LlavaVisionConfig
 from uirl_jax.families.paligemma.config import VisionConfig as PaliGemmaVisionConfig
 from uirl_jax.families.qwen2_5_vl.config import VisionConfig as Qwen25VisionConfig
 from uirl_jax.families.qwen3_vl.config import VisionConfig as Qwen3VisionConfig
-from uirl_jax.models import blocks
+from uirl_jax.models import blocks, sharding
+
+
+@pytest.mark.parametrize(("sampled", "expected"), [((64, 256), 256), ((64,), 64), ((), 2816)])
+def test_planned_batch_has_the_largest_of_the_configs_sizes(sampled, expected):
+    cfg = run_config(grpo_paligemma_3b)
+    assert cfg.learner.batch.sampled_lengths == (64, 256)
+    batch = dataclasses.replace(cfg.learner.batch, sampled_lengths=sampled)
+    planned = plan_programs.find_model(cfg.model.path)
+    inputs = planned.family.make_inputs(planned.cfg)
+    mesh = AbstractMesh((1, 8, 1), sharding.MESH_AXES)
+    shapes = plan_programs.abstract_batch(batch, inputs, mesh)
+    assert shapes["token_ids_bt"].shape == (16, 2816)
+    assert shapes["sampled_index_bs"].shape == (16, expected)
 
 
 def tower_text(planned: PlannedModel, rows: int, patches: int) -> str:

@@ -4,6 +4,9 @@ Slices are compiled for where libtpu is installed (`pytest -m tpu_aot`).
 """
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,43 @@ def machine_of(kind: str, chips: int, slices: int = 1) -> plan_machines.Machine:
     """Without the TPU's compiler, which is asked for devices otherwise."""
     host = plan_machines._host_of(kind, chips // slices)
     return plan_machines.Machine(kind, plan_machines.CHIPS[kind], chips, None, host, slices)
+
+
+# Of a machine whose programs are compiled, without the TPU's compiler.
+_INTERRUPTED = """
+import dataclasses
+from tools import plan
+from tools.planner import machines, plans
+
+find, make = machines.find_machine, plans.make_plan
+
+def find_machine(topology):
+    return dataclasses.replace(find(topology), devices=())
+
+def make_plan(cfg, planned, machine, *args):
+    plan = make(cfg, planned, dataclasses.replace(machine, devices=None), *args)
+    return {**plan, "fits": False}
+
+def find_nearest_change(*args):
+    raise KeyboardInterrupt
+
+machines.find_machine, plans.make_plan = find_machine, make_plan
+plans.find_nearest_change = find_nearest_change
+plan.app.run(plan.main, flags_parser=plan.reading.parse_flags)
+"""
+
+
+def test_plan_that_does_not_fit_is_printed_before_a_change_is_looked_for():
+    flags = ("--config=configs/grpo_qwen2vl_2b.py", "--topology=gpu:8xA100")
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, *flags],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
+    assert "does not fit: peak" in done.stdout and "nearest" not in done.stdout
 
 
 @pytest.mark.parametrize(

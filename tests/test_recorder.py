@@ -288,6 +288,36 @@ def test_rule_of_the_config_judges_what_the_person_does(tmp_path):
     assert (got.instruction, got.success, got.reward) == ("Click twice.", True, 0.5)
 
 
+def test_rule_that_raises_ends_the_episode_and_what_was_recorded_can_be_saved(tmp_path):
+    """The action was done: the next gesture must not be recorded on the screenshot before it."""
+
+    def find(task):
+        def judge(progress, turns):
+            return Judgement(False, 1.0 / (2 - turns), False)  # raises after the second action
+
+        def own(task):
+            if task.seed > TEXT.seed:
+                raise LookupError("only one instance")
+            return Rule("Type.", judge)
+
+        return rules.own_rule(task, "tests:own", own)
+
+    async def run():
+        async with recording(tmp_path, find_own_rule=find, episodes=2) as (recorder, http, _):
+            assert not (await do(http, **MOUSE))["ended"]
+            state = await do(http, **MOUSE)
+            assert recorder.demonstration.ended is End.LOST and len(state["turns"]) == 1
+            assert "tests:own" in state["message"] and "ZeroDivisionError" in state["message"]
+            assert "has ended" in (await do(http, **MOUSE))["message"]
+            state = await end(http, "save")
+            assert "no session: tests:own" in state["message"] and len(state["saved"]) == 1
+
+    asyncio.run(run())
+    (path,) = tmp_path.iterdir()
+    _, (got,) = reader.read_shard(path)
+    assert (got.stop_reason, len(got.turns)) == (StopReason.ENV_ERROR, 1)
+
+
 @pytest.mark.parametrize(
     "right", [Action("answer", text="42"), Action("terminate", text="success")]
 )

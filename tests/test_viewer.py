@@ -365,6 +365,36 @@ def test_episode_whose_shard_is_gone_gives_a_clear_message(tmp_path):
     assert rows["total"] == 4 and all(row["gone"] for row in rows["rows"])
 
 
+@pytest.mark.parametrize(
+    ("group_size", "gone", "there", "said"),
+    [
+        (64, 64, 64, "computed from the rewards of the group's 64 episodes"),
+        (64, 0, 66, "unknown: more than 64 of the group's 64 episodes can be read"),
+        (64, 3, 61, "unknown: 61 of the group's 64 episodes can be read"),
+        (128, 0, 66, "unknown: actor.group_size is 128, groups of at most 64 are read"),
+    ],
+)
+def test_advantages_of_a_large_group_are_those_of_the_records_that_are_there(
+    tmp_path, group_size, gone, there, said
+):
+    world.write_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["config"]["actor"]["group_size"] = group_size
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    group = world.make_group(0, 0, [0.0] * (gone + there))
+    writer = world.writer_of(open_store(tmp_path))
+    names = [writer.publish(part) for part in (group[:gone], group[gone:]) if part]
+
+    async def test(asked):
+        if gone:
+            (tmp_path / names[0]).unlink()
+            await asyncio.to_thread(asked.follower.look)
+        newest = await key_of(asked, f"text={group[-1].episode_id}")
+        return await asked.page(f"/episode/{newest}")
+
+    assert said in words(parsed(ask(tmp_path, test)).text)
+
+
 def test_two_episodes_side_by_side(made):
     workdir, episodes = made
     group = [one for one in episodes.values() if one.group_id == "00000004"]

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import urllib.parse
 import zlib
 from pathlib import Path
 
@@ -259,6 +260,20 @@ def test_command_prints_its_address_and_ends_with_ctrl_c(made):
             assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def test_address_that_is_printed_holds_any_token(made, tmp_path):
+    token = "a+b&c=d%20e#f/g-and-more"
+    (tmp_path / "token").write_text(token, encoding="utf-8")
+    arguments = (sys.executable, "-m", "tools.viewer", f"--workdir={made[0]}")
+    arguments += (f"--token_file={tmp_path}/token",)
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = urllib.parse.urlsplit(process.stdout.readline().strip())
+            assert urllib.parse.parse_qsl(address.query) == [("token", token)]
+            assert not address.fragment
         finally:
             process.kill()
 

@@ -16,7 +16,7 @@ from tests.sample_trajectories import make_trajectory
 from tests.test_report import words
 from tests.viewer_world import ask, key_of, parsed
 from uirl_jax.errors import RecordError, ShardError
-from uirl_jax.shards import record, summary
+from uirl_jax.shards import example, framing, record, summary
 from uirl_jax.store import open_store
 from uirl_jax.watch import tokens
 from uirl_jax.watch.episode_index import EpisodeIndex
@@ -58,6 +58,35 @@ def test_summaries_of_any_damaged_shard_raise_what_a_reader_catches(tmp_path):
             broken[at] ^= 1 << rng.integers(0, 8)
         with pytest.raises((ShardError, RecordError)):
             list(summary.summaries(io.BytesIO(bytes(broken))))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("task", [b'{"name": "t", "variant": "", "seed": 1e999}']),
+        ("task", [b'{"name": "t", "variant": "", "seed": -Infinity}']),
+        ("task", [b'{"name": "t", "variant": ""}']),
+        ("task", [7]),
+        ("episode_id", [1, 2]),
+        ("reward_started_duration", [1, 2, 3]),
+        ("turns/policy_versions", [3]),
+        ("turns", [b"two"]),
+    ],
+)
+def test_record_of_other_types_costs_its_shard_alone(tmp_path, name, values):
+    store = open_store(tmp_path)
+    world.writer_of(store, "good").publish(world.make_group(0, 0))
+    hostile = world.writer_of(store, "bad").publish(world.make_group(1, 0))
+    with open(tmp_path / hostile, "rb") as file:
+        size_bytes = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        payloads = [found for _, found, _ in framing.iterate_frames(file, size_bytes)]
+    payloads[2] = example.encode({**example.decode(payloads[2]), name: values})
+    (tmp_path / hostile).write_bytes(b"".join(map(framing.frame, payloads)))
+    index = EpisodeIndex(store)
+    index.refresh()
+    assert index.is_complete and len(index.rows) == 4 + 1  # those before the damage
+    assert "is no episode" in index.shards[hostile].problem
 
 
 def test_index_of_a_half_written_shard_has_its_first_records_and_later_the_rest(tmp_path):
@@ -103,6 +132,37 @@ def test_index_is_not_moved_by_another_shard_of_the_same_name(tmp_path):
     world.put_shard(store, name, world.make_group(1, 0), base_hash="", layout=world.LAYOUT)
     with pytest.raises((ShardError, RecordError)):
         index.read_episode(index.rows[0])
+
+
+def test_row_that_is_being_added_breaks_no_look_of_another_thread(tmp_path):
+    store = open_store(tmp_path)
+    first, *rest = world.make_group(0, 0)
+    writer = world.writer_of(store)
+    writer.publish([first])
+    index = EpisodeIndex(store)
+    index.refresh()
+    (row,) = index.rows
+    seen = []
+
+    class Rows(list):
+        """Calls what a page calls right before and right after a row is there."""
+
+        def append(self, added):
+            look()
+            super().append(added)
+            look()
+
+    def look():
+        seen.append(len(index.group_of(row)))
+        assert row in index.instance_of(row) and index.versions_of(row) == []
+        for one in index.rows:
+            if index.find(one.key):
+                assert one in index.group_of(one) and one in index.instance_of(one)
+
+    index.rows = Rows(index.rows)
+    writer.publish(rest)
+    index.refresh()
+    assert seen == [1, 1, 2, 2, 3, 3] and len(index.group_of(row)) == 4
 
 
 # ---------------------------------------------------------------- tokens and advantages

@@ -68,11 +68,10 @@ def main(argv: list[str]) -> int:
     machine = machines.find_machine(_TOPOLOGY.value)
     names = programs.TRAINING + (programs.SAMPLING if _SAMPLING.value else ())
     plan = plans.make_plan(cfg, planned, machine, names, say, texts_dir)
+    print(report.format_plan(plan), flush=True)  # before the next minutes, which may be cut short
     if not plan["fits"] and machine.devices is not None:
         plan["nearest_change"] = plans.find_nearest_change(cfg, planned, machine, plan, say)
-    print(report.format_plan(plan), flush=True)
-    if "nearest_change" in plan:
-        print(f"nearest change that fits: {plan['nearest_change']}")
+        print(f"nearest change that fits: {plan['nearest_change']}", flush=True)
     if _SEARCH.value:
         plan["search"] = []
         for words, found in plans.search(cfg, planned, machine, _MOST.value, say):

@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+import urllib.parse
 from collections.abc import Sequence
 
 from tools import command_line
@@ -45,7 +46,8 @@ async def serve(args: argparse.Namespace, token: str | None) -> None:
     with contextlib.closing(follower):
         async with serving as address:
             follower.start()
-            print(f"{address}?token={token}" if token else address, flush=True)
+            query = f"?token={urllib.parse.quote(token, safe='')}" if token else ""
+            print(address + query, flush=True)
             await over.wait()
 
 

@@ -2,7 +2,23 @@
 
 A message says what was got, what was expected, where, and what to do. `main` prints such an error
 in one line and exits with its `exit_code`; any other exception is a bug and keeps its traceback.
+`one_line` puts what an exception of a library says into one of these.
 """
+
+
+def one_line(error: Exception | str, max_chars: int | None = None) -> str:
+    """What an exception of others says, for one of ours: its line breaks become spaces.
+
+    Args:
+      error: an exception without a message is named by its type.
+      max_chars: of a longer text, its beginning and its end are kept; None: it is not cut.
+    """
+    text = " ".join(str(error).split())
+    if not text and isinstance(error, Exception):
+        text = type(error).__name__
+    if max_chars is None or len(text) <= max_chars:
+        return text
+    return f"{text[: max_chars - 100]} ... {text[-95:]}"
 
 
 class UirlError(Exception):

@@ -106,7 +106,8 @@ def _row(episode: str, steps: tuple[_Found | Exception, ...], splits: dict[str, 
         found.append(step)
     first = found[0]
     numbers = [step.number for step in found]
-    if numbers != list(range(first.length)):
+    # The length is the file's word: it is compared before it becomes a list.
+    if len(numbers) != first.length or numbers != list(range(len(numbers))):
         raise RecordError(
             f"steps {numbers[:20]} of an episode of {first.length}; they are expected in order, "
             "one behind the other"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from uirl_jax.errors import RecordError
+from uirl_jax.errors import RecordError, one_line
 from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.recorded.tables import MAX_ROWS, open_parquet, require_pyarrow
 
@@ -53,14 +53,14 @@ def rows(
         for batch in file.iter_batches(1, columns=columns, use_threads=False):
             yield lambda batch=batch: _plain(batch)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise RecordError(printable(" ".join(str(error).split()), 200)) from None
+        raise RecordError(printable(one_line(error), 200)) from None
 
 
 def _plain(batch: Any) -> dict:
     try:
         return batch.to_pylist()[0]
     except (ValueError, OverflowError) as error:  # no UTF-8; a time that Python has none for
-        raise RecordError(printable(" ".join(str(error).split()), 200)) from None
+        raise RecordError(printable(one_line(error), 200)) from None
 
 
 def _is_bounded(kind: Any, *, in_list: bool = False, levels: int = 4) -> bool:

@@ -55,6 +55,8 @@ def list_items(path: Path) -> Iterator[tuple[int, bytes]]:
             elif token in (b"}", b"]"):
                 depth -= 1
             if depth == 0:
+                if token != b"]":
+                    raise RecordError(f"row {number}: {token.decode()!r} stands where a list ends")
                 rest = (buffer[place:] + file.read(_CHUNK_BYTES)).strip(_SPACE)
                 if rest:
                     raise RecordError(f"after the list comes {rest[:20]!r}")

@@ -1,6 +1,6 @@
 """The text of an optimised XLA program as computations of instructions.
 
-As TPU and CPU compilers write it (`compiled.as_text()`); what it costs is plan_hlo's business.
+As TPU and CPU compilers write it (`compiled.as_text()`); what it costs is `hlo`'s to say.
 """
 
 import dataclasses

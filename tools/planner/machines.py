@@ -13,7 +13,7 @@ import re
 
 import jax
 
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, one_line
 from uirl_jax.learner.mfu import PEAK_FLOPS_PER_S as _PEAK
 
 
@@ -192,7 +192,7 @@ def _tpu_devices(topology: str, one_slice: str, slices: int) -> tuple[jax.Device
                 platform="tpu", topology_name=one_slice, num_slices=slices, **one_chip
             )
     except Exception as error:  # libtpu raises nothing narrower
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if "lockfile" in reason or "in use" in reason:
             raise ConfigError(
                 f"--topology={topology}: another process uses libtpu (/tmp/libtpu_lockfile)"

@@ -25,7 +25,7 @@ from uirl_jax import assets
 from uirl_jax.config.schema import ModelConfig, RunConfig
 from uirl_jax.engine import programs as engine_programs
 from uirl_jax.engine.weights import prepare
-from uirl_jax.errors import ConfigError, ModelError
+from uirl_jax.errors import ConfigError, ModelError, one_line
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Vocabulary
 from uirl_jax.families.loading import PolicyModel, held_dtype
@@ -167,12 +167,16 @@ def _abstract_leaves(
 
 
 def abstract_batch(cfg: BatchConfig, inputs: Inputs, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """The largest TrainBatch that the config allows; shapes by the letters of the fields' names."""
+    """The largest TrainBatch of the config's sizes; shapes by the letters of the fields' names.
+
+    A row that samples more than the last of sampled_lengths gets S = T all the same, which is not
+    planned: a config lists sizes so that this is the exception.
+    """
     sizes = {
         "a": inputs.position_axes,
         "b": cfg.rows,
         "t": cfg.row_lengths[-1],
-        "s": (*cfg.sampled_lengths, cfg.row_lengths[-1])[0],
+        "s": (cfg.sampled_lengths or cfg.row_lengths)[-1],
     }
     batch: dict[str, Any] = {
         "vision": abstract_images(inputs, cfg.image_rows[-1], cfg.patch_lengths[-1])
@@ -317,7 +321,7 @@ def _compile(name: str, lowered: Any, say: Callable[[str], None]) -> Compiled:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         used = _OUT_OF_MEMORY.search(reason)
         if "RESOURCE_EXHAUSTED" not in reason or not used:
             raise ConfigError(f"the compiler refuses {name}: {reason[:300]}") from None
@@ -332,7 +336,7 @@ def _compile(name: str, lowered: Any, say: Callable[[str], None]) -> Compiled:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # seen with libtpu 0.0.51 for v6e, jaxlib 0.10.2
         text = ""
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         say(f"{name}: this jaxlib cannot read the program of this libtpu, so only its memory is "
             f"known; try the libtpu that jax[tpu] names ({reason[:150]})")  # fmt: skip
     return Compiled(

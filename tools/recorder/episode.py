@@ -14,7 +14,13 @@ import numpy as np
 
 from uirl_jax.actor.rollout import MAX_REWARD, TERMINATE, UNSENT
 from uirl_jax.demonstrations.recording import Recording
-from uirl_jax.errors import ActionError, ImageError, RequestRefusedError, VerifierError
+from uirl_jax.errors import (
+    ActionError,
+    ImageError,
+    RequestRefusedError,
+    UserCodeError,
+    VerifierError,
+)
 from uirl_jax.families.border import Inputs
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.screens import decode_image
@@ -63,7 +69,7 @@ class Demonstration:
 
     @classmethod
     async def open(cls, client: VerifierClient, task: TaskSpec, agent: Agent) -> "Demonstration":
-        """Raises VerifierError: no such task, no browser, no server."""
+        """Raises: VerifierError: no such task, no browser, no server. UserCodeError: its rule."""
         session = await client.create(task)
         demonstration = cls(client, session, task, agent)
         try:
@@ -116,7 +122,7 @@ class Demonstration:
                 screenshot = await self._client.act(self.session.id, action, uuid.uuid4().hex)
             progress = await self._client.progress(self.session.id)
             self._check(progress)
-        except VerifierError as error:
+        except (VerifierError, UserCodeError) as error:  # a rule of the user's own judges after it
             await self._failed(error)
             return
         self.progress = progress
@@ -174,7 +180,7 @@ class Demonstration:
         if abs(reward or 0.0) > MAX_REWARD:
             raise VerifierError(f"a reward of {reward:g}, at most {MAX_REWARD:g} are taken")
 
-    async def _failed(self, error: VerifierError) -> None:
+    async def _failed(self, error: VerifierError | UserCodeError) -> None:
         """An action that was refused can be followed by another one; all else is the end."""
         if isinstance(error, RequestRefusedError):
             try:

@@ -18,7 +18,14 @@ from aiohttp import web
 
 from tools.recorder import gestures
 from tools.recorder.episode import Demonstration, End
-from uirl_jax.errors import ActionError, ConfigError, RecordError, ShardError, VerifierError
+from uirl_jax.errors import (
+    ActionError,
+    ConfigError,
+    RecordError,
+    ShardError,
+    UserCodeError,
+    VerifierError,
+)
 from uirl_jax.types import TaskSpec, Trajectory
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.untrusted.http import equal_secrets
@@ -78,7 +85,7 @@ class Recorder:
         self.demonstration: Demonstration | None = None
 
     async def open(self) -> None:
-        """A session of the instance that is due. Raises VerifierError."""
+        """A session of the instance that is due. Raises VerifierError, UserCodeError."""
         self.demonstration = await self._open_next(self._task_at(self._instance))
         self._screens += 1
 
@@ -125,7 +132,7 @@ class Recorder:
                 return self.state()
             try:
                 await self.open()
-            except VerifierError as error:
+            except (VerifierError, UserCodeError) as error:
                 return self.state(f"no session: {error}")
             return self.state()
 

@@ -32,8 +32,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from uirl_jax.checkpoints import array_format, orbax_storage
-from uirl_jax.checkpoints.orbax_storage import one_line
-from uirl_jax.errors import CheckpointError, CheckpointUnavailableError
+from uirl_jax.errors import CheckpointError, CheckpointUnavailableError, one_line
 from uirl_jax.store import open_store
 
 FORMAT = 1
@@ -41,6 +40,7 @@ FORMAT = 1
 SPARE_BYTES = 4 << 20
 # Damaged steps are moved here and not deleted, so that the cause can be investigated.
 DAMAGED_DIR = "damaged"
+_SHOWN = 300  # characters of a reason; tensorstore's fill a page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         except OSError as error:
             raise CheckpointError(
-                f"{self._directory}: cannot be used for checkpoints: {one_line(error)}; "
+                f"{self._directory}: cannot be used for checkpoints: {one_line(error, _SHOWN)}; "
                 "free disk space or use another --workdir"
             ) from error
 
@@ -208,7 +208,7 @@ class Checkpointer:
             except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
                 raise  # the files are not damaged: an older step would hide the error
             except Exception as error:  # Orbax and tensorstore raise many types on damaged files
-                skipped.append((step, one_line(error)))
+                skipped.append((step, one_line(error, _SHOWN)))
                 continue
             if not self._read_only and skipped:
                 if jax.process_index() == 0:
@@ -250,7 +250,9 @@ class Checkpointer:
         except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # as in restore_latest
-            raise CheckpointError(f"{self._directory / str(step)}: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{self._directory / str(step)}: {one_line(error, _SHOWN)}"
+            ) from error
         arrays = jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
         return Restored(step=step, arrays=arrays, meta=body["meta"], skipped=[])
 
@@ -274,7 +276,7 @@ class Checkpointer:
             except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:  # as in restore_latest
-                reason = f"{self._directory / str(candidate)}: {one_line(error)}"
+                reason = f"{self._directory / str(candidate)}: {one_line(error, _SHOWN)}"
                 if step is not None:
                     raise CheckpointError(reason) from error
                 skipped.append(reason)
@@ -302,7 +304,7 @@ class Checkpointer:
             raise
         except Exception as error:  # Orbax and tensorstore raise many types on damaged files
             raise CheckpointError(
-                f"{self._directory / str(step)}: is damaged: {one_line(error)}"
+                f"{self._directory / str(step)}: is damaged: {one_line(error, _SHOWN)}"
             ) from error
 
     def close(self) -> None:
@@ -336,11 +338,11 @@ class Checkpointer:
         self._in_flight = None
         if self._is_bucket:
             return CheckpointUnavailableError(
-                f"{self._directory}: step {step} was not saved: {one_line(error)}; earlier "
+                f"{self._directory}: step {step} was not saved: {one_line(error, _SHOWN)}; earlier "
                 "checkpoints are unchanged; run the same command again"
             )
         return CheckpointError(
-            f"{self._directory}: step {step} was not saved: {one_line(error)}; earlier "
+            f"{self._directory}: step {step} was not saved: {one_line(error, _SHOWN)}; earlier "
             "checkpoints are unchanged; free disk space and run the same command again"
         )
 
@@ -416,5 +418,5 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointError(
                 f"{self._directory}: damaged steps {steps} cannot be moved to {DAMAGED_DIR}/: "
-                f"{one_line(error)}; move them away by hand"
+                f"{one_line(error, _SHOWN)}; move them away by hand"
             ) from error

@@ -79,9 +79,3 @@ def silence_repeated_errors() -> None:
     logging.getLogger("absl").addFilter(
         lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
     )
-
-
-def one_line(error: Exception) -> str:
-    """An exception as one short line; tensorstore's messages fill a page."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"

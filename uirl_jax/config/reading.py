@@ -39,7 +39,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from uirl_jax import assets
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, one_line
 from uirl_jax.store import bucket, mirror
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
                 sys.exit(0)  # absl ends --help with code 1
             raise
         except (flags.Error, ValueError, TypeError) as error:
-            raise ConfigError(f"{_one_line(error)}; --help lists the flags") from error
+            raise ConfigError(f"{one_line(error)}; --help lists the flags") from error
         if len(rest) > 1:
             raise ConfigError(f"{rest[1]!r}: not a flag; write --flag=value")
     except ConfigError as error:
@@ -225,7 +225,7 @@ def resolved_config_json(cfg: Any) -> str:
     try:
         return json.dumps(_to_plain(cfg), sort_keys=True, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the config cannot be saved as JSON: {_one_line(error)}") from error
+        raise ConfigError(f"the config cannot be saved as JSON: {one_line(error)}") from error
 
 
 def _build(cls: type, cfg: Any, path: str, faults: list[str]) -> Any:
@@ -258,7 +258,7 @@ def _build(cls: type, cfg: Any, path: str, faults: list[str]) -> Any:
     try:
         return cls(**values)
     except (ConfigError, ValueError) as error:
-        faults.append(f"{path}: {_one_line(error)}")
+        faults.append(f"{path}: {one_line(error)}")
         return None
 
 
@@ -384,7 +384,7 @@ def _load_config_file(argument: str) -> config_dict.ConfigDict:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         where = f"{file}, line {lines[-1]}" if lines else file
-        raise ConfigError(f"{where}: {type(error).__name__}: {_one_line(error)}") from error
+        raise ConfigError(f"{where}: {type(error).__name__}: {one_line(error)}") from error
     if not isinstance(config, config_dict.ConfigDict):
         raise ConfigError(f"{file}: has no get_config() that returns a ConfigDict")
     return config
@@ -494,7 +494,3 @@ def _type_name(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " or ".join(repr(member.value) for member in hint)
     return hint.__name__ if isinstance(hint, type) else str(hint)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -121,11 +121,6 @@ class OpenAIEngine:
 
     # ---------------------------------------------------------------- what callers use
 
-    @property
-    def policy_version(self) -> int:
-        """Version that the next request is sampled with."""
-        return self._next_policy.version
-
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Waits for one of `concurrency` places and for the newest policy; returns what the server
         sampled. Cancelling the caller closes the connection, which ends the work there.

@@ -93,7 +93,7 @@ def _summary(payload: bytes, offset: int) -> Summary:
             lowest_version=min(versions, default=-1),
             highest_version=max(versions, default=-1),
         )
-    except (KeyError, IndexError, TypeError, ValueError, RecursionError, struct.error) as error:
+    except _MALFORMED as error:
         raise RecordError(f"the record at byte {offset} is no episode ({error!r})") from None
     if found["kind"] != [b"trajectory"] or summary.stop_reason not in _REASONS:
         raise RecordError(f"the record at byte {offset} is no episode")
@@ -103,6 +103,12 @@ def _summary(payload: bytes, offset: int) -> Summary:
 
 
 _REASONS = frozenset(StopReason)
+# What a missing feature, one of another type and a number out of range raise: an infinite seed
+# overflows, an id that is a list of integers has no `decode`.
+_MALFORMED = (
+    *(LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError),
+    struct.error,
+)
 
 
 def _text(found: dict[str, list], name: str) -> str:

@@ -33,6 +33,7 @@ from obstore.exceptions import (
 )
 from obstore.store import GCSStore, S3Store
 
+from uirl_jax.errors import one_line
 from uirl_jax.store import files
 from uirl_jax.store.counted_lease import CountedLease, LeaseTimes, Sightings
 from uirl_jax.store.interface import StoreUnavailableError, checked_name
@@ -462,5 +463,4 @@ def _version(meta: Any) -> str:
 
 def _one_line(text: str) -> str:
     """Without obstore's dump of the error's fields, which fills a page."""
-    text = " ".join(text.partition("Debug source")[0].split())
-    return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
+    return one_line(text.partition("Debug source")[0], 300)

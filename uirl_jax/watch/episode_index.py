@@ -227,6 +227,9 @@ class EpisodeIndex:
             if key in self._known:
                 continue
             row = Row(len(self.rows), key, shard.place, shard, summary)
+            # Other threads look up: the row comes before the numbers that lead to it, and its key,
+            # with which they begin, last.
+            self.rows.append(row)
             self._groups.setdefault((row.place, summary.group_id), []).append(row.number)
             instance = (summary.task, summary.variant, summary.seed)
             self._instances.setdefault(instance, []).append(row.number)
@@ -236,7 +239,6 @@ class EpisodeIndex:
                 *(("outcome", row.outcome), ("actor", summary.actor_id)),
             ):
                 self.facets[facet][value] += 1
-            self.rows.append(row)  # late: who sees the row finds its group
             self._known[key] = row.number
 
     # ------------------------------------------------------------------------ asking

@@ -6,8 +6,9 @@ function of the user's own is never loaded: a workdir may be a stranger's.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,12 @@ def _advantage_shade(advantage: float) -> str:
 
 
 def advantages_of(
-    members: Sequence[Trajectory], episode_id: str, config: Mapping[str, Any]
+    members: Iterable[Trajectory], episode_id: str, config: Mapping[str, Any]
 ) -> Advantages:
     """The advantages that the learner gives to an episode's tokens.
 
     Args:
-      members: the records of its group that could be read.
+      members: the records of its group that can be read; taken only once they are needed.
       config: the run's, as in config.json; untrusted.
     """
     algorithm = config.get("algorithm")
@@ -155,10 +156,18 @@ def advantages_of(
     if why:
         return Advantages(None, f"Advantages are unknown: {why}.")
     size = _section(config, "actor").get("group_size")
-    if len(members) != size:
+    if not isinstance(size, int) or not 1 <= size <= MAX_MEMBERS:
         return Advantages(
             None,
-            f"Advantages are unknown: {len(members)} of the group's {size} episodes can be read.",
+            f"Advantages are unknown: actor.group_size is {without_invisible(str(size))[:40]}, "
+            f"groups of at most {MAX_MEMBERS} are read for a page.",
+        )
+    members = list(itertools.islice(members, size + 1))
+    own = next((n for n, member in enumerate(members) if member.episode_id == episode_id), None)
+    if len(members) != size or own is None:
+        count = f"more than {size}" if len(members) > size else len(members)
+        return Advantages(
+            None, f"Advantages are unknown: {count} of the group's {size} episodes can be read."
         )
     if algorithm.get("replay") is True and not any(member.success for member in members):
         return Advantages(
@@ -181,7 +190,6 @@ def advantages_of(
         return Advantages(None, f"Advantages are unknown: {without_invisible(str(error))[:200]}.")
     if not all(np.isfinite(advantages_s).all() for advantages_s in found):
         return Advantages(None, "Advantages are unknown: with this config they are not finite.")
-    own = next(n for n, member in enumerate(members) if member.episode_id == episode_id)
     return Advantages(
         found[own],
         f"Advantages are not in the records. These are computed from the rewards of the group's "

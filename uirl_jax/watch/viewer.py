@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import urllib.parse
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -30,7 +30,7 @@ from uirl_jax.watch.charts import format_value
 from uirl_jax.watch.episode_index import ORDERS, TRAINING, Filter, Row
 from uirl_jax.watch.follow import MAX_REASONS, Follower
 from uirl_jax.watch.frames import visible
-from uirl_jax.watch.tokens import MAX_MEMBERS, Advantages, TokenTexts, advantages_of, why_unknown
+from uirl_jax.watch.tokens import MAX_MEMBERS, Advantages, TokenTexts, advantages_of
 
 logger = logging.getLogger(__name__)
 
@@ -257,16 +257,18 @@ class Viewer:
     def _advantages(self, row: Row) -> Advantages:
         if row.place != TRAINING:
             return Advantages(None, "An evaluation has no advantages: it trains nothing.")
-        config = self._config()
-        algorithm = config.get("algorithm")
-        why = why_unknown(algorithm) if isinstance(algorithm, dict) else ""
-        if why:
-            return Advantages(None, f"Advantages are unknown: {why}.")
-        members = []
-        for member in self._index.group_of(row)[:MAX_MEMBERS]:
+        return advantages_of(self._members(row), row.summary.episode_id, self._config())
+
+    def _members(self, row: Row) -> Iterator[Trajectory]:
+        """The records of its group that can be read, each once it is asked for."""
+        there = [
+            member
+            for member in self._index.group_of(row)
+            if not member.shard.is_gone or member.key in self._records
+        ]
+        for member in there[: MAX_MEMBERS + 1]:  # one more: then it is no group of at most so many
             with contextlib.suppress(web.HTTPGone):
-                members.append(self._read(member))
-        return advantages_of(members, row.summary.episode_id, config)
+                yield self._read(member)
 
     def _config(self) -> dict[str, Any]:
         snapshot = self._follower.snapshot

@@ -68,7 +68,8 @@ class VerifierClient:
 
     Raises:
       VerifierError: base_url, dialect, delay_s or image_format is not valid. All methods raise
-        VerifierError and, but for cancellation, nothing else.
+        VerifierError and, but for cancellation, nothing else; `create` and `progress` also
+        UserCodeError, where the user's own rule raises or has no instruction.
     """
 
     def __init__(

@@ -70,7 +70,8 @@ class OpenEnvClient:
 
     Raises:
       VerifierError: base_url is not valid. All methods raise VerifierError and, but for
-        cancellation, nothing else; `create` also UserCodeError.
+        cancellation, nothing else; `create` and `progress` also UserCodeError, where the user's own
+        rule raises or has no instruction.
     """
 
     def __init__(

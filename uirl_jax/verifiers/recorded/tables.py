@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from uirl_jax.errors import ConfigError, RecordError, UirlError
+from uirl_jax.errors import ConfigError, RecordError, UirlError, one_line
 from uirl_jax.store.files import replacing
 from uirl_jax.untrusted.json import printable
 
@@ -147,5 +147,4 @@ def read_group(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any
 
 
 def _one_line(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return printable(" ".join(text.split()), 200)
+    return printable(one_line(getattr(error, "strerror", None) or error), 200)
