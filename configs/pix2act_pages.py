@@ -1,20 +1,21 @@
 """The 59 tasks of MiniWoB++ on which Pix2Act was measured, from a model that can read pages.
 
-    mkdir -p runs && tar -xf configs/pix2act_start.tar.xz -C runs  # the result of the next five
+    mkdir -p runs && tar -xf configs/pix2act_start.tar.xz -C runs  # the result of the next six
     python -m uirl_jax.main --config=configs/pix2act_pages.py:base --workdir=runs/pix2act-base
     python -m uirl_jax.main --config=configs/pix2act_pages.py:more --workdir=runs/pix2act-more
     python -m uirl_jax.main --config=configs/pix2act_pages.py:last --workdir=runs/pix2act-last
     python -m uirl_jax.main --config=configs/pix2act_pages.py:again --workdir=runs/pix2act-again
     python -m uirl_jax.main --config=configs/pix2act_pages.py:aim --workdir=runs/pix2act-aim
+    python -m tools.average_models --out=runs/pix2act-start runs/pix2act-last/cold_start/model \
+        runs/pix2act-again/cold_start/model runs/pix2act-aim/cold_start/model
     python -m uirl_jax.main --config=configs/pix2act_pages.py --workdir=runs/pix2act
 
 `:base` is a cold start on 150 correct demonstrations of each task, played first (Chromium), of the
 start of miniwob_pages.py; also of the four tasks that config has and the list has not, so that RL
 on either set can start from the result. The next four go on from it on other demonstrations,
 `shown` of each task in a round. Only the newest of the screenshots is seen, and of the two turns
-before it the actions. docs/pix2act.md has what it solves, and how it is counted: `--role=eval
---tasks=pix2act`. RL on many tasks gained nothing so far, on one it did:
-configs/pix2act_pages.py:right-angle, or another name of the list.
+before it the actions. docs/pix2act.md has what it solves, and how it is counted. RL on many tasks
+gained nothing so far; on one, as by configs/pix2act_pages.py:right-angle, it did, and others fell.
 """
 
 from ml_collections import ConfigDict

@@ -127,15 +127,9 @@ def test_values_that_once_ran_or_failed_late(key, value, said):
         ({"evaluation.temperature": 1e-9}, "evaluation.temperature=1e-09: expected 0 (greedy) or"),
         ({"actor.rollout.temperature": 0.0, "learner.steps": 0}, ""),
         ({"actor.rollout.temperature": 1e-3, "evaluation.temperature": 1e-3}, ""),
-        (
-            {"curriculum.groups_in_a_row": 8, "curriculum.weight_by": "failure"},
-            "curriculum.groups_in_a_row=8: needs curriculum.weight_by='none' and",
-        ),
-        ({"curriculum.groups_in_a_row": 8, "curriculum.instances": 4}, "curriculum.instances=0"),
-        ({"curriculum.groups_in_a_row": 8, "curriculum.weight_by": "none"}, ""),
     ],
 )
-def test_values_that_do_not_go_together_are_refused_in_one_line(values, said):
+def test_temperatures_that_fail_in_the_first_step_are_refused_in_one_line(values, said):
     cfg = quickstart.get_config()
     for key, value in values.items():
         set_number(cfg, key.split("."), value)

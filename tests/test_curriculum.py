@@ -37,14 +37,6 @@ def test_task_without_instances_takes_kinds_in_turn_with_seeds_of_their_own():
     assert len({task.seed for task in tasks}) == 30
 
 
-def test_groups_of_a_task_come_in_a_row():
-    curriculum = Curriculum(CurriculumConfig(groups_in_a_row=4), KINDS, run_seed=7)
-    tasks = [curriculum.task(index) for index in range(24)]
-    entries = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2] * 2
-    assert [dataclasses.replace(task, seed=0) for task in tasks] == [KINDS[e] for e in entries]
-    assert [task.seed for task in tasks] == [seeds.train_seed(7, index) for index in range(24)]
-
-
 def test_task_with_instances_plays_each_once_before_any_twice():
     curriculum = Curriculum(CurriculumConfig(instances=5), KINDS, run_seed=7)
     rounds = [[curriculum.task(index) for index in range(n * 15, n * 15 + 15)] for n in range(3)]

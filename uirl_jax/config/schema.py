@@ -412,13 +412,6 @@ class RunConfig:
                 f"tasks: {twice.name!r} is listed more than once; curriculum.weight_by="
                 f"{self.curriculum.weight_by!r} sets how often a task is drawn, so list it once"
             )
-        is_drawn = self.curriculum.weight_by != "none" or self.curriculum.instances
-        if is_drawn and self.curriculum.groups_in_a_row > 1:
-            faults.append(
-                f"curriculum.groups_in_a_row={self.curriculum.groups_in_a_row}: needs "
-                "curriculum.weight_by='none' and curriculum.instances=0, with which tasks come in "
-                "the order of their list"
-            )
         if len(self.tasks) * self.curriculum.instances > MAX_ENTRIES:
             faults.append(
                 f"curriculum.instances={self.curriculum.instances}: times {len(self.tasks)} tasks "

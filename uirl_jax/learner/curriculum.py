@@ -29,9 +29,6 @@ class CurriculumConfig:
 
     # Training instances of each kind; 0: every group gets a new instance.
     instances: int = dataclasses.field(default=0, metadata={"min": 0, "max": MAX_ENTRIES})
-    # Groups of a task before those of the next: tasks that gain nothing in turns, with a few
-    # hundred episodes each, may where they have thousands to themselves (docs/notes/page_model.md).
-    groups_in_a_row: int = dataclasses.field(default=1, metadata={"min": 1, "max": 1_000_000})
     # A task's share grows with its failure rate p, or with p (1 - p): a group in which all members
     # fail or all succeed gives no advantage (Foster et al., arXiv:2502.12272).
     weight_by: Literal["none", "failure", "variance"] = "none"
@@ -149,7 +146,7 @@ class Curriculum:
             rng = np.random.default_rng([self._run_seed, epoch])
             entry = int(rng.permutation(self.entries)[position])
         else:
-            entry = index // self.cfg.groups_in_a_row % self.entries
+            entry = index % self.entries
         if self.cfg.instances:
             return self._instance(entry)
         seed = seeds.train_seed(self._run_seed, index)
