@@ -358,3 +358,32 @@ def test_new_directory_appears_with_its_files_or_not_at_all(tmp_path):
         (directory / "whole").write_bytes(b"x")
         assert not target.exists()
     assert files_under(tmp_path) == ["cold_start/model/whole"]
+
+
+def test_new_directory_that_cannot_replace_leaves_the_earlier_one(tmp_path, monkeypatch):
+    target, renames = tmp_path / "best", []
+
+    def fill(text: str) -> None:
+        with files.new_directory(target, replaces=True) as directory:
+            (directory / "file").write_text(text)
+
+    fill("first")
+    rename = os.rename
+
+    def fail_in_between(source: Path, destination: Path) -> None:
+        renames.append((source, destination))
+        if len(renames) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, destination)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail_in_between)
+        with pytest.raises(OSError, match="Input/output error"):
+            fill("second")
+    assert (target / "file").read_text() == "first" and list(tmp_path.iterdir()) == [target]
+    rename(*renames[0])  # as a process leaves it that is killed between the two
+    with pytest.raises(KeyboardInterrupt), files.new_directory(target, replaces=True):
+        raise KeyboardInterrupt
+    assert (target / "file").read_text() == "first" and list(tmp_path.iterdir()) == [target]
+    fill("third")
+    assert (target / "file").read_text() == "third" and list(tmp_path.iterdir()) == [target]

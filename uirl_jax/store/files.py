@@ -70,12 +70,19 @@ def new_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
 
     Args:
         replaces: whether `target` may exist; then it stays until the new one is complete. No
-            rename replaces a directory, so a process killed between the two leaves neither.
+            rename replaces a directory: a process killed between two renames leaves no `target`
+            until the next call, which puts the earlier one back first.
     """
     temporary = target.with_name(f".{target.name}{TEMPORARY_SUFFIX}")
     earlier = target.with_name(f".{target.name}.earlier{TEMPORARY_SUFFIX}")
-    for left in (temporary, earlier):  # by a killed process
-        shutil.rmtree(left, ignore_errors=True)
+
+    def tidy_up() -> None:
+        if earlier.is_dir() and not target.exists():
+            os.rename(earlier, target)
+        for left in (temporary, earlier):
+            shutil.rmtree(left, ignore_errors=True)
+
+    tidy_up()  # after a killed process
     try:
         _make_directory(temporary)
         yield temporary
@@ -84,8 +91,7 @@ def new_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
         os.rename(temporary, target)
         _sync_directory(target.parent)
     finally:
-        for left in (temporary, earlier):
-            shutil.rmtree(left, ignore_errors=True)
+        tidy_up()
 
 
 @contextlib.contextmanager
