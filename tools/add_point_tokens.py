@@ -12,7 +12,6 @@ start has trained them: with `cold_start.train=all`. --out is made, whole or not
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from uirl_jax.families.chat_config import ChatConfig
 from uirl_jax.families.table import family_of
 from uirl_jax.models import hub, weight_files
 from uirl_jax.models.directory import read_json
-from uirl_jax.store.files import new_directory
+from uirl_jax.store.files import new_directory, sync_files
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")  # how the names of tensors end
 ROWS_MULTIPLE = 64  # of a table that grows, so that it can be cut over a mesh
@@ -88,9 +87,7 @@ def add_point_tokens(model: str | Path, out: Path, bins: int, seed: int = 0) -> 
                 prompt_template=own["prompt_template"],
             )
             chat_config.write(directory, chat, family.chat)
-        for path in directory.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        sync_files(directory)
     return {"first_id": first, "tokens": len(tokens), "rows_before": before, "rows": rows}
 
 

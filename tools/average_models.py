@@ -4,14 +4,13 @@
 
 Models of one base that learnt different things often lie so close that their mean solves more than
 each of them: "Model soups" (arXiv:2203.05482), all of equal weight. Whether it does is for an
-evaluation to say: `--role=eval --config.model.path=soup`. All must have the same tensors, tokenizer
-and prompts. Sums are float32; a mean is written in the dtype that the first model has, into files
-that are cut as its files are. --out is made, whole or not at all.
+evaluation to say: `--role=eval --config.model.path=soup`. All must have the same tensors,
+tokenizer, processor and prompts. Sums are float32; a mean is written in the dtype that the first
+model has, into files that are cut as its files are. --out is made, whole or not at all.
 """
 
 import argparse
 import contextlib
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,12 @@ import safetensors
 
 from tools import command_line
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.models import weight_files
-from uirl_jax.models.directory import CHAT_FILE, copy_tokenizer, read_json
-from uirl_jax.store.files import new_directory
+from uirl_jax.models import hub, weight_files
+from uirl_jax.models.directory import CHAT_FILE, read_json
+from uirl_jax.store.files import new_directory, sync_files
 
-INDEX = "model.safetensors.index.json"
+# What must be equal; the others of hub.DESCRIPTION_FILES follow from these, or say less.
+_SAME = ("config.json", "tokenizer.json", "preprocessor_config.json", CHAT_FILE)
 _WRITERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")  # not the model
 
 
@@ -53,13 +53,10 @@ def average_models(model_dirs: Sequence[Path], out: Path) -> int:
         }
         for path in weight_files.paths_in(first):
             _write_means(path, directory / path.name, stored, files)
-        for name in ("config.json", INDEX):
+        for name in hub.DESCRIPTION_FILES:
             if (first / name).is_file():
                 shutil.copyfile(first / name, directory / name)
-        copy_tokenizer(first, directory)
-        for path in directory.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        sync_files(directory)
     return len(stored[0])
 
 
@@ -89,16 +86,15 @@ def _check_same(
 ) -> None:
     """Raises: ModelError: the models differ in more than the values of their weights."""
     problems = [
-        f"{name} is {tensors[name].shape if name in tensors else 'missing'}, not "
-        f"{expected[name].shape if name in expected else 'there'}"
+        f"{name} has shape {tensors[name].shape if name in tensors else 'none'} where the first "
+        f"has {expected[name].shape if name in expected else 'none'}"
         for name in sorted({*expected, *tensors})
         if name not in tensors
         or name not in expected
         or tensors[name].shape != expected[name].shape
     ]
-    files = ("config.json", "tokenizer.json", CHAT_FILE)
     problems += [
-        f"another {name}" for name in files if _content(first / name) != _content(other / name)
+        f"another {name}" for name in _SAME if _content(first / name) != _content(other / name)
     ]
     if problems:
         raise ModelError(

@@ -94,6 +94,13 @@ def new_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
         tidy_up()
 
 
+def sync_files(directory: Path) -> None:
+    """fsync of the files in it, written by others, as `new_directory` asks. Raises OSError."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 @contextlib.contextmanager
 def alone(target: Path) -> Iterator[None]:
     """Held by one process at a time; the kernel releases it when that process ends."""
