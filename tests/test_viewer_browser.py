@@ -222,6 +222,7 @@ def test_run_that_grows_is_followed_without_losing_the_place(tmp_path):
             await page.get_by_text("55 of 55 episodes").wait_for()
             # Further down they wait, and the rows that are read stay where they are.
             await page.locator("#view").evaluate("view => { view.scrollTop = 400; }")
+            await it.until(f"!{ROWS}.some(row => row.ariaRowIndex === '2')")  # the scroll is drawn
             await it.until(f"{ROWS}.every(row => row.querySelector('a').href)")
             texts = f"{ROWS}.map(row => row.ariaRowIndex + row.textContent).sort().join()"
             there = await page.evaluate(texts)
@@ -244,6 +245,7 @@ def test_who_comes_back_from_an_episode_finds_the_list_as_it_was(made):
             await it.goto("/episodes?place=training")
             await page.get_by_text("24 of 29 episodes").wait_for()
             await page.locator("#view").evaluate("view => { view.scrollTop = 400; }")
+            await it.until(f"!{ROWS}.some(row => row.ariaRowIndex === '2')")  # the scroll is drawn
             await it.until(f"{ROWS}.every(row => row.querySelector('a').href)")
             link = page.locator("#rows .row[aria-rowindex='18'] a")
             href = await link.get_attribute("href")
