@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+from orbax.checkpoint import CheckpointManager
 
 from tests.buckets import point_to
 from tests.test_checkpoints import ABSTRACT, assert_same, make_state
 from tools.bucket_emulator import Emulator, emulator
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.errors import CheckpointError
+from uirl_jax.errors import CheckpointError, CheckpointUnavailableError
+from uirl_jax.store import StoreUnavailableError
+from uirl_jax.store.bucket import BucketStore
 
 ROOT = Path(__file__).parents[1]
 DIRECTORY = "gs://runs/run/checkpoints"
@@ -98,6 +101,32 @@ def test_damaged_newest_step_in_a_bucket_is_set_aside_there_and_saved_again(serv
     assert sorted(name.split("/", 4)[4] for name in moved) == sorted(left)
     with Checkpointer(DIRECTORY) as checkpointer:
         assert_same(checkpointer.restore_latest(ABSTRACT).arrays, make_state(33))
+
+
+def test_step_that_a_bucket_does_not_give_at_once_is_read_again(service, monkeypatch):
+    save(1, 2)
+    restore, asked = CheckpointManager.restore, []
+
+    def restore_later(*args, **options):
+        asked.append(args[1])
+        if len(asked) == 1:
+            raise ValueError("UNAVAILABLE: the service does not answer")
+        return restore(*args, **options)
+
+    with Checkpointer(DIRECTORY) as checkpointer:
+        monkeypatch.setattr(CheckpointManager, "restore", restore_later)
+        restored = checkpointer.restore_latest(ABSTRACT)
+        assert (restored.step, restored.skipped, asked) == (2, [], [2, 2, 2])
+        assert_same(restored.arrays, make_state(2))
+
+        def away(*args):
+            raise StoreUnavailableError(5, "away")
+
+        asked.clear()
+        monkeypatch.setattr(BucketStore, "names", away)
+        with pytest.raises(CheckpointUnavailableError, match=r"/2: cannot be read now: .*away"):
+            checkpointer.restore_latest(ABSTRACT)
+        assert checkpointer.steps() == [1, 2]
 
 
 @pytest.mark.slow  # gcsfs waits for seconds before it tries again

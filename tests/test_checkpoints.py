@@ -1,5 +1,6 @@
 """Checkpoints: exact, noticed when damaged, never lost to a kill, on whatever mesh."""
 
+import errno
 import json
 import os
 import random
@@ -15,9 +16,10 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from orbax.checkpoint import CheckpointManager
 
 from uirl_jax.checkpoints import Checkpointer, array_format
-from uirl_jax.errors import CheckpointError
+from uirl_jax.errors import CheckpointError, CheckpointUnavailableError
 
 ROOT = str(Path(__file__).parents[1])
 META = {"cursor": {"consumed": ["a", "b"]}, "config": {"lr": 0.1, "clip": None}}
@@ -311,6 +313,28 @@ def test_restore_with_all_steps_damaged_raises_and_moves_nothing(three_steps: Pa
     assert steps_on_disk(three_steps) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE])
+def test_error_that_is_not_of_the_files_takes_no_checkpoint_for_damaged(
+    three_steps: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with Checkpointer(three_steps) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointManager, "restore", fail)
+            for read in (
+                lambda: checkpointer.restore_latest(ABSTRACT),
+                lambda: checkpointer.restore(ABSTRACT, 2),
+                lambda: checkpointer.read_part("lora/", None),
+            ):
+                with pytest.raises(CheckpointUnavailableError, match=os.strerror(number)) as caught:
+                    read()
+                assert caught.value.exit_code == 75
+        assert checkpointer.restore_latest(ABSTRACT).step == 3
+    assert steps_on_disk(three_steps) == [1, 2, 3]
+
+
 def test_restore_into_another_config_says_which_arrays(three_steps: Path) -> None:
     wanted = {**ABSTRACT, "lora": {**ABSTRACT["lora"], "blocks": {}}}
     wanted["value_head"] = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -461,7 +485,7 @@ FULL_DISK = """
 import resource, sys
 import jax, numpy as np
 from uirl_jax.checkpoints import Checkpointer
-from uirl_jax.errors import CheckpointError
+from uirl_jax.errors import CheckpointError, CheckpointUnavailableError
 
 small = {"x": np.arange(100.0, dtype=np.float32)}
 big = {"x": np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)}

@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 
 from tests import sample_trajectories as sample
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, RestartError
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.replay import Replay, is_replayed
 from uirl_jax.rl.losses import PolicyLossConfig
 from uirl_jax.shards import reader
-from uirl_jax.store import open_store
+from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store.local import LocalStore
 from uirl_jax.types import TaskSpec, Trajectory
 
 EASY, HARD = TaskSpec("desktop/click_button", 1), TaskSpec("desktop/click_button", 2)
@@ -96,6 +97,23 @@ def test_complete_with_a_damaged_file_says_so_and_goes_on(tmp_path, capsys, dama
     failed = group("g2", EASY, [False])
     assert store.complete(failed) == failed
     assert "event=replay_lost" in capsys.readouterr().out and not store.files
+
+
+def test_storage_that_does_not_answer_forgets_no_success(tmp_path, monkeypatch):
+    store = open_replay(tmp_path)
+    store.remember([group("g1", EASY, [True])], step=1)
+    failed = group("g2", EASY, [False])
+
+    def away(*args):
+        raise StoreUnavailableError(5, "away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "open", away)
+        patch.setattr(LocalStore, "put", away)
+        assert store.complete(failed) == failed
+        with pytest.raises(RestartError, match="away; the storage does not answer"):
+            store.remember([group("g3", HARD, [True])], step=2)
+    assert len(store.complete(failed)) == 2
 
 
 def test_config_that_replays_without_correction_is_refused():

@@ -66,7 +66,7 @@ class CheckpointError(UirlError):
 
 
 class CheckpointUnavailableError(CheckpointError):
-    """A checkpoint that a bucket did not take, although the client tried again."""
+    """A checkpoint that a storage does not take or give at present."""
 
     exit_code = 75  # as for RestartError
 

@@ -32,8 +32,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from uirl_jax.errors import PolicyError, RestartError
-from uirl_jax.store import Store, StoreUnavailableError, lease
+from uirl_jax.errors import PolicyError
+from uirl_jax.store import Store, StoreUnavailableError, lease, restart_error
 
 KEEP_VERSIONS = 3
 _CONFLICTS = 3  # of the manifest's conditional write; only the lease's holder writes it
@@ -262,9 +262,7 @@ def _storage_errors(failed: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except StoreUnavailableError as error:
-        raise RestartError(
-            f"{failed}: {error.strerror}; the storage does not answer: run the same command again"
-        ) from error
+        raise restart_error(failed, error) from error
     except OSError as error:
         raise PolicyError(f"{failed}: {error}{advice}") from error
 

@@ -461,11 +461,11 @@ class _Actor:
         raise _Abandoned
 
     async def _publish(self, index: int, trajectories: list[Trajectory]) -> None:
-        """Writes a group as one shard. Retries later if the disk is full; drops invalid records."""
+        """Writes a group as one shard. Tries again later if it cannot; drops invalid records."""
         self._journal.add("publishing", index, len(trajectories))
         try:
             name = await asyncio.to_thread(self._writer.publish, trajectories)
-        except ShardError as error:
+        except (ShardError, StoreUnavailableError) as error:
             self._publish_again_s = time.monotonic() + 20 * self._cfg.poll_s
             self._warn_once("shard_not_published", str(error))
             return

@@ -33,7 +33,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSt
 
 from uirl_jax.checkpoints import array_format, orbax_storage
 from uirl_jax.errors import CheckpointError, CheckpointUnavailableError, one_line
-from uirl_jax.store import open_store
+from uirl_jax.store import is_temporary, open_store
 
 FORMAT = 1
 # Free space needed besides the arrays: Orbax's metadata, some kilobytes per array, and a reserve.
@@ -346,11 +346,36 @@ class Checkpointer:
             "checkpoints are unchanged; free disk space and run the same command again"
         )
 
+    def _restore(self, step: int, item: str, how: Any) -> Any:
+        """An item as Orbax reads it. What fails while the storage answers is damaged.
+
+        Raises: CheckpointUnavailableError: the storage does not answer, or not now.
+        """
+        args = ocp.args.Composite(**{item: how})
+        try:
+            return self._manager.restore(step, args=args)[item]
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:
+            away = error if is_temporary(error) else None
+            if self._is_bucket:
+                # Each client has errors of its own for a bucket that is away. Ask it by ours.
+                try:
+                    open_store(str(self._directory)).names(str(step))
+                except OSError as unanswered:
+                    away = unanswered
+                else:
+                    return self._manager.restore(step, args=args)[item]
+            if away is None:
+                raise
+            raise CheckpointUnavailableError(
+                f"{self._directory / str(step)}: cannot be read now: {one_line(away, _SHOWN)}; "
+                "run the same command again"
+            ) from error
+
     def _read_body(self, step: int) -> dict[str, Any]:
         """The JSON item of a step. Raises ValueError if it is damaged."""
-        item = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
-            "meta"
-        ]
+        item = self._restore(step, "meta", ocp.args.JsonRestore())
         if not isinstance(item, dict) or type(item.get("format")) is not int:
             raise ValueError("its JSON item is not a checkpoint's")
         if item["format"] != FORMAT:
@@ -395,9 +420,7 @@ class Checkpointer:
                 (name, array_format.plain_abstract(leaf)) for name, leaf in wanted.items()
             )
         }
-        arrays = self._manager.restore(
-            step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets))
-        )["arrays"]
+        arrays = self._restore(step, "arrays", ocp.args.StandardRestore(targets))
         broken = [
             name for name in wanted if array_format.crc32c(arrays[name]) != saved[name]["crc32c"]
         ]

@@ -204,7 +204,7 @@ class Bookkeeping:
                 put_shard(
                     self._store, name, fresh, base_hash=self._model.base_hash, layout=self._layout
                 )
-        except UirlError as error:
+        except (UirlError, OSError) as error:
             return f"no shard, or not all of them ({error})"
         return self._store.location(prefix)
 
@@ -463,6 +463,8 @@ def _resume(
             f"{base_hash[:8]}, this run's is {model.base_hash[:8]} ({model.path}); set model.path "
             "to that run's base (its cold_start/model, if it has one)"
         )
+    for line in restored.skipped:
+        print(key_values("checkpoint_skipped", reason=line), flush=True)
     print(key_values("resumed", workdir=workdir, step=restored.step), flush=True)
     # A checkpoint of an earlier release does not say whose tallies it has.
     meta = {"pool": "", **restored.meta, "shards": None, "replay": {}, "ended": None}

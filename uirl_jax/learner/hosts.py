@@ -32,7 +32,7 @@ from uirl_jax.shards.batching import Part
 from uirl_jax.shards.plan import BatchConfig, BatchPlan
 from uirl_jax.shards.reader import RecordRef, read_each, read_refs
 from uirl_jax.shards.record import TokenLayout
-from uirl_jax.store import Store
+from uirl_jax.store import Store, StoreUnavailableError, restart_error
 from uirl_jax.types import TrainBatch, Trajectory
 
 T = TypeVar("T")
@@ -125,6 +125,8 @@ class Hosts:
             self._store.put(name, text)
             known = self._store.names(DECISIONS)
             self._store.delete(*(other for other in known[:-KEPT_DECISIONS] if other != name))
+        except StoreUnavailableError as error:
+            raise restart_error(self._store.location(name), error) from None
         except OSError as error:
             raise ShardError(
                 f"{self._store.location(name)}: {error.strerror}: the step's decision was not "

@@ -18,7 +18,7 @@ from uirl_jax.log_lines import key_values
 from uirl_jax.shards.reader import RecordRef, read_entries, scan_shard
 from uirl_jax.shards.record import TokenLayout
 from uirl_jax.shards.writer import put_shard
-from uirl_jax.store import Store
+from uirl_jax.store import Store, StoreUnavailableError, is_temporary, restart_error
 from uirl_jax.types import TaskSpec, Trajectory
 
 Group = list[Trajectory]
@@ -53,6 +53,8 @@ class Replay:
             if header.base_hash != self._base_hash or record.task != group[0].task:
                 raise ShardError(f"{self._store.location(name)}: from another run or task")
         except (OSError, ShardError, RecordError, ValueError) as error:
+            if is_temporary(error):
+                return group  # the file may be as good as before
             del self.files[key]
             path = self._store.location(name)
             print(key_values("replay_lost", path=path, reason=error), flush=True)
@@ -65,7 +67,7 @@ class Replay:
     def remember(self, groups: Sequence[Group], step: int) -> None:
         """Stores the best success of each group; `prune` deletes the one that it replaces.
 
-        Raises: ShardError if the disk is full.
+        Raises: ShardError: the disk is full. RestartError: the storage does not answer.
         """
         for group in groups:
             fresh = [
@@ -78,13 +80,11 @@ class Replay:
             # With the episode: a step that takes groups several times must not replace what it
             # has completed a group with.
             name = f"{key}-{step}-{_digest(best.episode_id)}.tfrecord"
-            put_shard(
-                self._store,
-                f"{REPLAY}/{name}",
-                [best],
-                base_hash=self._base_hash,
-                layout=self._layout,
-            )
+            path = f"{REPLAY}/{name}"
+            try:
+                put_shard(self._store, path, [best], base_hash=self._base_hash, layout=self._layout)
+            except StoreUnavailableError as error:
+                raise restart_error(self._store.location(path), error) from None
             self.files[key] = name
 
     def prune(self, kept: Iterable[dict[str, str]]) -> None:

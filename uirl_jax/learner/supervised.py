@@ -17,6 +17,7 @@ from uirl_jax.checkpoints import Checkpointer
 from uirl_jax.errors import RestartError, TrainingError
 from uirl_jax.learner import state as learner_state
 from uirl_jax.learner import step as learner_step
+from uirl_jax.log_lines import key_values
 from uirl_jax.types import TrainBatch
 
 
@@ -62,6 +63,8 @@ def train(
     with Checkpointer(checkpoint_dir) as checkpointer:
         if restored := checkpointer.restore_latest(learner_state.abstract(state)):
             state = restored.arrays
+            for line in restored.skipped:
+                print(key_values("checkpoint_skipped", reason=line), flush=True)
         started_s, started_step = time.monotonic(), int(state.step)
         on_restore(started_step + 1)
         for step in range(started_step, cfg.steps):

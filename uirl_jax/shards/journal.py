@@ -23,8 +23,8 @@ import dataclasses
 import json
 import re
 
-from uirl_jax.errors import RestartError, ShardError
-from uirl_jax.store import Store, StoreUnavailableError
+from uirl_jax.errors import ShardError
+from uirl_jax.store import Store, StoreUnavailableError, restart_error
 
 JOURNAL = "journal"
 APPENDED_JOURNAL = "shards/journal.jsonl"
@@ -76,10 +76,7 @@ class Journal:
         try:
             is_new = self._store.put_new(name, _to_bytes(lines))
         except StoreUnavailableError as error:  # written or not: a restart reads what is there
-            raise RestartError(
-                f"{self._store.location(name)}: {error.strerror}; the storage does not answer: run "
-                "the same command again"
-            ) from None
+            raise restart_error(self._store.location(name), error) from None
         except OSError as error:
             raise ShardError(
                 f"{self._store.location(name)}: {error.strerror}: cannot write the list of shards"

@@ -18,7 +18,7 @@ from uirl_jax.log_lines import key_values
 from uirl_jax.shards import reader, record
 from uirl_jax.shards.journal import JOURNAL, Journal, Line
 from uirl_jax.shards.reader import SHARDS, Entry, RecordRef
-from uirl_jax.store import Store, StoreUnavailableError
+from uirl_jax.store import Store, StoreUnavailableError, is_temporary, restart_error
 from uirl_jax.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class ShardQueue:
         ):
             if isinstance(scanned, FileNotFoundError):
                 continue
-            if isinstance(scanned, StoreUnavailableError):  # says nothing about the shard
+            if isinstance(scanned, OSError) and is_temporary(scanned):  # says nothing of the shard
                 self._warn_once(scanned)
             elif isinstance(scanned, Exception):
                 refused[name] = str(scanned)
@@ -182,7 +182,7 @@ class ShardQueue:
             except _LostShardError as error:
                 self._lose(error.shard, error.reason)
                 continue
-            except StoreUnavailableError as error:
+            except OSError as error:  # says nothing of the shards
                 self._warn_once(error)
                 return None
             del self._groups[:n_groups]
@@ -376,12 +376,12 @@ class ShardQueue:
                     name, entry.offset, entry.size_bytes, trajectory.episode_id
                 )
             return records
-        except StoreUnavailableError:
-            raise
         except (OSError, ShardError, RecordError) as error:
+            if is_temporary(error):
+                raise
             raise _LostShardError(group.shard, str(error)) from None
 
-    def _warn_once(self, error: StoreUnavailableError) -> None:
+    def _warn_once(self, error: OSError) -> None:
         if error.strerror != self._last_warning:  # not again at every poll
             self._last_warning = error.strerror or ""
             logger.warning(key_values("storage_unavailable", reason=error))
@@ -405,6 +405,8 @@ class ShardQueue:
             with contextlib.suppress(FileNotFoundError):
                 self._store.move(_stored(name), target)
         except OSError as error:
+            if is_temporary(error):
+                raise restart_error(self._store.location(target), error) from None
             raise ShardError(
                 f"{self._store.location(target)}: {error.strerror}: cannot quarantine a shard "
                 f"({reason})"
@@ -455,7 +457,7 @@ class ShardQueue:
         found = reader.read_each(self._store, self._scan, shards)
         for (number, line), scanned in zip(pending, found, strict=True):
             done = set(state["open"].get(line.shard, ()))
-            if isinstance(scanned, StoreUnavailableError):
+            if isinstance(scanned, OSError) and is_temporary(scanned):
                 raise scanned  # says nothing about the shard
             if isinstance(scanned, Exception):
                 reason = str(scanned)

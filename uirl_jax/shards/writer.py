@@ -13,7 +13,7 @@ from pathlib import Path
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import framing, record
 from uirl_jax.shards.reader import SHARDS
-from uirl_jax.store import Store, open_store
+from uirl_jax.store import Store, StoreUnavailableError, open_store
 from uirl_jax.types import Trajectory
 
 _ACTOR_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -60,6 +60,7 @@ class ShardWriter:
         Raises:
             ShardError: the disk is full, or a trajectory has another run or actor.
             RecordError: a trajectory is invalid, or the shard would be too large.
+            StoreUnavailableError: the storage does not answer.
         """
         ours = {"run_id": self._run_id, "actor_id": self._actor_id}
         for trajectory in trajectories:
@@ -93,6 +94,7 @@ def put_shard(
     Raises:
         ShardError: the disk is full, there is no trajectory, or they are of several runs or actors.
         RecordError: a trajectory is invalid, or the shard would be too large.
+        StoreUnavailableError: the storage does not answer.
     """
     where = store.location(name)
     if not trajectories:
@@ -111,6 +113,8 @@ def put_shard(
     )
     try:
         store.put(name, _frames(where, header, trajectories))
+    except StoreUnavailableError:
+        raise
     except OSError as error:
         raise ShardError(
             f"{where}: {error.strerror}: the shard was not published; free disk space or choose "

@@ -11,11 +11,24 @@ import functools
 import os
 
 from uirl_jax.store.bucket import BucketStore, is_address
-from uirl_jax.store.interface import Lease, Store, StoreUnavailableError
+from uirl_jax.store.interface import (
+    Lease,
+    Store,
+    StoreUnavailableError,
+    is_temporary,
+    restart_error,
+)
 from uirl_jax.store.local import LocalStore
 from uirl_jax.store.mirror import linked_address
 
-__all__ = ["Lease", "Store", "StoreUnavailableError", "open_store"]
+__all__ = [
+    "Lease",
+    "Store",
+    "StoreUnavailableError",
+    "is_temporary",
+    "open_store",
+    "restart_error",
+]
 
 
 def open_store(workdir: str | os.PathLike[str]) -> Store:

@@ -13,12 +13,38 @@ import io
 from collections.abc import Iterable
 from typing import Protocol
 
+from uirl_jax.errors import RestartError
+
+# Of the machine, the mount or the network, and not of the content: it may be as good as before.
+_TEMPORARY = frozenset(
+    {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR),
+        *(errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET),
+        *(errno.ECONNABORTED, errno.ENOTCONN, errno.EPIPE),
+    }
+)
+
 
 class StoreUnavailableError(OSError):
     """The storage did not answer, after all retries; nothing is known about the content.
 
     A write may or may not have been applied. Trying again later may help.
     """
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether an error says nothing of the content, as of too many open files or a mount away."""
+    if isinstance(error, StoreUnavailableError):
+        return True
+    return isinstance(error, OSError) and error.errno in _TEMPORARY
+
+
+def restart_error(where: str, error: OSError) -> RestartError:
+    """What a learner ends with when a storage does not answer while it writes."""
+    return RestartError(
+        f"{where}: {error.strerror}; the storage does not answer: run the same command again"
+    )
 
 
 def checked_name(name: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from uirl_jax.errors import LeaseHeldError
 from uirl_jax.log_lines import key_values
 from uirl_jax.store import files
-from uirl_jax.store.interface import checked_name
+from uirl_jax.store.interface import StoreUnavailableError, checked_name, is_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,12 @@ class LocalStore:
         first = os.path.realpath(self._root / name.split("/")[0])
         if not Path(os.path.realpath(path)).is_relative_to(first):
             raise OSError(errno.EPERM, "is outside the workdir and is not read", str(path))
-        return open(path, "rb")
+        try:
+            return open(path, "rb")
+        except OSError as error:
+            if not is_temporary(error):
+                raise
+            raise StoreUnavailableError(error.errno, error.strerror, str(path)) from error
 
     def names(self, prefix: str) -> list[str]:
         return sorted(_files_below(self._path(prefix), f"{prefix}/"))
