@@ -1,5 +1,6 @@
 """publish.gate: which policies are kept back, on made-up counts; and a run as a user starts it."""
 
+import asyncio
 import dataclasses
 import errno
 import json
@@ -303,6 +304,35 @@ def test_good_policy_is_not_given_up_while_the_storage_is_away(tmp_path, monkeyp
     np.testing.assert_array_equal(policy["a"], good["a"])
     store.delete(policy_sync.MANIFEST)
     assert judged()[1] == 3 and logged == ["good_policy_lost"]
+
+
+def test_base_without_an_episode_that_ended_is_one_error_and_no_decision(tmp_path):
+    async def measure(players, stage, stop):
+        return dataclasses.replace(result(0, 0), stage=stage, env_errors=8)
+
+    cfg = SimpleNamespace(
+        publish=SimpleNamespace(gate="actors", tolerance=0.0, patience=0),
+        cold_start=SimpleNamespace(steps=0),
+    )
+    run = SimpleNamespace(cfg=cfg, workdir=tmp_path, store=open_store(tmp_path), measure=measure)
+    engine = SimpleNamespace(set_policy=lambda policy, version: None)
+    players = SimpleNamespace(engine=engine, to_trainable=lambda policy: policy)
+    background = SimpleNamespace(run=asyncio.run)
+    for _ in range(2):  # the same command again
+        with pytest.raises(RestartError, match="no episode of stage before ended, 8 were env_err"):
+            RunJudge(run, players, background, threading.Event())(0, {"a": np.zeros(1)})
+    assert not (tmp_path / gate.GATE_FILE).exists()
+
+
+@pytest.mark.parametrize("attempts", [0, 8])
+def test_stage_without_an_episode_that_ended_is_played_again(tmp_path, attempts):
+    stored = dataclasses.replace(result(0, attempts), stage="before", missing=8 - attempts)
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "before.json").write_text(json.dumps(dataclasses.asdict(stored)))
+    players = cast(Players, SimpleNamespace(workdir=tmp_path))
+    evaluating = Players.evaluate(players, "before", [], threading.Event(), temperature=1.0)
+    again = asyncio.run(evaluating)  # of no instances, which needs no engine
+    assert (again == stored) == bool(attempts)
 
 
 def test_run_that_goes_on_at_a_good_policy_keeps_it_and_evaluations_leave_best_alone(tmp_path):

@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from tests import tiny_model
 from uirl_jax.families import loading
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.mfu import step_flops, utilisation, weights_in_products
@@ -11,24 +12,27 @@ from uirl_jax.models.lora import LoraConfig
 from uirl_jax.rl.losses import PolicyLossConfig
 
 
-def test_weights_are_those_of_the_text_blocks():
-    model = loading.load("asset:tiny-ui-base", lora=LoraConfig(rank=2), seed=0)
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("lora", [LoraConfig(rank=2), None])
+def test_weights_are_those_of_the_text_blocks(tmp_path, lora, is_tied):
+    path = tiny_model.write(tmp_path, tied=is_tied)
+    model = loading.load(path, lora=lora, seed=0)
     cfg = model.cfg
     kv = cfg.head_dim * cfg.num_key_value_heads
     attention = 2 * cfg.hidden_size * (cfg.hidden_size + kv)
     mlp = 3 * cfg.hidden_size * cfg.intermediate_size
-    untied = 0 if cfg.tie_word_embeddings else cfg.hidden_size * cfg.vocab_size
-    assert weights_in_products(model) == cfg.num_hidden_layers * (attention + mlp) + untied
+    assert weights_in_products(model) == cfg.num_hidden_layers * (attention + mlp)
 
 
 def test_flops_count_every_pass():
     one = AlgorithmConfig(loss=PolicyLossConfig(kl_coefficient=0.0))
-    assert step_flops(10, 3, one) == 4 * 30  # forward and gradient
+    assert step_flops(10, 3, one, all_trained=False) == 4 * 30  # forward and gradient
+    assert step_flops(10, 3, one, all_trained=True) == 6 * 30  # the weights' gradients, too
     reference = AlgorithmConfig()
-    assert step_flops(10, 3, reference) == 6 * 30
+    assert step_flops(10, 3, reference, all_trained=False) == 6 * 30
     more = AlgorithmConfig(epochs=2, minibatches=2)  # old policy, reference, two epochs
-    assert step_flops(10, 3, more) == (2 + 2 + 8) * 30
-    assert step_flops(10, 3, AlgorithmConfig(objective="imitation")) == 4 * 30
+    assert step_flops(10, 3, more, all_trained=False) == (2 + 2 + 8) * 30
+    assert step_flops(10, 3, AlgorithmConfig(objective="imitation"), all_trained=False) == 4 * 30
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,9 @@ def test_rewards_add_up_with_their_weights_and_are_logged_apart():
     assert untouched.add(group) == group and untouched.then.outcome == 2.0
     with pytest.raises(ConfigError, match="each needs a name of its own"):
         OwnRewards(RewardConfig(functions=(OwnReward("a:f"), OwnReward("b:f"))))
+    for taken in ("verifier", "mean"):  # metrics that are there in any case
+        with pytest.raises(ConfigError, match="none can be called verifier or mean"):
+            OwnRewards(RewardConfig(functions=(OwnReward(f"a:{taken}"),)))
 
 
 def test_no_repeats_sees_the_same_action_on_the_same_screen():

@@ -77,6 +77,20 @@ def test_derived_sizes_hold_the_longest_episode_and_little_more(turns, screensho
     assert all("reason=" in line for line in said)
 
 
+def test_derived_context_holds_the_last_turn_of_a_very_long_episode():
+    cfg = config(
+        tasks=(ConfigDict({"name": "own/thermostat", "max_turns": 1000}),),
+        chat__max_screenshots=1,
+        chat__drop_screenshots=1,
+        actor__rollout__max_context_tokens=200_000,
+    )
+    chat = Chat(MODEL, cfg.chat.completed(MODEL), FAMILY.chat)
+    screen = INPUTS.plan_screen(cfg.screen_px)
+    sampled = [np.full(cfg.actor.rollout.max_new_tokens, chat.encode("a")[0])] * 999
+    needed = len(chat.context("", [screen] * 1000, sampled).ids) + cfg.instruction_tokens
+    assert needed <= completed(cfg).engine.context_lengths[-1] <= needed + 128
+
+
 @pytest.mark.parametrize(("concurrency", "screenshots"), [(1, 10), (2, 40), (64, 10)])
 def test_engine_keeps_the_screenshots_of_a_context_however_few_play_at_a_time(
     concurrency, screenshots

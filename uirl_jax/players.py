@@ -121,13 +121,15 @@ class Players:
     ) -> evaluation.EvalResult:
         """Evaluates the engine's current policy on held-out instances; once per stage.
 
+        A stage in which no episode ended, because of env_errors, is played again.
+
         Args:
           tasks: the instances (`evaluation.eval_tasks`); of none, nothing is written or printed.
           engine: replaces this object's engine.
         Raises: StoppedError: `stop` was set; the same command starts the stage again.
         """
         known = evaluation.read_results(self.workdir)
-        if stage in known:
+        if stage in known and known[stage].attempts:
             return known[stage]
         if not tasks:
             return evaluation.count(stage, tasks, [])

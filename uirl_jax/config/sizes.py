@@ -135,7 +135,7 @@ def _longest_episode(cfg: RunConfig, chat: Chat, screen: Any, new_tokens: int) -
     grown = [after - before for before, after in itertools.pairwise(lengths)]
     longest = max(lengths)
     if turns > measured:  # what is sampled stays in the context, also of dropped screenshots
-        longest += round((longest - lengths[0]) / measured * (turns - measured))
+        longest += round((longest - lengths[0]) / len(grown) * (turns - measured))
     return _Episode(first=lengths[0], turn=max([*grown, screen.tokens]), longest=longest)
 
 

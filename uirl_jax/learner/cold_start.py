@@ -33,7 +33,7 @@ from uirl_jax.models.weights import stored_dtype
 from uirl_jax.rl.rewards import turn_lengths
 from uirl_jax.rl.weights import token_weights
 from uirl_jax.shards import batching
-from uirl_jax.store.files import new_directory
+from uirl_jax.store.files import new_directory, sync_files
 from uirl_jax.types import TaskSpec, TrainBatch, Trajectory
 from uirl_jax.verifiers import own_tasks
 
@@ -200,4 +200,5 @@ def run_cold_start(
         save_model(model.family, nnx.merge(graphdef, trained, frozen), directory, dtype=dtype)
         copy_tokenizer(model.path, directory)
         chat_config.write(directory, chat.cfg, model.family.chat)
+        sync_files(directory)
     return target

@@ -214,7 +214,9 @@ def run_learner(
             histograms = _histograms(taken, advantages, metrics)
             advantages.clear()
             spent = Spent(saved_s, waited_s, batched_s, host_cpu_s, learnt_s, tokens)
-            flops = step_flops(num_weights, tokens, cfg.algorithm)
+            flops = step_flops(
+                num_weights, tokens, cfg.algorithm, all_trained=model.trains == "all weights"
+            )
             metrics |= {
                 **_step_metrics(step, taken, judged, spent, cfg.algorithm, own_rewards, books),
                 **utilisation(flops, learnt_s, mesh.devices.flatten().tolist()),

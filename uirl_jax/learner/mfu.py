@@ -1,9 +1,10 @@
 """How much of the device's arithmetic a step uses: learner/model_tflops_per_s and learner/mfu.
 
 Counted are the matrix products of the text blocks: 2 FLOPs a weight and token for a forward pass, 2
-more for the gradient of what flows through a frozen weight. Left out are attention scores, vision
-tower, vocabulary and recomputation, so that both numbers are lower bounds. MFU as in PaLM
-(arXiv:2204.02311, appendix B), with 4 instead of 6 FLOPs where weights are frozen.
+more for the gradient of what flows through a weight, 2 more for that of the weight if it is trained
+itself. Left out are attention scores, vision tower, vocabulary and recomputation, so that both
+numbers are lower bounds. MFU as in PaLM (arXiv:2204.02311, appendix B), with 4 instead of 6 FLOPs
+where weights are frozen.
 """
 
 from collections.abc import Sequence
@@ -31,20 +32,24 @@ PEAK_FLOPS_PER_S = {
 
 
 def weights_in_products(model: PolicyModel) -> int:
-    """Weights of the frozen projections outside the vision tower."""
-    named = [("/".join(leaf_names(p)), x) for p, x in jax.tree.leaves_with_path(model.frozen)]
-    vision = tuple(f"{part}/" for part in model.family.vision_parts)
+    """Weights of the projections outside the vision tower, frozen or trained; no adapters."""
+    parts = (model.frozen, model.trainable)
+    named = [("/".join(leaf_names(p)), x) for t in parts for p, x in jax.tree.leaves_with_path(t)]
+    others = (*(f"{part}/" for part in model.family.vision_parts), "text/lm_head/")
     return sum(
         array.size
         for name, array in named
-        if name.endswith("/kernel") and not name.startswith(vision)
+        if name.endswith("/kernel") and not name.startswith(others)
     )
 
 
-def step_flops(weights: int, tokens: int, cfg: AlgorithmConfig) -> float:
-    """FLOPs of one step on so many tokens that are not padding."""
+def step_flops(weights: int, tokens: int, cfg: AlgorithmConfig, *, all_trained: bool) -> float:
+    """FLOPs of one step on so many tokens that are not padding.
+
+    Args: all_trained: whether the weights themselves are trained, and not adapters beside them.
+    """
     forward = cfg.recompute_old + cfg.use_reference if cfg.objective == "policy" else 0
-    return 2.0 * weights * tokens * (2 * cfg.epochs + forward)
+    return 2.0 * weights * tokens * ((3 if all_trained else 2) * cfg.epochs + forward)
 
 
 def utilisation(

@@ -26,10 +26,11 @@ class OwnRewards:
     def __init__(self, cfg: RewardConfig) -> None:
         self._cfg = cfg
         names = [user_code.name_of(own.function) for own in cfg.functions]
-        if len(set(names)) < len(names):
+        # reward/verifier and reward/mean are there in any case.
+        if len({*names, "verifier", "mean"}) < len(names) + 2:
             raise ConfigError(
                 f"algorithm.reward.functions: {', '.join(names)}: each needs a name of its own, "
-                "for its metric"
+                "for its metric, and none can be called verifier or mean"
             )
         self._functions: dict[str, tuple[OwnReward, Callable[[Trajectory], float]]] = {
             name: (own, user_code.load(own.function, "algorithm.reward.functions"))

@@ -234,6 +234,7 @@ def keep_best(
         with files.new_directory(target, replaces=True) as directory:
             trained = players.to_trainable(adapters)
             loading.save_policy(players.model, directory, trained, run.cfg.chat)
+            files.sync_files(directory)
         kind = "adapter" if players.model.trains == "adapters" else "model"
         content = {"version": version, kind: str(target), **dataclasses.asdict(result)}
         store.put(BEST_FILE, (json.dumps(content, indent=2) + "\n").encode())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from uirl_jax import evaluation, policy_sync
-from uirl_jax.errors import PolicyError
+from uirl_jax.errors import PolicyError, RestartError
 from uirl_jax.families.loading import PolicyModel
 from uirl_jax.learner.loop import Judge, Judged, Policy, all_are_good
 from uirl_jax.players import BackgroundLoop, Players
@@ -72,7 +72,10 @@ class RunJudge:
         return self._judged(step, policy, metrics, reason)._replace(images=images)
 
     def _begin(self, step: int, policy: Policy) -> Judged:
-        """The policy that the run starts or goes on with. The base is the first good one."""
+        """The policy that the run starts or goes on with. The base is the first good one.
+
+        Raises: RestartError: no episode of its evaluation ended.
+        """
         run = self._run
         evaluation.forget_after(run.workdir, step)
         self._decisions = evaluation.read_decisions(run.store).until(step)
@@ -88,6 +91,12 @@ class RunJudge:
         known = stage in evaluation.read_results(run.workdir)
         result = self._measure(stage, step, policy)
         if self._gate.gate != "none":
+            if result.attempts == 0:
+                raise RestartError(
+                    f"publish.gate={self._gate.gate!r} has nothing to compare later policies with: "
+                    f"no episode of stage {stage} ended, {result.env_errors} were env_errors; see "
+                    "logs/, mend the verifier and run the same command again"
+                )
             self._decide(step, policy, result)
         return self._judged(step, policy, {} if known else scalars_of(result))
 
