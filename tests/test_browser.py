@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import time
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -412,6 +413,64 @@ def test_page_that_hangs_is_lost_after_a_bound(world, monkeypatch):
         await pool.release(tab)
 
     runner.run(run())
+
+
+def test_two_calls_at_once_start_no_tab_twice(world):
+    pool, runner = world
+
+    async def run():
+        tab = await pool.acquire()
+        pool._refill()  # as another acquire does that goes on in the same round of the loop
+        while pool._num_preparing:
+            await asyncio.sleep(0.02)
+        waiting = pool.num_waiting
+        await pool.release(tab)
+        return waiting
+
+    assert runner.run(run()) == 1
+
+
+def test_pool_that_cannot_start_leaves_no_process(monkeypatch):
+    from uirl_jax.verifiers.browser.cdp import Chromium
+    from uirl_jax.verifiers.browser.pool import BrowserPool
+
+    launch, launched = Chromium.launch, []
+
+    async def launch_all_but_the_first(*args):
+        if not launched:
+            launched.append(None)
+            raise OSError("no memory")
+        launched.append(await launch(*args))
+        return launched[-1]
+
+    monkeypatch.setattr(Chromium, "launch", launch_all_but_the_first)
+
+    async def run():
+        with pytest.raises(BrowserError, match="does not start: no memory"):
+            await BrowserPool(warm=2).__aenter__()
+        await asyncio.sleep(1.0)  # for what would start after the error
+
+    asyncio.run(run())
+    pids = [browser._pid for browser in launched if browser]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_pool_that_ends_while_it_ends_a_browser_leaves_no_folder():
+    from uirl_jax.verifiers.browser.pool import BrowserPool
+
+    async def run():
+        pool = await BrowserPool(warm=0).__aenter__()
+        tab = await pool.acquire()
+        folder = Path(tab.browser._folder)
+        assert folder.is_dir()
+        tab.broken = "for a test"
+        await pool.release(tab)
+        while not tab.browser._ended:
+            await asyncio.sleep(0)
+        await pool.__aexit__()
+        return folder
+
+    assert not asyncio.run(run()).exists()
 
 
 def test_tab_whose_caller_is_cancelled_is_not_lost(world, monkeypatch):

@@ -18,6 +18,7 @@ from tests.sample_trajectories import LAYOUT, assert_same, make_trajectory
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import example, framing, record
 from uirl_jax.shards.reader import read_shard
+from uirl_jax.shards.record import TokenLayout
 from uirl_jax.types import Action, Trajectory, Turn
 
 
@@ -378,6 +379,14 @@ def test_trajectory_that_is_invalid_is_not_encoded(trajectory, message):
     with pytest.raises(RecordError, match=message) as caught:
         record.encode(trajectory, LAYOUT)
     assert "\n" not in str(caught.value)
+
+
+def test_placeholder_needs_no_embedding():
+    sampled = np.array([5, 6], np.int32)
+    record.encode(changed_turn(token_ids=sampled), TokenLayout(9, image_token_id=9))
+    other = changed_turn(token_ids=sampled, context_ids=np.array([8, 9, 9, 4], np.int32))
+    with pytest.raises(RecordError, match="context_ids has id 8, the vocabulary ends at 8"):
+        record.encode(other, TokenLayout(8, image_token_id=9))
 
 
 def test_trajectory_above_the_cap_is_not_encoded(monkeypatch):

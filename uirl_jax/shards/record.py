@@ -307,9 +307,13 @@ def _validate_turn(
             raise RecordError(f"{where}: {name} is {ids.dtype}{list(ids.shape)}, expected int32[n]")
         if ids.size and ids.min() < 0:
             raise RecordError(f"{where}: {name} has the negative id {ids.min()}")
-        if layout and ids.size and ids.max() >= layout.vocab_size:
+        if layout is None:
+            continue
+        # A placeholder has no embedding: a screenshot's takes its place.
+        beyond = ids[(ids >= layout.vocab_size) & (ids != layout.image_token_id)]
+        if beyond.size:
             raise RecordError(
-                f"{where}: {name} has id {ids.max()}, the vocabulary ends at {layout.vocab_size}"
+                f"{where}: {name} has id {beyond.max()}, the vocabulary ends at {layout.vocab_size}"
             )
     if not turn.token_ids.size:
         raise RecordError(f"{where}: nothing was sampled")

@@ -98,11 +98,15 @@ class BrowserPool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "BrowserPool":
+        self._num_preparing += self._warm
+        tasks = [asyncio.create_task(self._prepare()) for _ in range(self._warm)]
+        self._tasks.update(tasks)
         try:
-            await asyncio.gather(*(self._prepare() for _ in range(self._warm)))
+            await asyncio.gather(*tasks)
         except BaseException:
-            await self.__aexit__()
+            await self.__aexit__()  # also of those that are still starting
             raise
+        self._tasks.difference_update(tasks)
         self._in_background(self._end_idle())
         return self
 
@@ -184,6 +188,7 @@ class BrowserPool:
         """Starts what is missing of the tabs that wait."""
         missing = self._warm - len(self._waiting) - self._num_preparing
         for _ in range(min(missing, self._room())):
+            self._num_preparing += 1  # at once: the next call must not start the same ones
             self._in_background(self._prepare())
 
     def _room(self) -> int:
@@ -192,7 +197,7 @@ class BrowserPool:
         return self._max_browsers - num_tabs - (self._num_acquiring - self._num_hoping)
 
     async def _prepare(self) -> None:
-        self._num_preparing += 1
+        """Starts a tab that waits; the caller has counted it."""
         try:
             self._wait(await self._start())
         finally:
@@ -248,8 +253,8 @@ class BrowserPool:
         return tab
 
     async def _end(self, tab: Tab) -> None:
+        await tab.browser.close()  # cancelled in it, `__aexit__` ends the tab again
         self._tabs.discard(tab)
-        await tab.browser.close()
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
