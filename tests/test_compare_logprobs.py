@@ -277,6 +277,9 @@ def test_directory_without_a_run_is_one_line(tmp_path, finished, capsys):
         assert run(path) == compare_logprobs.NOT_COMPARED
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
+    (shard, *_) = sorted((finished / "kept").iterdir())
+    assert run(shard) == compare_logprobs.NOT_COMPARED
+    assert "is a file, expected the workdir of a run" in capsys.readouterr().err
     shutil.copytree(finished / "kept", tmp_path / "kept")
     assert run(tmp_path) == compare_logprobs.NOT_COMPARED
     assert "no run's config" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from tests.command_world import SHIPPED_MODEL
 from tests.sample_trajectories import make_trajectory
 from tools import export
 from uirl_jax import evaluation, policy_sync
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import PolicyError, RestartError, UirlError
 from uirl_jax.evaluation import gate
 from uirl_jax.evaluation.statistics import EvalResult
@@ -95,6 +96,28 @@ def test_decisions_survive_their_file_and_forget_what_was_taken_back(tmp_path):
         (tmp_path / gate.GATE_FILE).write_text(text)
         with pytest.raises(UirlError, match=r"gate\.json: not the decisions of a gate"):
             evaluation.read_decisions(store)
+
+
+def test_export_says_what_the_gate_knows_of_a_policy(tmp_path):
+    cfg = SimpleNamespace(publish=SimpleNamespace(gate="export"))
+    store, decisions = open_store(tmp_path), evaluation.Decisions()
+
+    def said(version: int) -> str:
+        source = export.Source(f"the checkpoint of step {version}", version, {})
+        with pytest.raises(PolicyError) as caught:
+            export.check_gate(tmp_path, cast(RunConfig, cfg), source)
+        return str(caught.value)
+
+    assert "no policy has passed yet: add --ungated" in said(0)
+    for version, successes in ((0, 50), (20, 60), (30, 40), (40, 70), (50, 60)):
+        decisions = decisions.after(version, result(successes), 0.0)
+    evaluation.write_decisions(store, decisions)
+    assert "it was good, and there is a newer good one; the last good policy is" in said(20)
+    assert "lower bound of its success" in said(30) and "lower bound of its success" in said(50)
+    assert "or so long ago that nothing is known of it; the last good policy is version 40" in said(
+        0
+    )
+    export.check_gate(tmp_path, cast(RunConfig, cfg), export.Source("the best", 40, {}))
 
 
 def test_mistakes_and_false_claims_are_counted():

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,13 @@ def test_command_writes_what_a_cold_start_reads_and_counts_the_rest(tmp_path):
     (shard,) = out.glob("*.tfrecord")
     (told,) = read_shard(shard)[1]
     assert [turn.action.kind for turn in told.turns if turn.action] == ["click", "keys"]
+    # Two runs have rollouts of one name.
+    twice, both = tmp_path / "another", tmp_path / "both"
+    twice.mkdir()
+    shutil.copy(folder / "row_002_success_0001.json", twice)
+    done = command(f"--rollouts={folder}", f"--rollouts={twice}", f"--out={both}")
+    assert done.returncode == 0 and "2 written" in done.stdout, done.stderr
+    assert len(list(both.glob("row_002_success_0001-*.tfrecord"))) == 2
     # A config of no sizes has those that the run derives from its screens, not the defaults.
     (tmp_path / "sizeless.py").write_text(SIZELESS)
     nine = f"--rollouts={folder / 'row_002_success_0004.json'}"

@@ -53,6 +53,21 @@ def test_list_and_verify_tell_the_whole_from_the_damaged(shard, capsys):
     assert "2 shards, 1 damaged" in capsys.readouterr().out
 
 
+def test_shard_that_a_learner_deletes_meanwhile_is_passed_over(shard, monkeypatch, capsys):
+    other = shard.with_name("a1.tfrecord")
+    other.write_bytes(shard.read_bytes())
+
+    def read_and_delete(path):
+        other.unlink(missing_ok=True)
+        return read_shard(path)
+
+    monkeypatch.setattr(inspect_shards, "read_shard", read_and_delete)
+    assert inspect_shards.main(["verify", str(shard.parent)]) == 0
+    said = capsys.readouterr()
+    assert "1 shards, 0 damaged" in said.out
+    assert said.err == f"passed over: {other}: was deleted meanwhile\n"
+
+
 def test_list_of_episodes_has_the_ids_that_extract_takes(shard, capsys):
     broken = shard.with_name("a1.tfrecord")
     broken.write_bytes(shard.read_bytes()[:-40])

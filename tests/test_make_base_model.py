@@ -16,6 +16,7 @@ from flax import nnx
 from tools import make_base_model
 from tools.base_models.tiny_architectures import BASES
 from uirl_jax import actions
+from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
 from uirl_jax.families.chat import Chat
 from uirl_jax.families.chat_config import ChatConfig
@@ -170,6 +171,33 @@ def test_questions_apart_are_whole_and_their_answers_hit(family, setting_of):
             whole_t = np.concatenate([example.prefix_t, ids_t])
             (color,) = re.findall(r"Click the (\w+) button", setting.chat.decode(whole_t))
             assert_hits(setting, ids_t[-answer:], example.screen, session.targets[color])
+
+
+def test_checkpoints_of_another_recipe_are_not_gone_on_with(tmp_path):
+    path = tmp_path / "work" / "recipe.json"
+    make_base_model.check_recipe(path, {"seed": 0, "lr": 1e-3})
+    make_base_model.check_recipe(path, {"seed": 0, "lr": 1e-3})
+    with pytest.raises(ConfigError, match="another training: seed=1, these are of 0; give another"):
+        make_base_model.check_recipe(path, {"seed": 1, "lr": 1e-3})
+    for text in ("[]", "{"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="give another --workdir"):
+            make_base_model.check_recipe(path, {"seed": 0})
+    for module, flag in (("make_base_model", "--quality=0.5"), ("make_page_model", "--lr=1")):
+        (tmp_path / "recipe.json").write_text('{"quality": 0.1}')
+        (tmp_path / "pages.json").write_text('{"lr": 0.1}')
+        process = subprocess.run(
+            [
+                *(sys.executable, "-m", f"tools.{module}", flag),
+                *(f"--out={tmp_path / 'out'}", f"--workdir={tmp_path}"),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert process.returncode == 2
+        assert "--workdir: " in process.stderr and "of another training" in process.stderr
 
 
 def test_questions_cannot_be_apart_where_the_screen_sees_them(tmp_path):

@@ -62,6 +62,7 @@ def odd(task):
 def module(tmp_path, monkeypatch):
     """A module in the folder where the command is started."""
     (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "empty_folder").mkdir()
     (tmp_path / "wrong.py").write_text("import math\n\nmath.nowhere\n")
     (tmp_path / "needs.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "wandbx_hooks.py").write_text("import wandbx\n")
@@ -84,6 +85,8 @@ def module(tmp_path, monkeypatch):
         ("needs:f", "needs.py, line 1: No module named 'not_installed_anywhere'"),
         ("wandbx_hooks:f", "wandbx_hooks.py, line 1: No module named 'wandbx'"),
         ("mine.deeper:f", "no module 'mine.deeper' in {folder} or on PYTHONPATH"),
+        ("time:nowhere", "the module time: has no such name"),
+        ("empty_folder:f", "the module empty_folder: has no such name"),
     ],
 )
 def test_reference_that_cannot_be_loaded_is_one_error(module, reference, said):

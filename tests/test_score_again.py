@@ -71,6 +71,18 @@ def test_other_costs_change_rewards_and_say_what_is_not_judged(shards, tmp_path,
     assert rewards["twice"] == pytest.approx([0.75, 1.0])
 
 
+def test_run_is_scored_without_its_demonstrations_and_each_episode_once(tmp_path, capsys):
+    for name in ("shards/a0", "kept", "cold_start/demonstrations", "quarantine"):
+        path = tmp_path / name / "one.tfrecord"
+        path.parent.mkdir(parents=True)
+        trajectories = EPISODES[:1] if name in ("shards/a0", "kept") else EPISODES[1:3]
+        write_shard(path, trajectories, base_hash="b", layout=LAYOUT)
+    assert score_again.main([str(tmp_path), "--variant=wrong=0.1"]) == 0
+    assert "1 episodes: 1 successes as recorded" in capsys.readouterr().out
+    assert score_again.main([str(tmp_path / "cold_start"), "--variant=wrong=0.1"]) == 0
+    assert "2 episodes: " in capsys.readouterr().out
+
+
 def any_submission(task: TaskSpec) -> Rule:
     def judge(progress, turns):
         return Judgement(len(progress["submitted_row_indices"]) > 0, 1.0, True)

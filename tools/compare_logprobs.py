@@ -28,7 +28,7 @@ import optax
 
 from tools import command_line
 from tools.export import read_run
-from tools.inspect_shards import find_shards
+from tools.inspect_shards import find_shards_of_policies
 from uirl_jax import platform_flags, policy_sync
 from uirl_jax.errors import (
     CheckpointError,
@@ -55,10 +55,6 @@ from uirl_jax.types import Trajectory
 from uirl_jax.untrusted.json import printable
 
 NOT_COMPARED = 2  # exit code
-_LEFT_OUT = (
-    "quarantine",
-    "cold_start",
-)  # folders of a workdir whose shards its actors did not write
 _SUITES, _RANDOM = ("eval", "suites"), ("eval", "random")
 _AT_ONCE = 64  # episodes that are scored together
 _SHOWN = 10  # tokens with the largest differences; episodes that are not compared
@@ -292,10 +288,9 @@ def score_each(
 
 def shards_of(workdir: Path) -> list[Path]:
     """The newest first. Raises: ConfigError: there is none."""
-    paths = find_shards(workdir)
-    kept = [path for path in paths if path.relative_to(workdir).parts[0] not in _LEFT_OUT]
-    if not kept:
-        raise ConfigError(f"{workdir}: holds no shard of an actor")
+    if workdir.is_file():
+        raise ConfigError(f"{workdir}: is a file, expected the workdir of a run")
+    kept = find_shards_of_policies(workdir)
     return sorted(kept, key=lambda path: (-path.stat().st_mtime, str(path)))
 
 

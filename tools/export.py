@@ -122,14 +122,26 @@ def check_gate(workdir: Path, cfg: RunConfig, source: Source) -> None:
     good = evaluation.read_decisions(open_store(workdir))
     if cfg.publish.gate == "none" or source.version == good.version:
         return
-    rejected = {each.version: each.reason for each in good.rejected}
-    reason = rejected.get(source.version, "it was not evaluated")
+    rejected: dict[int, str] = {}
+    decisions = good
+    while decisions is not None:
+        rejected = {each.version: each.reason for each in decisions.rejected} | rejected
+        decisions = decisions.earlier
+    reason = "it was not evaluated, or so long ago that nothing is known of it"
+    reason = rejected.get(source.version, reason)
+    if good.earlier is not None and source.version == good.earlier.version:
+        reason = "it was good, and there is a newer good one"
     # The manifest's version counts steps; with this gate its adapters are the last good policy's.
     if cfg.publish.gate == "actors" and source.what.startswith("policy"):
         return
+    advice = "no policy has passed yet: add --ungated"
+    if good.version >= 0:
+        advice = (
+            f"the last good policy is version {good.version}: export it with --source=best, or add "
+            "--ungated"
+        )
     raise PolicyError(
-        f"{source.what} is kept back by publish.gate={cfg.publish.gate!r}: {reason}; the last good "
-        f"policy is version {good.version}: export it with --source=best, or add --ungated"
+        f"{source.what} is kept back by publish.gate={cfg.publish.gate!r}: {reason}; {advice}"
     )
 
 

@@ -44,6 +44,21 @@ def find_rollouts(paths: list[str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def _targets(files: list[Path], out: Path) -> dict[Path, Path]:
+    """Where each goes. Two runs have rollouts of one name: these are told apart by a number.
+
+    Raises: ConfigError: one is there already.
+    """
+    targets: dict[Path, Path] = {}
+    of_name = collections.Counter(file.stem for file in files)
+    for number, file in enumerate(files):
+        stem = file.stem if of_name[file.stem] == 1 else f"{file.stem}-{number}"
+        targets[file] = out / f"{stem}.tfrecord"
+        if targets[file].exists():
+            raise ConfigError(f"{targets[file]}: is there already; give another --out")
+    return targets
+
+
 def import_all(cfg: RunConfig, files: list[Path], out: Path, failures: bool) -> int:
     """Writes the demonstrations; returns how many. A file that is refused costs itself alone.
 
@@ -61,7 +76,7 @@ def import_all(cfg: RunConfig, files: list[Path], out: Path, failures: bool) -> 
     except OSError as error:
         raise ConfigError(f"--out={out}: {error.strerror}") from error
     counts: collections.Counter[str] = collections.Counter()
-    for file in files:
+    for file, target in _targets(files, out).items():
         try:
             trajectory = read_rollout(file, chat, inputs)
         except RecordError as error:
@@ -82,9 +97,6 @@ def import_all(cfg: RunConfig, files: list[Path], out: Path, failures: bool) -> 
                 file=sys.stderr,
             )
             continue
-        target = out / f"{file.stem}.tfrecord"
-        if target.exists():
-            raise ConfigError(f"{target}: is there already; give another --out")
         write_shard(target, [trajectory], base_hash="", layout=layout)
         counts["written"] += 1
     print(", ".join(f"{count} {what}" for what, count in counts.items()))

@@ -28,11 +28,12 @@ from uirl_jax.store.files import new_directory
 from uirl_jax.types import Trajectory, Turn
 from uirl_jax.untrusted.json import printable
 
+_OTHERS = ("cold_start", "quarantine")  # folders of a workdir: what no policy played, or is broken
 _SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".webp"}
 
 
 def find_shards(path: Path) -> list[Path]:
-    """Raises: ConfigError: no such path, or no shard below it."""
+    """The shards below a path. Raises: ConfigError: no such path, or no shard below it."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -49,13 +50,32 @@ def find_shards(path: Path) -> list[Path]:
     return found
 
 
+def find_shards_of_policies(path: Path) -> list[Path]:
+    """`find_shards` without a run's demonstrations and what it refused.
+
+    Raises: ConfigError: there is none.
+    """
+    found = find_shards(path)
+    kept = [one for one in found if one == path or one.relative_to(path).parts[0] not in _OTHERS]
+    if not kept:
+        raise ConfigError(f"{path}: holds no shard that a policy played")
+    return kept
+
+
 def list_shards(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """A row for every shard; `problem` says why it cannot be read."""
+    """A row for every shard; `problem` says why it cannot be read.
+
+    One that a learner deletes meanwhile, as it does with those that it has used, is passed over.
+    """
     for path in paths:
-        row: dict[str, Any] = {"shard": str(path), "bytes": path.stat().st_size}
+        row: dict[str, Any] = {"shard": str(path)}
         try:
+            row["bytes"] = path.stat().st_size
             header, trajectories = read_shard(path)
-        except ShardError as error:
+        except (FileNotFoundError, ShardError) as error:
+            if not path.exists():
+                print(f"passed over: {path}: was deleted meanwhile", file=sys.stderr)
+                continue
             yield row | {"problem": _without(path, error)}
             continue
         yield row | {

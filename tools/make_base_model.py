@@ -48,6 +48,7 @@ from uirl_jax.families.chat import OMITTED_SCREENSHOT, Chat
 from uirl_jax.learner import supervised
 from uirl_jax.learner.state import OptimizerConfig
 from uirl_jax.learner.step import StepConfig
+from uirl_jax.store.files import write_atomically
 from uirl_jax.types import Action, TaskSpec, TrainBatch
 from uirl_jax.verifiers.tasks import desktop, drawing
 from uirl_jax.verifiers.tasks import desktop_tasks as tasks
@@ -395,6 +396,32 @@ def train(base: BaseModel, recipe: Recipe, out: Path, workdir: Path) -> None:
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
+def check_recipe(path: Path, recipe: Mapping[str, Any]) -> None:
+    """Notes beside the checkpoints what they are trained with, so that none is taken for another's.
+
+    Raises: ConfigError: they are of another recipe.
+    """
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(recipe, indent=2) + "\n").encode())
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give another --workdir") from error
+    known = earlier if isinstance(earlier, dict) else {}
+    differences = [
+        f"{name}={value}, these are of {known.get(name)}"
+        for name, value in recipe.items()
+        if known.get(name) != value
+    ]
+    if differences:
+        raise ConfigError(
+            f"{path.parent} has checkpoints of another training: {'; '.join(differences)}; give "
+            "another --workdir"
+        )
+
+
 def check_folder(parser: argparse.ArgumentParser, out: Path) -> None:
     """Ends the command before an hour of training where the model's folder cannot be made."""
     try:
@@ -541,6 +568,11 @@ def main(bases: Mapping[str, BaseModel] = BASES, module: str = "tools.make_base_
         module,
     )
     workdir = args.workdir or Path(f"runs/base_model-{args.family}")
+    made_with = ("batch_rows", "quality", "seed", "telling_schedule", "acting_lr", "questions")
+    try:
+        check_recipe(workdir / "recipe.json", {name: getattr(args, name) for name in made_with})
+    except ConfigError as error:
+        parser.error(f"--workdir: {error}")
     train(bases[args.family], recipe, args.out, workdir)
 
 

@@ -283,6 +283,14 @@ def main() -> None:
     except ConfigError as error:
         parser.error(f"--screens: {error}")
     make_base_model.check_folder(parser, args.out)
+    made_with = {name: getattr(args, name) for name in ("batch_rows", "lr", "seed")}
+    for name in ("start_from", "screens"):
+        folder = getattr(args, name)
+        made_with[name] = folder and str(folder.resolve())
+    try:
+        make_base_model.check_recipe(args.workdir / f"{stage.name}.json", made_with)
+    except ConfigError as error:
+        parser.error(f"--workdir: {error}")
     try:
         train(
             stage,

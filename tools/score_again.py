@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tools import command_line
-from tools.inspect_shards import find_shards
+from tools.inspect_shards import find_shards_of_policies
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError, ShardError, VerifierError
 from uirl_jax.evaluation import outcome_of
@@ -121,11 +121,18 @@ def score_again(
 
 
 def _read(paths: Sequence[Path]) -> Iterator[Trajectory]:
+    """Every episode once, though it may be in two shards."""
+    seen: set[str] = set()
     for path in paths:
         try:
-            yield from read_shard(path)[1]
+            trajectories = read_shard(path)[1]
         except ShardError as error:
             print(f"passed over: {error}", file=sys.stderr)
+            continue
+        for one in trajectories:
+            if one.episode_id not in seen:
+                seen.add(one.episode_id)
+                yield one
 
 
 def report(found: Sequence[Again], not_judged: collections.Counter[str]) -> str:
@@ -174,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     not_judged: collections.Counter[str] = collections.Counter()
     command_line.check_file("--json", args.json)
     find_rule = rule_finder(args.rule, args.variant, args.rewards)
-    trajectories = _read(find_shards(args.path))
+    trajectories = _read(find_shards_of_policies(args.path))
     found = list(score_again(trajectories, find_rule, not_judged))
     if args.json:
         text = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in found)

@@ -50,7 +50,8 @@ def load(reference: str, key: str, kind: type | None = None, kind_name: str = "a
     if not (callable(found) if kind is None else isinstance(found, kind)):
         why = f"{name} is {type(found).__name__}, expected {kind_name}"
         why = "has no such name" if found is None else why
-        raise ConfigError(f"{key}={reference!r}: {module.__file__}: {why}")
+        where = getattr(module, "__file__", None) or f"the module {module_name}"
+        raise ConfigError(f"{key}={reference!r}: {where}: {why}")
     return found
 
 

@@ -32,7 +32,8 @@ from uirl_jax.types import StopReason, TaskSpec, Trajectory
 
 SUITES_DIR = f"{EVAL_DIR}/suites"
 SCORES_FILE = "scores.json"
-_FLUSH_EPISODES, _FLUSH_S = 64, 10.0  # what a killed evaluation loses at most
+# What a killed evaluation loses at most. A shard has at most 1 GiB.
+_FLUSH_EPISODES, _FLUSH_S, _FLUSH_BYTES = 64, 10.0, 256 << 20
 
 # Numbers and instances of episodes, and what is called with each that ends.
 PlayEpisodes = Callable[
@@ -186,22 +187,27 @@ def _read(directory: Path, specs: Sequence[TaskSpec], attempts: int) -> dict[int
 def _recording(directory: Path, contender: Contender) -> Iterator[Callable[[Trajectory], None]]:
     """A function that keeps a trajectory; all are written in the end, at an error too."""
     kept: list[Trajectory] = []
+    kept_bytes = 0  # of their screenshots
     written_s = time.monotonic()
     # Not their count: the user may have removed a damaged file from among them.
     taken = [int(path.stem) for path in directory.glob("*.tfrecord") if path.stem.isdecimal()]
     numbers = itertools.count(max(taken, default=-1) + 1)
 
     def write() -> None:
-        nonlocal written_s
+        nonlocal written_s, kept_bytes
         if kept:
             path = directory / f"{next(numbers):06d}.tfrecord"
             write_shard(path, kept, base_hash=contender.base_hash, layout=contender.layout)
             kept.clear()
+            kept_bytes = 0
         written_s = time.monotonic()
 
     def record(trajectory: Trajectory) -> None:
+        nonlocal kept_bytes
         kept.append(trajectory)
-        if len(kept) >= _FLUSH_EPISODES or time.monotonic() - written_s >= _FLUSH_S:
+        kept_bytes += sum(map(len, trajectory.images.values()))
+        is_much = len(kept) >= _FLUSH_EPISODES or kept_bytes >= _FLUSH_BYTES
+        if is_much or time.monotonic() - written_s >= _FLUSH_S:
             write()
 
     try:
