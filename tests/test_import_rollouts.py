@@ -214,7 +214,10 @@ def test_command_writes_what_a_cold_start_reads_and_counts_the_rest(tmp_path):
     shutil.copy(folder / "row_002_success_0001.json", twice)
     done = command(f"--rollouts={folder}", f"--rollouts={twice}", f"--out={both}")
     assert done.returncode == 0 and "2 written" in done.stdout, done.stderr
-    assert len(list(both.glob("row_002_success_0001-*.tfrecord"))) == 2
+    assert sorted(path.name for path in both.glob("*.tfrecord")) == [
+        "row_002_success_0001-2.tfrecord",
+        "row_002_success_0001.tfrecord",
+    ]
     # A config of no sizes has those that the run derives from its screens, not the defaults.
     (tmp_path / "sizeless.py").write_text(SIZELESS)
     nine = f"--rollouts={folder / 'row_002_success_0004.json'}"

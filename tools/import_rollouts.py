@@ -45,17 +45,21 @@ def find_rollouts(paths: list[str]) -> list[Path]:
 
 
 def _targets(files: list[Path], out: Path) -> dict[Path, Path]:
-    """Where each goes. Two runs have rollouts of one name: these are told apart by a number.
+    """Where each goes. Two runs have rollouts of one name: the second one gets a number.
 
     Raises: ConfigError: one is there already.
     """
     targets: dict[Path, Path] = {}
-    of_name = collections.Counter(file.stem for file in files)
-    for number, file in enumerate(files):
-        stem = file.stem if of_name[file.stem] == 1 else f"{file.stem}-{number}"
-        targets[file] = out / f"{stem}.tfrecord"
-        if targets[file].exists():
-            raise ConfigError(f"{targets[file]}: is there already; give another --out")
+    taken: set[Path] = set()
+    for file in files:
+        number, target = 1, out / f"{file.stem}.tfrecord"
+        while target in taken:
+            number += 1
+            target = out / f"{file.stem}-{number}.tfrecord"
+        if target.exists():
+            raise ConfigError(f"{target}: is there already; give another --out")
+        taken.add(target)
+        targets[file] = target
     return targets
 
 
