@@ -147,13 +147,16 @@ ENDS = [
 
 @pytest.mark.parametrize(("victim", "signum"), ENDS)
 def test_processes_end_when_one_is_lost_and_the_same_command_trains_the_same(
-    tmp_path, model_dir, undisturbed, victim, signum
+    tmp_path, model_dir, undisturbed, victim, signum, monkeypatch
 ):
     workdir, values = tmp_path / "run", values_of(model_dir)
     cluster_world.write_records(workdir, values)
-    started = cluster_world.start(workdir, values, processes=2)
+    go_on = tmp_path / "go_on"  # all eight steps might be done before this process is scheduled
+    monkeypatch.setenv("HELD_IN", f"4 {go_on}")
+    started = cluster_world.start(workdir, values, processes=2, module="tests.cluster_fault")
     wait_for_step(workdir, 3, started)
     os.kill(child_of(started[victim]), signum)
+    go_on.touch()
     other = 1 - victim
     ended_s = time.monotonic()
     assert started[other].wait(60) == 75
