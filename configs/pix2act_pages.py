@@ -1,21 +1,14 @@
 """The 59 tasks of MiniWoB++ on which Pix2Act was measured, from a model that can read pages.
 
-    mkdir -p runs && tar -xf configs/pix2act_start.tar.xz -C runs  # the result of the next six
-    python -m uirl_jax.main --config=configs/pix2act_pages.py:base --workdir=runs/pix2act-base
-    python -m uirl_jax.main --config=configs/pix2act_pages.py:more --workdir=runs/pix2act-more
-    python -m uirl_jax.main --config=configs/pix2act_pages.py:last --workdir=runs/pix2act-last
-    python -m uirl_jax.main --config=configs/pix2act_pages.py:again --workdir=runs/pix2act-again
-    python -m uirl_jax.main --config=configs/pix2act_pages.py:aim --workdir=runs/pix2act-aim
-    python -m tools.average_models --out=runs/pix2act-start runs/pix2act-last/cold_start/model \
-        runs/pix2act-again/cold_start/model runs/pix2act-aim/cold_start/model
+    mkdir -p runs && tar -xf configs/pix2act_start.tar.xz -C runs
     python -m uirl_jax.main --config=configs/pix2act_pages.py --workdir=runs/pix2act
 
-`:base` is a cold start on 150 correct demonstrations of each task, played first (Chromium), of the
-start of miniwob_pages.py; also of the four tasks that config has and the list has not, so that RL
-on either set can start from the result. The next four go on from it on other demonstrations,
-`shown` of each task in a round. Only the newest of the screenshots is seen, and of the two turns
-before it the actions. docs/pix2act.md has what it solves, and how it is counted. RL on many tasks
-gained nothing so far; on one, as by configs/pix2act_pages.py:right-angle, it did, and others fell.
+The start was made in stages of demonstrations (`:base` and others), whose commands are in
+pix2act_rounds.py; they also show the four tasks of miniwob_pages.py that the list has not, so that
+RL on either set can start from the result. Only the newest of the screenshots is seen, and of the
+two turns before it the actions. docs/pix2act.md has what it solves, and how it is counted. RL on
+many tasks gained nothing so far; on one, as by configs/pix2act_pages.py:right-angle, it did, and
+others fell.
 """
 
 from ml_collections import ConfigDict
@@ -58,9 +51,12 @@ def get_config(stage: str = "grpo") -> ConfigDict:
         cfg.cold_start.episodes = 150 * len(turns)
         cfg.model.path = f"{miniwob_pages.SHIPPED}/start"
         return cfg
-    before, cfg.seed, cfg.cold_start.steps, rounds = GOING_ON[stage]  # other seed: other instances
-    cfg.model.path = f"runs/pix2act-{before}/cold_start/model"
+    before, cfg.seed, cfg.cold_start.steps, rounds, lr = GOING_ON[stage]  # another seed: others
+    cfg.model.path = f"runs/pix2act-{before}"
+    cfg.cold_start.optimizer.lr = lr
     cfg.cold_start.episodes = rounds * len(cfg.tasks)
+    if stage == "polish":
+        cfg.cold_start.demonstrations = ("runs/pix2act-figures/cold_start/demonstrations",)
     cfg.curriculum.weight_by = "none"  # tasks that are there three times have no weight
     return cfg
 

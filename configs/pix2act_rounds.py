@@ -1,7 +1,23 @@
-"""How often each task is shown in the stages of pix2act_pages.py; not a config by itself.
+"""How the start of pix2act_pages.py was made, and how often each task is shown; no config itself.
 
-A stage of demonstrations is a number of rounds. What a model before solved, by its tuning episodes,
-is shown once in a round, so that it is not forgotten; what it did not, more often.
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:base --workdir=runs/pix2act-base
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:more --workdir=runs/pix2act-more
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:last --workdir=runs/pix2act-last
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:again --workdir=runs/pix2act-again
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:aim --workdir=runs/pix2act-aim
+    python -m tools.average_models --out=runs/pix2act-mean runs/pix2act-last/cold_start/model \
+        runs/pix2act-again/cold_start/model runs/pix2act-aim/cold_start/model
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:figures --workdir=runs/pix2act-figures
+    python -m tools.average_models --out=runs/pix2act-half runs/pix2act-mean \
+        runs/pix2act-figures/cold_start/model
+    python -m uirl_jax.main --config=configs/pix2act_pages.py:polish --workdir=runs/pix2act-polish
+    python -m tools.average_models --out=runs/pix2act-start runs/pix2act-mean \
+        runs/pix2act-figures/cold_start/model runs/pix2act-polish/cold_start/model
+
+`:base` is a cold start on 150 correct demonstrations of each task, played first (Chromium), of the
+start of miniwob_pages.py. The others go on from it on other demonstrations, a number of rounds:
+what a model before solved, by its tuning episodes, is shown once in a round, so that it is not
+forgotten; what it did not, more often. `:polish` sees those of `:figures` once more.
 """
 
 _EASY = (
@@ -17,12 +33,14 @@ _SOLVED = (  # by :more, nine of ten times or more
 )
 # Solved never, or 3 of 100 times; a demonstration of the first has up to 13 turns.
 _LEFT_OUT = ("choose-date-nodelay", "text-transform", "simple-algebra")
-# The stage before, seed, steps and rounds.
+# The model before, seed, steps, rounds and learning rate.
 GOING_ON = {
-    "more": ("base", 29, 620, 45),
-    "last": ("more", 30, 720, 56),
-    "again": ("last", 31, 1000, 52),
-    "aim": ("again", 32, 600, 32),
+    "more": ("base/cold_start/model", 29, 620, 45, 1.5e-3),
+    "last": ("more/cold_start/model", 30, 720, 56, 1.5e-3),
+    "again": ("last/cold_start/model", 31, 1000, 52, 1.5e-3),
+    "aim": ("again/cold_start/model", 32, 600, 32, 1.5e-3),
+    "figures": ("mean", 33, 800, 45, 1.2e-3),
+    "polish": ("half", 34, 220, 0, 6e-4),  # the demonstrations of :figures once more
 }
 # How often a round of :aim shows a task: most where :again misses the place, less where it misreads
 # a text, least what it solved; tasks that are not here as in the stages before.
@@ -37,12 +55,21 @@ _AIM = {
     **dict.fromkeys(("count-sides", "drag-box", "drag-circle", "unicode-test"), 1),
     "circle-center": 1,
 }
+# Of :figures: most where figures and letters are large, which no page of the first training has.
+_FIGURES = {
+    **{"simple-arithmetic": 32, "click-pie-nodelay": 16},
+    **dict.fromkeys(("use-slider", "simple-algebra", "text-transform"), 4),
+    **dict.fromkeys(("visual-addition", "use-slider-2", "drag-shapes", "drag-sort-numbers"), 2),
+    "choose-date-nodelay": 0,
+}
 
 
 def shown(stage: str, name: str) -> int:
     """How many times in a round: once what is solved, more often what is not."""
     if stage == "more":
         return 1 if name in (*_EASY, *_EXACT, "unicode-test") else 3
+    if stage in ("figures", "polish"):
+        return _FIGURES.get(name, 1)
     if name in _LEFT_OUT:
         return 0
     if stage == "aim" and name in _AIM:

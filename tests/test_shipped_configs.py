@@ -14,7 +14,17 @@ VARIANTS = {
     "configs.miniwob_cpu": ("base", "grpo"),
     "configs.miniwob_pages": ("base", "grpo", "trained"),
     "configs.miniwob_points": ("base", "grpo"),
-    "configs.pix2act_pages": ("base", "more", "last", "again", "aim", "right-angle", "grpo"),
+    "configs.pix2act_pages": (
+        "base",
+        "more",
+        "last",
+        "again",
+        "aim",
+        "figures",
+        "polish",
+        "right-angle",
+        "grpo",
+    ),
     "configs.quickstart": ("click_button", "enter_text", "data_entry", "miniwob"),
     "configs.simple_data_entry_cpu": ("base", "start", "grpo", "trained"),
 }
