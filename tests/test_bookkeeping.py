@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,15 @@ def test_tallies_of_a_resumed_run_are_kept_for_the_same_tasks(
 ):
     with opened(tmp_path / "run", kinds, earlier, instances=instances) as books:
         assert books.describe()["curriculum/played"] == played
+
+
+def test_resumed_run_says_which_checkpoint_it_does_not_start_from(tmp_path, earlier, capsys):
+    shutil.rmtree(earlier / "checkpoints" / "10" / "meta")
+    with opened(tmp_path / "run", KINDS, earlier):
+        pass
+    said = capsys.readouterr().out
+    assert f'event=checkpoint_skipped reason="{earlier / "checkpoints" / "10"}: ' in said
+    assert f"event=resumed workdir={earlier} step=0" in said
 
 
 @pytest.mark.parametrize("per_step", [4, 8, 16])

@@ -22,6 +22,7 @@ from uirl_jax import evaluation
 from uirl_jax.config import reading
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import CheckpointError, ConfigError, UirlError
+from uirl_jax.evaluation import suite_play
 from uirl_jax.evaluation.outcome import outcome_of
 from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.roles import contenders
@@ -286,6 +287,25 @@ def test_removed_file_is_played_again_and_no_other_file_is_overwritten(tmp_path)
     (directory / "base" / names[1]).unlink()
     assert played(3) == [names[0], names[2], names[3]]
     assert asked_for == [0, 1, 2, 1] and sorted(episodes(directory / "base")) == [0, 1, 2]
+
+
+def test_episodes_with_large_screenshots_are_written_before_they_are_too_many(
+    tmp_path, monkeypatch
+):
+    suite = Suite("s", (SuiteTask("desktop/click_button", instances=5),))
+    directory = evaluation.open_suite(tmp_path, suite)
+    one = make_trajectory(image_bytes=1000)
+    monkeypatch.setattr(suite_play, "_FLUSH_BYTES", 2 * sum(map(len, one.images.values())))
+
+    async def play(missing, on_done) -> None:
+        for number, task in missing:
+            episode = make_trajectory(f"e{number}", f"{number:08d}", image_bytes=1000)
+            on_done(dataclasses.replace(episode, task=task))
+
+    contender = evaluation.Contender("base", {}, "b", LAYOUT)
+    asyncio.run(evaluation.play_suite(play, suite, directory, contender))
+    files = sorted((directory / "base").glob("*.tfrecord"))
+    assert [len(read_shard(file)[1]) for file in files] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
