@@ -22,7 +22,8 @@ from uirl_jax.shards.batching import Part
 from uirl_jax.shards.plan import BatchPlan, _spread
 from uirl_jax.shards.reader import RecordRef
 from uirl_jax.shards.writer import put_shard
-from uirl_jax.store import open_store
+from uirl_jax.store import StoreUnavailableError, open_store
+from uirl_jax.store.local import LocalStore
 
 CFG = packed_records.LAYOUTS["packed"]
 
@@ -51,6 +52,18 @@ def mesh_of_one() -> Mesh:
 def make_hosts(workdir, cluster: Cluster) -> Hosts:
     store = open_store(workdir)
     return Hosts(cluster, store, "run", mesh_of_one(), packed_records.INPUTS, CFG)
+
+
+def test_storage_that_does_not_answer_ends_the_learner_to_be_started_again(tmp_path, monkeypatch):
+    def away(*args):
+        raise StoreUnavailableError(5, "away")
+
+    messages = Messages()
+    hosts = make_hosts(tmp_path, Cluster(0, 2, messages))
+    monkeypatch.setattr(LocalStore, "put", away)
+    with pytest.raises(RestartError, match="away; the storage does not answer"):
+        hosts.end(3, "for a test")
+    assert not messages.texts
 
 
 @pytest.mark.parametrize("data_and_fsdp", [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])

@@ -92,7 +92,7 @@ class Hosts:
 
         Args:
           refs: where the record of each episode is.
-        Raises: ShardError: the decision cannot be written.
+        Raises: ShardError: the decision cannot be written. RestartError: the storage is away.
         """
         parts = sharding.batch_parts(self._mesh)
         pieces, plans = [], []
