@@ -415,19 +415,18 @@ def test_page_that_hangs_is_lost_after_a_bound(world, monkeypatch):
     runner.run(run())
 
 
-def test_two_calls_at_once_start_no_tab_twice(world):
-    pool, runner = world
+def test_two_calls_at_once_start_no_tab_twice():
+    from uirl_jax.verifiers.browser.pool import BrowserPool
 
     async def run():
-        tab = await pool.acquire()
-        pool._refill()  # as another acquire does that goes on in the same round of the loop
-        while pool._num_preparing:
-            await asyncio.sleep(0.02)
-        waiting = pool.num_waiting
-        await pool.release(tab)
-        return waiting
+        async with BrowserPool(warm=1, max_browsers=4) as pool:
+            await pool.acquire()
+            pool._refill()  # as another acquire does that goes on in the same round of the loop
+            while pool._num_preparing:
+                await asyncio.sleep(0.02)
+            return pool.num_waiting
 
-    assert runner.run(run()) == 1
+    assert asyncio.run(run()) == 1
 
 
 def test_pool_that_cannot_start_leaves_no_process(monkeypatch):
