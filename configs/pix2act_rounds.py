@@ -55,7 +55,7 @@ _AIM = {
     **dict.fromkeys(("count-sides", "drag-box", "drag-circle", "unicode-test"), 1),
     "circle-center": 1,
 }
-# Of :figures: most where figures and letters are large, which no page of the first training has.
+# Of :figures: most where figures or letters in large type are misread.
 _FIGURES = {
     **{"simple-arithmetic": 32, "click-pie-nodelay": 16},
     **dict.fromkeys(("use-slider", "simple-algebra", "text-transform"), 4),

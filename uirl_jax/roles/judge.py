@@ -88,7 +88,8 @@ class RunJudge:
             return self._judged(step, policy, {})
         base = "cold_start" if run.cfg.cold_start.steps else "before"
         stage = base if step == 0 else f"version_{step}"
-        known = stage in evaluation.read_results(run.workdir)
+        earlier = evaluation.read_results(run.workdir).get(stage)
+        known = earlier is not None and earlier.attempts > 0
         result = self._measure(stage, step, policy)
         if self._gate.gate != "none":
             if result.attempts == 0:
