@@ -269,16 +269,21 @@ def test_processes_that_wait_for_records_end_after_sigterm(tmp_path, model_dir):
 
 
 @pytest.mark.slow
-def test_run_continues_on_another_mesh_and_number_of_processes(tmp_path, model_dir, undisturbed):
+def test_run_continues_on_another_mesh_and_number_of_processes(tmp_path, model_dir):
+    # Another learner.steps, by which the run is stopped here, is another cosine.
+    constant = {"learner.optimizer.schedule": "constant"}
+    undisturbed = tmp_path / "undisturbed"
+    values = values_of(model_dir, **constant)
+    assert train(undisturbed, values, processes=1, devices=2) == [0]
     workdir = tmp_path / "run"
-    cluster_world.write_records(workdir, values_of(model_dir, 2))
+    cluster_world.write_records(workdir, values_of(model_dir, 2, **constant))
     for steps, processes, devices, mesh in (
         (2, 2, 4, {"mesh.data": 4, "mesh.fsdp": 2}),
         (4, 4, 1, {"mesh.data": 2, "mesh.fsdp": 2}),
         (6, 2, 1, {"mesh.data": 1, "mesh.fsdp": 2}),
         (FEW_STEPS, 1, 1, {}),
     ):
-        values = values_of(model_dir, steps, **mesh)
+        values = values_of(model_dir, steps, **constant, **mesh)
         codes = train(workdir, values, processes=processes, devices=devices)
         assert codes == [0] * processes
     np.testing.assert_allclose(losses_of(workdir), losses_of(undisturbed), atol=1e-5)
