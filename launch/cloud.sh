@@ -252,7 +252,7 @@ upload_files() {
   local group=$1 line=$2 files
   build_wheel
   files=("$WHEEL" launch/host.sh launch/host_boot.sh)
-  [ ! -f "$CONFIG" ] || files+=("$CONFIG")
+  [ ! -f "${CONFIG%%:*}" ] || files+=("${CONFIG%%:*}") # what follows the colon is its argument
   run gcloud storage cp "${files[@]}" "$FILES/" || die "could not copy the files of the hosts to $FILES/"
   put_text "$FILES/wheel.name" "${WHEEL##*/}" # the folder may hold wheels of other versions
   put_text "$FILES/$group.command" "$line"
@@ -270,8 +270,8 @@ verifier_urls() {
 
 # Sets RUN_FLAGS: what is equal on every host of the run.
 run_flags() {
-  local config=$CONFIG words
-  [ ! -f "$CONFIG" ] || config=/opt/uirl/files/${CONFIG##*/}
+  local config=$CONFIG file=${CONFIG%%:*} words
+  [ ! -f "$file" ] || config=/opt/uirl/files/${file##*/}${CONFIG#"$file"}
   RUN_FLAGS=(--config="$config" --workdir="$WORKDIR")
   [ -z "$MODEL" ] || RUN_FLAGS+=(--config.model.path="$MODEL")
   if [ "$VERIFIERS" = pool ]; then
@@ -307,8 +307,8 @@ actor_line() {
 # host_metadata GROUP EXTRAS: sets METADATA, what host_boot.sh and host.sh read on the host. Extras
 # are joined by +: a comma would end the value.
 host_metadata() {
-  METADATA=uirl-source=$FILES,uirl-group=$1,uirl-extra=$2
-  [ "$2" != browser ] && [ "$VERIFIERS" != pool ] || METADATA+=,uirl-secret=$SECRET
+  # The secret is named to all: a later `start` may send a command that needs it.
+  METADATA=uirl-source=$FILES,uirl-group=$1,uirl-extra=$2,uirl-secret=$SECRET
 }
 
 # ------------------------------------------------------------------------------- groups of hosts

@@ -55,11 +55,16 @@ install_browser() {
     fonts-liberation fonts-dejavu-core
 }
 
-# The verifiers' token, from Secret Manager to memory: never on a disk or in a command line.
+# fetch_token GROUP: the verifiers' token, from Secret Manager to memory: never on a disk or in a
+# command line. Only where the command reads it: others may not have the secret.
 fetch_token() {
   local secret
+  grep -qF "$TOKEN" "$FILES/$1.command" || return 0
   secret=$(metadata uirl-secret)
-  [ -n "$secret" ] || return 0
+  [ -n "$secret" ] || {
+    echo "error: the command needs the verifiers' token, and this host's metadata has no uirl-secret: delete the host's slice or group, and create it again" >&2
+    exit 1
+  }
   mkdir -p ${TOKEN%/*}
   (umask 077 && gcloud secrets versions access latest --secret="$secret" >$TOKEN)
   chown -R uirl ${TOKEN%/*}
@@ -89,7 +94,7 @@ UNIT
 }
 
 boot() {
-  local group extra index content
+  local group extra index content config
   group=$(metadata uirl-group)
   extra=$(metadata uirl-extra)
   index=$(hostname -s | sed -n 's/.*-\([0-9]*\)$/\1/p')
@@ -97,11 +102,14 @@ boot() {
   mkdir -p $HOME_DIR/work
   [ "$extra" != browser ] || install_browser
   install "$extra"
-  fetch_token
+  fetch_token "$group"
   content=$(unit "$group" "${index:-0}")
   # What the command reads once, at its start.
   content+=$'\n'"# $({
     cat "$FILES/$group.command" $HOME_DIR/installed
+    for config in "$FILES"/*.py; do # of the user's own
+      ! grep -qF "$config" "$FILES/$group.command" || cat "$config"
+    done
     [ ! -f $TOKEN ] || cat $TOKEN
   } | sha256sum)"
   if [ "$content" = "$(cat $UNIT 2>/dev/null)" ] && systemctl is-active --quiet uirl; then

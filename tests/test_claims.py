@@ -291,6 +291,24 @@ def test_a_listing_tells_whose_a_claim_is(tmp_path, monkeypatch):
     assert len(store.names("claims")) == 4  # of the released claim nothing stays
 
 
+def test_a_claim_that_has_changed_hands_is_noticed(tmp_path):
+    store = open_store(tmp_path)
+    mine, second, third = (
+        Claims(store, RUN, actor_id, overdue_s=600.0) for actor_id in ("a1", "a2", "a3")
+    )
+    assert second.take(0, 5)
+    mine.poll()
+    assert mine.in_flight() == {0: 5}
+    second.release(0)
+    assert third.take(0, 9)
+    mine.poll()
+    assert mine.in_flight() == {0: 9}
+    since = mine._claims[0]
+    store.put(f"claims/{RUN}/00000000.by.a2.9", b"")  # it asks for the group, in vain
+    mine.poll()
+    assert mine._claims[0] == since and since.actor_id == "a3"
+
+
 @pytest.mark.parametrize("labels", [(), ("a1.5", "a2.7")])
 def test_a_claim_without_one_label_is_read(tmp_path, monkeypatch, labels):
     store = open_store(tmp_path)

@@ -157,6 +157,8 @@ def test_a_config_of_the_users_own_is_copied_to_the_hosts(cloud, tmp_path):
     cloud.run("tpu_vm.sh", "create", CONFIG=str(config))
     assert [call for call in cloud.calls() if "cp" in call and str(config) in call]
     assert "--config=/opt/uirl/files/mine.py" in cloud.stdin()[1]
+    cloud.run("tpu_vm.sh", "create", CONFIG=f"{config}:desktop")
+    assert "--config=/opt/uirl/files/mine.py:desktop" in cloud.stdin()[-1]
 
 
 def test_a_second_slice_and_group_share_the_runs_account_and_have_their_own_commands(cloud):

@@ -124,10 +124,15 @@ def test_boot_again_changes_nothing(host):
     assert not [line for line in host.log() if "pip" in line or "restart" in line]
 
 
-@pytest.mark.parametrize("change", ["command", "wheel", "died"])
+@pytest.mark.parametrize("change", ["command", "config", "wheel", "died"])
 def test_boot_restarts_where_something_changed(host, change):
+    config = host.files / "mine.py"
+    config.write_text("steps = 1\n")
+    host.command("learner", LINE.replace("--config=x", f"--config={config}:desktop"))
     host.run("boot")
-    if change == "command":
+    if change == "config":
+        config.write_text("steps = 2\n")
+    elif change == "command":
         host.command("learner", LINE.replace("x", "y"))
     elif change == "wheel":
         (host.files / "uirl_jax-0.1.0.whl").write_bytes(b"other code, same version")
@@ -140,7 +145,11 @@ def test_boot_restarts_where_something_changed(host, change):
 
 def test_boot_keeps_the_token_from_other_users(host):
     host.metadata(group="verifier", extra="browser", secret="uirl-verifier-token")
-    host.command("verifier", LINE)
+    host.command("verifier", LINE)  # which does not read it
+    assert host.run("boot").returncode == 0
+    assert not [line for line in host.log() if line.startswith("gcloud")]
+    path = host.folder / "run" / "uirl" / "verifier_token"
+    host.command("verifier", f"{LINE} --token-file={path}")
     assert host.run("boot").returncode == 0
     token = host.folder / "run" / "uirl" / "verifier_token"
     assert token.read_text() == "0123456789abcdef\n"
@@ -150,6 +159,13 @@ def test_boot_keeps_the_token_from_other_users(host):
     assert host.run("boot").stdout == "already running: verifier\n"
     host.program("gcloud", "echo another token")
     assert host.run("boot").stdout == "started: verifier\n"
+
+
+def test_boot_says_what_to_do_where_the_secret_has_no_name(host):
+    host.command("learner", f"{LINE} --token-file={host.folder}/run/uirl/verifier_token")
+    process = host.run("boot")
+    assert process.returncode == 1 and not (host.folder / "uirl.service").exists()
+    assert process.stderr.startswith("error: the command needs the verifiers' token")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,23 @@ def test_derived_context_holds_the_last_turn_of_a_very_long_episode():
     assert needed <= completed(cfg).engine.context_lengths[-1] <= needed + 128
 
 
+@pytest.mark.parametrize("turns", [10, 100])
+def test_derived_context_holds_a_history_of_lines(turns):
+    cfg = config(
+        tasks=(ConfigDict({"name": "own/thermostat", "max_turns": turns}),),
+        chat__action_format="mobile_use",
+        actor__rollout__max_context_tokens=200_000,
+    )
+    chat = Chat(MODEL, cfg.chat.completed(MODEL), FAMILY.chat)
+    screen = INPUTS.plan_screen(cfg.screen_px)
+    said = chat.encode("Action:" + " the button to the left of it" * 32)
+    sampled = [np.array(said[: cfg.actor.rollout.max_new_tokens], np.int32)] * (turns - 1)
+    needed = len(chat.context("", [screen] * turns, sampled).ids) + cfg.instruction_tokens
+    # The word before the line is among what is sampled, and not in the line.
+    spare = turns * len(chat.encode("Action:")) + 128
+    assert needed <= completed(cfg).engine.context_lengths[-1] <= needed + spare
+
+
 @pytest.mark.parametrize(("concurrency", "screenshots"), [(1, 10), (2, 40), (64, 10)])
 def test_engine_keeps_the_screenshots_of_a_context_however_few_play_at_a_time(
     concurrency, screenshots

@@ -40,7 +40,7 @@ apply() {
 lines() {
   PROGRAM=uirl-jax
   VERIFIER_DOMAIN=$NAME-verifier.$NAME.svc.cluster.local
-  [ ! -f "$CONFIG" ] || die "CONFIG=$CONFIG: pods read shipped configs only; build yours into IMAGE, and name it by its path there"
+  [ ! -f "${CONFIG%%:*}" ] || die "CONFIG=$CONFIG: pods read shipped configs only; build yours into IMAGE, and name it by its path there"
   learner_line
   LEARNER_LINE=$LINE
   actor_line

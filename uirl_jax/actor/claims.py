@@ -186,7 +186,12 @@ class Claims:
     def _known_or_read(self, index: int, labels: Sequence[tuple[str, int]]) -> Claim | None:
         known = self._claims.get(index)
         if known is not None and known.actor_id:
-            return known
+            same = (known.actor_id, known.version)
+            if not labels or same in labels:
+                return known
+            # Released, and claimed anew, since the last look; or only asked for.
+            read = self._read(self._name(index))
+            return known if read and (read.actor_id, read.version) == same else read
         if len(labels) == 1:
             return Claim(*labels[0], time.monotonic())
         read = self._read(self._name(index))

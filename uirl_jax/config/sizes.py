@@ -127,7 +127,7 @@ def _longest_episode(cfg: RunConfig, chat: Chat, screen: Any, new_tokens: int) -
     if cfg.chat.history_turns is not None:
         turns = min(turns, 1 + cfg.chat.history_turns)  # later contexts are as long
     measured = min(turns, MEASURED_TURNS)
-    sampled = np.full(new_tokens, chat.encode("a")[0], np.int32)
+    sampled = chat.longest_reply(new_tokens)
     contexts = [
         chat.context("", [screen] * (turn + 1), [sampled] * turn) for turn in range(measured)
     ]

@@ -170,6 +170,15 @@ class Chat:
         messages = tuple(self._message(turn, values) for turn in turns)
         return Context(np.array(ids, np.int32), kept, messages)
 
+    def longest_reply(self, tokens: int) -> np.ndarray:
+        """int32[S]: a turn that takes as much of later contexts as one of so many tokens can."""
+        if not self._prompt.has_history:
+            return np.full(tokens, self.encode("a")[0], np.int32)
+        # A line of the history is what stands after "Action:", encoded anew.
+        two, three = (len(self.encode(" a" * words)) for words in (2, 3))
+        words = -(-tokens // max(1, three - two))
+        return np.array(self.encode("Action:" + " a" * words), np.int32)
+
     def _single_turn(self, screen: Screen) -> list[_Turn]:
         """The turns of a context whose history is text."""
         return [*self._system_turn(), self._user_turn(screen, self._prompt.template)]
