@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -558,3 +559,20 @@ def test_question_ids_are_what_transformers_writes_between_two_replies(chat, mod
     messages = [_user("Go"), _assistant("click(1, 2)"), _user("Now there")]
     first, whole = (_oracle_ids(model_dir, messages[:count], []) for count in (1, 3))
     assert [*first, *chat.completion_ids("click(1, 2)"), *chat.question_ids("Now there")] == whole
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"decoder": {"type": "Strip", "content": "c", "start": 1, "stop": 9}},
+    ],
+    ids=["read", "decoded"],
+)
+def test_a_tokenizer_that_panics_in_rust_is_one_error(model_dir, tmp_path, changes):
+    shutil.copytree(model_dir, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match="failed"):
+        chat = Chat(tmp_path / "model", PLAIN, LAYOUT)
+        chat.decode(chat.encode("c"))

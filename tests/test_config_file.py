@@ -78,3 +78,11 @@ def test_deviation_of_fresh_weights_may_be_zero(family):
     name = "init_std" if family == "florence2" else "initializer_range"
     cls.from_dict(world.config_with({f"{prefix}{name}": 0.0}, CONFIGS[family]))
     refused(family, {name: -0.1}, f"{name}=-0.1, expected a positive number")
+    refused(family, {name: 10**400}, f"{name}=1000.*, expected a positive number")
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_images_of_another_number_of_channels_are_refused(family):
+    cls, _ = FAMILIES[family]
+    with pytest.raises(ModelError, match="in_channels=4, expected 3"):
+        cls.from_dict(world.config_with({"vision_config.in_channels": 4}, CONFIGS[family]))

@@ -137,7 +137,7 @@ def test_short_run_is_judged_by_all_its_steps(tmp_path, capsys):
     assert "cause=no_signal" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": 1}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": 1}', b"\xff", b"[" * 200_000])
 def test_damaged_findings_are_left_out(tmp_path, content):
     (tmp_path / "findings.json").write_bytes(content)
     assert diagnosis.read_findings(tmp_path) == {}

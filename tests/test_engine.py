@@ -293,6 +293,28 @@ def test_engine_whose_buffers_cannot_be_made_again_fails_what_waits_and_comes(po
     assert len(sample_all(broken, [request(0, 5)])[0].token_ids) > 0  # opened again
 
 
+def test_engine_that_ends_by_no_exception_fails_what_waits_and_comes(policy):
+    class PanicException(BaseException):
+        pass
+
+    broken = new_engine(policy)
+
+    def panic() -> None:
+        raise PanicException("in Rust")
+
+    async def run() -> None:
+        async with broken, asyncio.timeout(60):
+            broken._rounds.run = panic
+            outcomes = await asyncio.gather(
+                *(broken.sample(request(seed, 5)) for seed in range(2)), return_exceptions=True
+            )
+            assert [type(outcome) for outcome in outcomes] == [RuntimeError] * 2
+            with pytest.raises(RuntimeError, match=r"serves no more: PanicException\('in Rust'\)"):
+                await broken.sample(request(0, 5))
+
+    asyncio.run(run())
+
+
 def test_engine_close_fails_what_is_not_done_and_opens_again(engine):
     async def run() -> None:
         async with asyncio.timeout(600):

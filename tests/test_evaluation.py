@@ -304,9 +304,10 @@ def test_rename_stage_keeps_what_has_the_new_name(tmp_path: Path) -> None:
 
 def test_read_results_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "before.json").write_text('{"stage": "before", "per_task": {}}')
-    with pytest.raises(UirlError, match=r"before\.json: not a result of this version"):
-        evaluation.read_results(tmp_path)
+    for content in ('{"stage": "before", "per_task": {}}', "[" * 200_000):
+        (tmp_path / "eval" / "before.json").write_text(content)
+        with pytest.raises(UirlError, match=r"before\.json: not a result of this version"):
+            evaluation.read_results(tmp_path)
 
 
 def result(stage: str, successes: int, attempts: int) -> evaluation.EvalResult:

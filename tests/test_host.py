@@ -91,7 +91,7 @@ def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
     def fault(call, number):
         return "error" if call == "act" and number % 5 == 2 else None
 
-    cfg = ActorConfig(3, 4, env_retries=20, report_s=0.0)
+    cfg, engine = ActorConfig(3, 4, env_retries=20, report_s=0.0), any_click()
 
     async def run():
         queue = ShardQueue(open_store(tmp_path), RUN, BASE)
@@ -99,11 +99,7 @@ def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
         async with (
             world.verifier() as target,
             world.faulty(target, fault) as (url, _),
-            acting(tmp_path, url, any_click(), cfg=cfg) as (
-                actor,
-                stop,
-                reports,
-            ),
+            acting(tmp_path, url, engine, cfg=cfg) as (actor, stop, reports),
         ):
             groups = await take(queue, 4, 0, actor=actor)
             stop.set()
@@ -115,6 +111,8 @@ def test_actor_with_faults_on_the_way_refills_and_counts(tmp_path):
         assert StopReason.ENV_ERROR not in reasons
         assert report["actor/env_error"] > 0
         assert report["actor/published"] == 12
+        seeds = [request.seed for request in engine.requests]  # also of what is played again
+        assert len(set(seeds)) == len(seeds)
         for moment in reports:  # at any time, not only at the end
             assert_adds_up(moment)
 

@@ -198,6 +198,7 @@ def test_config_of_wrong_types_is_a_model_error(model_dir):
         ({"image_std": [0.5, 0, 0.5]}, "image_std=.*, expected positive numbers"),
         ({"image_std": "0.5"}, "image_std='0.5', expected three numbers"),
         ({"rescale_factor": True}, "rescale_factor=True, expected a number"),
+        ({"rescale_factor": 10**400}, "rescale_factor=1000.*, expected a number"),
     ],
 )
 def test_processor_of_another_model_is_refused_in_one_line(model_dir, fields, message):
@@ -209,3 +210,16 @@ def test_capabilities_are_those_of_a_context_that_is_read_as_a_whole():
     assert paligemma.FAMILY.prefix_lm and can.share_in_group and can.packing
     assert not can.chunked_prefill and not can.reuse_across_turns
     assert not can.multi_image and not can.growing_contexts
+
+
+def test_layer_types_that_are_too_few_are_refused():
+    kinds = ["sliding_attention", "full_attention"] * 13
+    text = PUBLISHED_2_3B["text_config"]
+
+    def read(kinds):
+        config = {**PUBLISHED_2_3B, "text_config": {**text, "layer_types": kinds}}
+        return PaliGemmaConfig.from_dict(config)
+
+    assert read(kinds) == read(None)
+    with pytest.raises(ModelError, match=r"number of text_config.layer_types 25 \(computed is 26"):
+        read(kinds[:25])

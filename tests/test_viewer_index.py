@@ -15,6 +15,7 @@ from tests.sample_trajectories import LAYOUT as SAMPLE_LAYOUT
 from tests.sample_trajectories import make_trajectory
 from tests.test_report import words
 from tests.viewer_world import ask, key_of, parsed
+from uirl_jax import assets
 from uirl_jax.errors import RecordError, ShardError
 from uirl_jax.shards import example, framing, record, summary
 from uirl_jax.store import open_store
@@ -242,7 +243,12 @@ def test_token_texts_join_to_the_text_and_another_tokenizer_is_noticed(tmp_path)
         pieces = texts.of_turn(turn)
         assert pieces is not None and len(pieces) == len(ids) and "".join(pieces) == text
         assert texts.of_turn(dataclasses.replace(turn, text="drag(1)")) is None
-    for model in ("", str(tmp_path / "nowhere"), "hf://nobody/nothing"):
+    panics = tmp_path / "panics"
+    panics.mkdir()
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    spec = json.loads((assets.find(world.MODEL) / "tokenizer.json").read_text())
+    (panics / "tokenizer.json").write_text(json.dumps(spec | {"normalizer": charsmap}))
+    for model in ("", str(tmp_path / "nowhere"), "hf://nobody/nothing", str(panics)):
         missing = tokens.TokenTexts(model, tmp_path)
         assert missing.problem and missing.of_turn(turn) is None
 

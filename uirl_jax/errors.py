@@ -5,6 +5,9 @@ in one line and exits with its `exit_code`; any other exception is a bug and kee
 `one_line` puts what an exception of a library says into one of these.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 def one_line(error: Exception | str, max_chars: int | None = None) -> str:
     """What an exception of others says, for one of ours: its line breaks become spaces.
@@ -139,3 +142,18 @@ class RestartError(UirlError):
 
 class StoppedError(RestartError):
     """The process was told to stop, by a signal, and has saved what it had."""
+
+
+@contextlib.contextmanager
+def without_panics(what: str) -> Iterator[None]:
+    """Makes a panic of a library in Rust, a BaseException of no public class, a ModelError.
+
+    Args:
+      what: was done, for the message.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{what} failed: {' '.join(str(error).split())[:300]}") from error

@@ -452,6 +452,8 @@ class _Actor:
 
         env_errors = 0
         while env_errors <= self._cfg.env_retries:
+            if env_errors:  # what was sampled may be what failed
+                seed = derive_seed(self._tasks.run_seed, index, member, env_errors)
             attempt = await self._player.play(task, seed, group_id(index), on_start)
             if attempt.trajectory.stop_reason is not StopReason.ENV_ERROR:
                 return attempt.trajectory

@@ -212,14 +212,18 @@ class Engine:
     async def _serve(self, executor: ThreadPoolExecutor) -> None:
         try:
             await self._run_rounds(executor)
-        except Exception as error:
-            self._failure, self._open = error, False
+        except BaseException as error:  # nobody may wait for an engine that serves no more
+            ended = RuntimeError(f"the engine serves no more: {error!r}")
+            self._failure = error if isinstance(error, Exception) else ended
+            self._open = False
             rounds = self._rounds
             for job in [*rounds.running, *rounds.waiting]:
                 if not job.future.done():
-                    job.future.set_exception(error)
+                    job.future.set_exception(self._failure)
             rounds.running = []
             rounds.waiting.clear()
+            if not isinstance(error, Exception):
+                raise
 
     async def _run_rounds(self, executor: ThreadPoolExecutor) -> None:
         loop, rounds = asyncio.get_running_loop(), self._rounds

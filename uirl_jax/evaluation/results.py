@@ -31,7 +31,7 @@ def read_results(workdir: str | os.PathLike[str]) -> dict[str, EvalResult]:
     for path in Path(workdir).joinpath(EVAL_DIR).glob("*.json"):
         try:
             results.append(to_result(json.loads(path.read_bytes())))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UirlError(
                 f"{path}: not a result of this version ({type(error).__name__}: {error}); "
                 "remove it to evaluate the stage again"

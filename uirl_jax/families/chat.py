@@ -18,11 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from uirl_jax.errors import ContextError, ModelError
+from uirl_jax.errors import ContextError, ModelError, without_panics
 from uirl_jax.families.border import ChatLayout, Marker, Piece, Screen, ScreenSlot
 from uirl_jax.families.chat_config import ChatConfig
 
 OMITTED_SCREENSHOT = "[screenshot omitted]"  # stands where a dropped screenshot was
+_ENCODING = "encoding a text by the model's tokenizer.json"
 _PLACEHOLDER = re.compile(r"\{(instruction|task_description|history|width|height)\}")
 
 
@@ -226,7 +227,7 @@ class Chat:
         if turn.sampled is not None:
             tokens = np.asarray(turn.sampled).tolist()
             tokens = tokens[:-1] if tokens[-1:] == [self._end] else tokens
-            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            text = self._text(tokens)
             return Message("assistant", (text,) if text else ())
         texts = [
             None if isinstance(part, ScreenSlot) else _whole_characters(_filled(part, values))
@@ -279,8 +280,9 @@ class Chat:
         """
         ids = np.asarray(context_ids)
         one_each = without_repeats(ids, self.image_token_id)
-        text = self._tokenizer.decode(one_each.tolist(), skip_special_tokens=False)
-        read = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        text = self._text(one_each.tolist())
+        with without_panics(_ENCODING):
+            read = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         meant, found = (
             kept[np.isin(kept, list(self._added.values()))] for kept in (one_each, read)
         )
@@ -304,7 +306,7 @@ class Chat:
         tokens = np.asarray(token_ids).tolist()
         if tokens and tokens[-1] in self.end_token_ids:
             tokens = tokens[:-1]
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self._text(tokens)
 
     def completion_ids(self, text: str) -> np.ndarray:
         """int32[N] of what the policy should sample: the text, then the end token (for SFT).
@@ -327,7 +329,12 @@ class Chat:
         return -(-excess // self.cfg.drop_screenshots) * self.cfg.drop_screenshots
 
     def _ids(self, text: str) -> list[int]:
-        return self._plain.encode(_whole_characters(text), add_special_tokens=False).ids
+        with without_panics(_ENCODING):
+            return self._plain.encode(_whole_characters(text), add_special_tokens=False).ids
+
+    def _text(self, ids: list[int]) -> str:
+        with without_panics("decoding tokens by the model's tokenizer.json"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def without_repeats(ids: np.ndarray, token_id: int) -> np.ndarray:
@@ -369,7 +376,8 @@ def _load(path: Path) -> tuple[Tokenizer, Tokenizer]:
             "Face's format with tokenizer.json"
         ) from error
     try:
-        tokenizer = Tokenizer.from_str(text)
+        with without_panics("reading it"):
+            tokenizer = Tokenizer.from_str(text)
         spec = json.loads(text)
         # Special tokens are recognised in text only where they are listed as added tokens: without
         # the list "<|im_end|>" is seven characters like any others. The flag encode_special_tokens

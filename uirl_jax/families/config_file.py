@@ -1,13 +1,12 @@
 """Reading a config.json: its fields, and one ModelError for what is wrong or is not computed."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from uirl_jax.errors import ModelError
-from uirl_jax.models.directory import read_json
+from uirl_jax.models.directory import is_finite_number, read_json
 
 T = TypeVar("T")
 _MAY_BE_ZERO = ("initializer_range", "init_std")  # deviations of fresh weights
@@ -38,7 +37,7 @@ def _expected(field: dataclasses.Field[Any], value: Any, signed: Collection[str]
         return "" if value is None or type(value) is int else "an integer or null"
     if field.type is not float:
         return ""
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if not is_finite_number(value):
         return "a positive number"
     return "" if value > 0 or (value == 0 and field.name in _MAY_BE_ZERO) else "a positive number"
 

@@ -7,14 +7,13 @@ Source: transformers, image_processing_base.py, get_image_processor_dict.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from uirl_jax.errors import ModelError
 from uirl_jax.families.pixel_levels import Normalisation
-from uirl_jax.models.directory import read_json
+from uirl_jax.models.directory import is_finite_number, read_json
 
 T = TypeVar("T")
 _FILE = "preprocessor_config.json"
@@ -110,11 +109,11 @@ def number_problems(images: Normalisation) -> list[str]:
     problems = [
         f"{name}={value!r}, expected three numbers"
         for name, value in three
-        if not (isinstance(value, tuple) and len(value) == 3 and all(map(_is_number, value)))
+        if not (isinstance(value, tuple) and len(value) == 3 and all(map(is_finite_number, value)))
     ]
     if not problems and min(images.image_std) <= 0:
         problems.append(f"image_std={images.image_std!r}, expected positive numbers")
-    if not _is_number(images.rescale_factor):
+    if not is_finite_number(images.rescale_factor):
         problems.append(f"rescale_factor={images.rescale_factor!r}, expected a number")
     return problems
 
@@ -123,7 +122,3 @@ def check(problems: Sequence[str]) -> None:
     """Raises: ModelError: there are problems; `read` adds where."""
     if problems:
         raise ModelError(f"image settings: {'; '.join(problems)}")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

@@ -1,6 +1,7 @@
 """The files of a model directory besides its weights: JSON, tokenizer, processor."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ def read_json(path: Path, expected: str = "a model directory in Hugging Face's f
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number, also as a float: an integer may be too large."""
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def copy_tokenizer(model_dir: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ import safetensors.numpy
 from flax import nnx
 
 from uirl_jax.errors import ConfigError, ModelError
-from uirl_jax.models.directory import read_json
+from uirl_jax.models.directory import is_finite_number, read_json
 from uirl_jax.models.lora import AdaptedModel, LoraConfig, LoRAParam
 from uirl_jax.models.token_rows import rows_path
 from uirl_jax.models.weight_files import DTYPE_NAMES, listed
@@ -265,7 +265,7 @@ def _lora_config(
     if type(rank) is not int:
         problems.append(f"r={rank!r}, expected an integer")
     for name, value in (("lora_alpha", alpha), ("lora_dropout", dropout)):
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if not is_finite_number(value):
             problems.append(f"{name}={value!r}, expected a number")
     rslora = config.get("use_rslora", False)
     if type(rslora) is not bool:

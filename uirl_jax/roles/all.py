@@ -165,5 +165,5 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
 def _is_json_object(path: Path) -> bool:
     try:
         return isinstance(json.loads(path.read_bytes()), dict)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from uirl_jax.errors import ModelError, UirlError
+from uirl_jax.errors import ModelError, UirlError, without_panics
 from uirl_jax.models import hub
 from uirl_jax.rl import advantages, rewards
 from uirl_jax.types import Trajectory, Turn
@@ -75,9 +75,9 @@ class TokenTexts:
                 if (trained / "tokenizer.json").is_file()
                 else hub.model_directory(model.removeprefix("hf://"), weights=False)
             )
-            self._tokenizer = Tokenizer.from_str(
-                (directory / "tokenizer.json").read_text(encoding="utf-8")
-            )
+            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+            with without_panics(f"{model}: reading its tokenizer.json"):
+                self._tokenizer = Tokenizer.from_str(text)
             self.problem = ""
         except ModelError as error:
             self.problem = str(error)
@@ -93,7 +93,8 @@ class TokenTexts:
         stream, texts = DecodeStream(skip_special_tokens=False), []
         for token in turn.token_ids[:MAX_TOKENS].tolist():
             try:
-                piece = stream.step(self._tokenizer, token)
+                with without_panics("decoding"):
+                    piece = stream.step(self._tokenizer, token)
             except Exception:  # invalid bytes: the library raises a plain Exception
                 stream, piece = DecodeStream(skip_special_tokens=False), "\N{REPLACEMENT CHARACTER}"
             texts.append(piece or "")

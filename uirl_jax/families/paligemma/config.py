@@ -190,9 +190,13 @@ def _check_computed(
     """Raises ModelError for values that ask for another computation than this family's."""
     windows: list[tuple[Any, ...]] = []
     if text.get("model_type") == "gemma2":
-        layers = text.get("num_hidden_layers", _GEMMA2["num_hidden_layers"])
+        given = text.get("layer_types")
+        layers = len(given) if isinstance(given, list) else 0
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-        windows = [("text_config.layer_types", text.get("layer_types"), None, kinds)]
+        windows = [("text_config.layer_types", given, None, kinds)]
+        most = text.get("num_hidden_layers", _GEMMA2["num_hidden_layers"])
+        if isinstance(given, list):
+            windows.append(("the number of text_config.layer_types", layers, most))
     config_file.check_computed(
         ("text_config.model_type", text.get("model_type", "gemma"), "gemma", "gemma2"),
         ("text_config: RoPE of type", config_file.rope_type(rope), "default"),

@@ -59,6 +59,8 @@ class Qwen2VLConfig(qwen.QwenConfig):
                 f"vision_config: embed_dim={vision.embed_dim} over num_heads={vision.num_heads}, "
                 "expected a head_dim that is a multiple of 4"
             )
+        if vision.in_channels != 3:
+            problems.append(f"vision_config: in_channels={vision.in_channels}, expected 3")
         if vision.hidden_size != self.hidden_size:
             problems.append(
                 f"vision_config: hidden_size={vision.hidden_size}, expected the text tower's "
