@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from uirl_jax.errors import ImageError
+from uirl_jax.families.screens import decode_image
 from uirl_jax.verifiers.client.image_header import image_size
 
 MAX_PIXELS = 16_000_000
@@ -87,6 +88,19 @@ def test_damaged_file_gives_a_size_or_an_image_error(name):
         except ImageError:
             continue
         assert 0 < width_px * height_px <= MAX_PIXELS
+
+
+def test_jpeg_of_many_scans_is_refused_before_it_is_decoded():
+    data = FILES["jpeg_progressive"]
+    scan = data.rfind(b"\xff\xda")
+    assert data.count(b"\xff\xda") < 20
+    many = data[:-2] + data[scan:-2] * 100 + data[-2:]
+    with pytest.raises(ImageError, match="more than 100 scans"):
+        image_size(many, max_pixels=MAX_PIXELS)
+    with pytest.raises(ImageError, match="more than 100 scans"):
+        decode_image(many)
+    few = data[:-2] + data[scan:-2] * 20 + data[-2:]
+    assert image_size(few, max_pixels=MAX_PIXELS) == decode_image(few).size == (31, 17)
 
 
 @pytest.mark.parametrize(

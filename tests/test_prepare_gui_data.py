@@ -22,6 +22,7 @@ from tools.grounding.questions import Question
 from tools.grounding.screens import Screen
 from tools.grounding.sources import Plan
 from tools.gui_data import sets
+from tools.gui_data import source as source_module
 from tools.gui_data.pictures import look
 from tools.gui_data.preparing import Wanted, make_set, prepare
 from tools.gui_data.source import Draft, LeftOut, Source
@@ -99,6 +100,54 @@ def test_files_of_one_name_in_two_sources_are_sources_of_their_own(tmp_path):
     assert ids == ["mine-1", "mine-2", "2-mine-1", "2-mine-2", "given"]
 
 
+def test_tables_of_one_name_in_two_sources_keep_all_rows(tmp_path):
+    sources = []
+    for number in range(2):
+        good = files.screenspot_table_row(Box(*BOX), (60, 40))
+        broken = files.screenspot_table_row(Box(*BOX), (60, 40), bbox=[1.0])
+        path = tmp_path / f"day{number}" / "data" / "test-00000-of-00001.parquet"
+        files.write_screenspot_table(path, [good, broken])
+        sources.append(path.parent.parent)
+    out = tmp_path / "out"
+    summary, left_out = make_set("screenspot", list(map(str, sources)), out, Wanted())
+    assert summary["rows"] == 2 and left_out.counts["row"] == 2
+    lines = [json.loads(one) for one in (out / "left_out.jsonl").read_text().splitlines()]
+    where = "test-00000-of-00001.parquet row 1"
+    assert [one["where"] for one in lines[:2]] == [f"{source}: {where}" for source in sources]
+
+
+def test_files_of_screenspot_v2_are_told_their_kind(tmp_path):
+    files.write_json(tmp_path / "screenspot_web_v2.json", [])
+    with pytest.raises(ConfigError, match="ScreenSpot-v2's files; give --kind=screenspot_v2"):
+        make_set("screenspot", [str(tmp_path)], tmp_path / "out", Wanted())
+
+
+def test_a_set_without_its_table_of_splits_says_so(tmp_path):
+    files.write_tfrecord(
+        tmp_path / "a.tfrecord",
+        [files.control_episode(actions=({"action_type": "navigate_back"},))],
+    )
+    done = run(tmp_path, "--kind=android_control", f"--out={tmp_path / 'out'}", "--noverl")
+    assert "has no table of splits (splits.json), and --splits names none" in done.stdout
+    files.write_json(tmp_path / "splits.json", {"train": [7], "test": []})
+    done = run(tmp_path, "--kind=android_control", f"--out={tmp_path / 'other'}", "--noverl")
+    assert "no table" not in done.stdout
+
+
+def test_lines_of_what_is_left_out_are_bounded_and_it_is_told_meanwhile(monkeypatch):
+    monkeypatch.setattr(source_module, "MAX_LINES", 3)
+    file, told = io.BytesIO(), []
+    left_out = LeftOut(file)
+    left_out.on_add = told.append
+    for number in range(9):
+        left_out.add("element", f"e{number}", "no size")
+    assert left_out.first == "e0: no size"
+    left_out.add("row", "r", "broken")
+    assert left_out.first == "r: broken" and len(told) == 10
+    assert left_out.counts == {"element": 9, "row": 1}
+    assert len(file.getvalue().splitlines()) == 4
+
+
 def test_nothing_left_is_an_error_and_leaves_nothing(tmp_path):
     source = write_lines(tmp_path / "a", [line(box=[1, 2, 3])])
     done = run(source, "--kind=jsonl", f"--out={tmp_path / 'out'}", code=1)
@@ -115,6 +164,9 @@ def test_nothing_left_is_an_error_and_leaves_nothing(tmp_path):
         ("jsonl", ["none.jsonl"], {}, "no such file or folder"),
         ("mobileagent_bench", ["x"], {}, "no recorded screens: it is 100 tasks"),
         ("aitw", [ROOT / "docs"], {}, "no files like *.tfrecord*"),
+        ("jsonl", ["x"], {"splits": Path("x.json")}, "--splits: --kind=jsonl does not read it; "),
+        ("demo", [], {"splits": Path("x.json")}, "those that do: aitw, android_control, gui_odyss"),
+        ("gui_r1", ["x"], {"images": Path("x")}, "--images: --kind=gui_r1 does not read it"),
         ("grounding", [ROOT / "docs"], {}, "give a folder of tools.make_grounding_data"),
         ("demo", [], {"test_share": 0.9, "validation_share": 0.2}, "more than everything"),
     ],

@@ -65,7 +65,7 @@ def test_rows_round_trip_over_many_groups(tmp_path, monkeypatch):
     rows = [row(number) for number in range(50)]
     path = tmp_path / "deep" / "rows.parquet"
     assert parquet.write_rows(path, iter(rows)) == 50
-    read = parquet.RowFile(path, kept_groups=2)
+    read = parquet.RowFile(path, kept_bytes=20_000)
     assert len(read) == 50 and not len(read.faults)
     assert pq.ParquetFile(path).num_row_groups == 8
     order = list(range(50))
@@ -309,7 +309,7 @@ def test_files_that_expand_are_refused_before_they_are_read(tmp_path, monkeypatc
         parquet.RowFile(path)
     monkeypatch.setattr(tables, "MAX_VALUES", 8)
     write_raw(path, records)
-    with pytest.raises(RecordError, match="has 9 values"):
+    with pytest.raises(RecordError, match="holds 468 values"):
         parquet.RowFile(path)
     monkeypatch.setattr(tables, "MAX_ROWS", 8)
     with pytest.raises(RecordError, match="9 rows, at most 8"):
@@ -358,7 +358,7 @@ def test_threads_share_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "GROUP_ROWS", 3)
     rows = [row(number) for number in range(30)]
     parquet.write_rows(tmp_path / "rows.parquet", rows)
-    read = parquet.RowFile(tmp_path / "rows.parquet", kept_groups=1)
+    read = parquet.RowFile(tmp_path / "rows.parquet", kept_bytes=1)
     wrong: list[int] = []
 
     def look(seed: int) -> None:

@@ -304,6 +304,13 @@ def test_a_set_with_too_large_a_picture_is_refused_before_the_run(tmp_path, monk
     planned = dataclasses.replace(planned, cfg=dataclasses.replace(cfg, verifier=verifier))
     with pytest.raises(ConfigError, match=r"800x600, at most 100000 pixels .* --longest_px"):
         planned._recorded_sets(inputs)
+    # So is one that the run's server plays.
+    served = dataclasses.replace(verifier.recorded, in_process=False)
+    verifier = dataclasses.replace(verifier, recorded=served)
+    planned = dataclasses.replace(planned, cfg=dataclasses.replace(cfg, verifier=verifier))
+    assert planned.cfg.needs_server
+    with pytest.raises(ConfigError, match=r"800x600, at most 100000 pixels .* --longest_px"):
+        planned._recorded_sets(inputs)
 
 
 def test_a_suite_plays_each_step_of_a_set_once(tmp_path, monkeypatch, capsys):

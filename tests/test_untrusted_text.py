@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.untrusted.text import readable
 
 LANGUAGE = {
@@ -49,3 +50,13 @@ def test_readable_twice_is_readable_once(text):
     assert readable(once) == once
     assert "\x1b" not in once and "\r" not in once
     once.encode()
+
+
+def test_json_of_many_small_values_is_refused_before_it_is_parsed(monkeypatch):
+    # Of a byte or two each becomes an object of 60.
+    with pytest.raises(ValueError, match="holds up to 6000001 values, at most 3000000 are read"):
+        untrusted_json.parse(b'{"a":[' + b"{}," * 2_999_999 + b"{}]}")
+    monkeypatch.setattr(untrusted_json, "MAX_VALUES", 4)
+    assert untrusted_json.parse(b'{"a":[1,2,3]}') == {"a": [1, 2, 3]}
+    with pytest.raises(ValueError, match="up to 5 values"):
+        untrusted_json.parse(b'{"a":[1,2,3,4]}')

@@ -18,7 +18,7 @@ from absl import app, flags
 from tools import command_line
 from tools.gui_data import sets
 from tools.gui_data.preparing import LEFT_OUT, ROWS, Wanted, make_set
-from tools.gui_data.source import LeftOut
+from tools.gui_data.source import MAX_LINES, LeftOut
 from uirl_jax.errors import ConfigError
 
 _KIND = flags.DEFINE_enum("kind", None, sets.KINDS, "of the source")
@@ -56,8 +56,12 @@ def _tell(out: Path, summary: dict[str, Any], left_out: LeftOut) -> None:
             f"{count} {what}{'s' if count > 1 else ''}"
             for what, count in summary["left_out"].items()
         )
-        print(f"warning: left out: {counts}; {out / LEFT_OUT} names them")
+        few = max(left_out.counts.values()) <= MAX_LINES
+        named = "them" if few else f"the first {MAX_LINES:,} of each kind"
+        print(f"warning: left out: {counts}; {out / LEFT_OUT} names {named}")
         print(f"the first: {left_out.first}")
+    for note in left_out.notes:
+        print(f"warning: {note}")
     if shared := summary["screens_in_two_splits"]:
         print(f"warning: {shared} screens are in two splits of the source's own")
     if len(summary["splits"]) == 1:

@@ -29,7 +29,6 @@ from uirl_jax.errors import ConfigError, ImageError, RestartError
 from uirl_jax.families import loading
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat import Chat
-from uirl_jax.families.screens import MAX_PIXELS
 from uirl_jax.families.table import add_own, family_of
 from uirl_jax.learner.algorithm import find_estimator
 from uirl_jax.learner.cold_start import MODEL_DIR
@@ -384,15 +383,18 @@ class Run:
         return list(verifier.urls) or [f"{verifier.containers.runtime}:{verifier.containers.image}"]
 
     def _recorded_sets(self, inputs: Inputs) -> RecordedSets:
-        """The sets that this process plays itself. Raises: ConfigError: see `make_players`."""
+        """The sets that this process plays itself; those of its server are only checked.
+
+        Raises: ConfigError: see `make_players`.
+        """
         cfg = self.cfg
-        if not cfg.verifier.is_bundled or cfg.needs_server:
+        if not cfg.verifier.is_bundled:
             return RecordedSets({})
         sets = recorded_sets.load(cfg.verifier.recorded.sets)
         most = cfg.learner.batch.patch_lengths[-1]
         if cfg.engine.kind == "jax":
             most = min(most, cfg.engine.image_row_patches)
-        most_pixels = min(cfg.verifier.limits.max_image_pixels, MAX_PIXELS)
+        most_pixels = cfg.verifier.limits.max_image_pixels
         for size in sorted(sets.sizes(), reverse=True):
             if math.prod(size) > most_pixels:
                 raise ConfigError(
@@ -409,7 +411,7 @@ class Run:
                     f"{patches} patches, engine and learner take {most}; set screen_px={size}, or "
                     "prepare the set with a smaller --longest_px"
                 )
-        return sets
+        return RecordedSets({}) if cfg.needs_server else sets
 
     def make_client(self, url: str, owner: str, sets: RecordedSets) -> Client:
         """Makes the client of one of base_urls. Args: sets: what this process plays itself."""

@@ -69,7 +69,10 @@ def _is_bounded(kind: Any, *, in_list: bool = False, levels: int = 4) -> bool:
     if levels == 0:
         return False
     if types.is_struct(kind):
-        return all(_is_bounded(field.type, in_list=in_list, levels=levels - 1) for field in kind)
+        # Of lists of structs a null takes an object for each field.
+        return not in_list and all(
+            _is_bounded(field.type, in_list=in_list, levels=levels - 1) for field in kind
+        )
     if types.is_fixed_size_list(kind) and kind.list_size > _MAX_LIST:
         return False
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

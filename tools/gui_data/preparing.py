@@ -78,11 +78,14 @@ def make_set(
 
 
 def _drafts(kind: str, paths: Sequence[str], wanted: Wanted, left_out: LeftOut) -> Iterator[Draft]:
+    sets.refuse_online(kind)
+    sets.refuse_unread(
+        kind, has_images=wanted.images is not None, has_splits=wanted.splits is not None
+    )
     if kind == sets.DEMO:
         if paths:
             raise ConfigError(f"--kind=demo draws its screens and takes no source, got {paths[0]}")
         return demo.read(wanted.demo_rows, wanted.demo_seed)
-    sets.refuse_online(kind)
     if not paths:
         raise ConfigError(f"--kind={kind} needs a source: the folder of the set, or a file of it")
     sources = []
@@ -102,6 +105,7 @@ def _drafts(kind: str, paths: Sequence[str], wanted: Wanted, left_out: LeftOut) 
 
 def _of_sources(kind: str, sources: Sequence[Source]) -> Iterator[Draft]:
     for source in sources:
+        source.left_out.source = f"{source.path}: " if len(sources) > 1 else ""
         with _reading(source.path):
             yield from sets.READERS[kind](source)
 
@@ -154,8 +158,13 @@ def _rows(
 ) -> Iterator[Row]:
     """The rows that are right, each with its split."""
     ids, progress = set[str](), _Progress()
+
+    def tell(where: str) -> None:
+        progress.tell(len(ids), left_out.counts["row"], where)
+
+    left_out.on_add = tell  # a reader may leave out a million rows before it yields a draft
     for draft in drafts:
-        progress.tell(len(ids), left_out.counts["row"], draft.where)
+        tell(draft.where)
         try:
             row = _row(draft, splitter, wanted)
             if row.row_id in ids:

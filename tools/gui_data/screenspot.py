@@ -25,7 +25,7 @@ from tools.gui_data.places import FRACTIONS, PIXELS, PIXELS_WITH_SIZE, numbers, 
 from tools.gui_data.reading import labels_of, list_items, parse, value_of
 from tools.gui_data.rows import click_row
 from tools.gui_data.source import Draft, Source
-from uirl_jax.errors import RecordError
+from uirl_jax.errors import ConfigError, RecordError
 from uirl_jax.verifiers.recorded.row import Row
 
 _PLATFORMS = {
@@ -39,8 +39,10 @@ def read(source: Source) -> Iterator[Draft]:
     files = source.files("screenspot_*.json", "*.parquet", "data/*.parquet")
     tables = [file for file in files if file.suffix == ".parquet"]
     listed = [file for file in files if file not in tables and "_v2" not in file.stem]
+    if not tables and not listed:
+        raise ConfigError(f"{source.path}: ScreenSpot-v2's files; give --kind=screenspot_v2")
     yield from _lists(source, listed, "screenspot", "screenspot_imgs", "images")
-    yield from source.over(tables, lambda path: _table(path))
+    yield from source.over(tables, lambda path: _table(source, path))
 
 
 def read_v2(source: Source) -> Iterator[Draft]:
@@ -91,7 +93,7 @@ def _screenspot_row(
     return click_row(row_id, name, "test", instruction, picture, box, labels)
 
 
-def _table(path: Path) -> Iterator[Draft]:
+def _table(source: Source, path: Path) -> Iterator[Draft]:
     wanted = ("bbox", "instruction", "image")
 
     def row(item: Mapping[str, Any], row_id: str) -> Row:
@@ -101,7 +103,7 @@ def _table(path: Path) -> Iterator[Draft]:
 
     for number, item in enumerate(columns.rows(path, wanted, ("data_type", "data_source"))):
         where = f"{path.name} row {number}"
-        yield Draft(where, lambda i=item, n=number: row(i(), f"{path.stem}-{n}"))
+        yield Draft(where, lambda i=item, n=number: row(i(), source.row_id(path, n)))
 
 
 def _pro_row(item: Mapping[str, Any], pictures: Pictures) -> Row:

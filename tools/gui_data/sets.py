@@ -30,8 +30,26 @@ READERS: dict[str, Callable[[Source], Iterator[Draft]]] = {
     "gui_r1": gui_r1.read,
     "ui_r1": ui_r1.read,
 }
+# What else may be given with a source of the kind.
+WITH_SPLITS = ("aitw", "android_control", "gui_odyssey")
+WITH_IMAGES = (
+    *("jsonl", "gui_odyssey", "screenspot", "screenspot_v2", "screenspot_pro"),
+    *("seeclick", "rico", "ui_r1"),
+)
 DEMO, ONLINE = "demo", "mobileagent_bench"
 KINDS = (DEMO, *READERS, ONLINE)
+
+
+def refuse_unread(kind: str, *, has_images: bool, has_splits: bool) -> None:
+    """Raises ConfigError for a flag that a source of this kind does not read."""
+    for flag, is_given, kinds in (
+        ("images", has_images, WITH_IMAGES),
+        ("splits", has_splits, WITH_SPLITS),
+    ):
+        if is_given and kind not in kinds:
+            raise ConfigError(
+                f"--{flag}: --kind={kind} does not read it; those that do: {', '.join(kinds)}"
+            )
 
 
 def refuse_online(kind: str) -> None:

@@ -21,6 +21,7 @@ from uirl_jax.verifiers.recorded.row import Row
 NO_SPLIT = ""  # of a row whose source has no splits
 ROW_ERRORS = (RecordError, ActionError, ImageError, ShardError)
 MAX_FILES = 1_000_000
+MAX_LINES = 100_000  # of a kind in left_out.jsonl: some bytes of a hostile file make a line each
 
 
 class Draft(NamedTuple):
@@ -43,21 +44,38 @@ class LeftOut:
     """What was left out: a line each in a file, counts and the first one here.
 
     Args: file: takes the lines; None: nothing does.
+
+    Attributes:
+      counts: of each kind. The file has at most MAX_LINES of a kind.
+      source: stands before every place, where several sources have files of equal names.
+      on_add: is told each place.
+      notes: of the sources, for whoever reads what the command prints.
     """
 
     def __init__(self, file: BinaryIO | None = None) -> None:
         self._file = file
         self.counts: collections.Counter[str] = collections.Counter()
-        self.first = ""
+        self.source = ""
+        self.on_add: Callable[[str], None] = lambda where: None
+        self.notes: list[str] = []
+        self._first: dict[str, str] = {}
+
+    @property
+    def first(self) -> str:
+        """The first row or file that was left out; without one the first of the others."""
+        return next(
+            (self._first[what] for what in ("row", "file", *self._first) if what in self._first), ""
+        )
 
     def add(self, what: str, where: str, reason: object) -> None:
         """what: row, step, element or file."""
         self.counts[what] += 1
-        text = printable(str(reason), 300)
-        self.first = self.first or f"{printable(where, 200)}: {text}"
-        if self._file is not None:
-            line = {"what": what, "where": printable(where, 200), "reason": text}
+        where, text = printable(self.source + where, 200), printable(str(reason), 300)
+        self._first.setdefault(what, f"{where}: {text}")
+        if self._file is not None and self.counts[what] <= MAX_LINES:
+            line = {"what": what, "where": where, "reason": text}
             self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self.on_add(where)
 
 
 class Source:
@@ -124,6 +142,12 @@ class Source:
         """
         there = [self.folder / name for name in names if (self.folder / name).is_file()]
         path = self._splits or (there[0] if there else None)
+        if path is None:
+            self.left_out.notes.append(
+                f"{self.path} has no table of splits ({' or '.join(names)}), and --splits names "
+                "none: a hash of the screens decides, and rows of the published test split may "
+                "be trained on"
+            )
         return None if path is None else splits_of(path)
 
     def over(

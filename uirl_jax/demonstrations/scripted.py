@@ -235,7 +235,8 @@ class Demonstrator:
                         raise VerifierError(f"{task.name}: there is no script that demonstrates it")
                     recording.say(action)  # before anything happens that cannot be recorded
                     await session.act(action)
-                    await asyncio.sleep((action.seconds or 0.0) if action.kind == "wait" else 0.0)
+                    waits = action.kind == "wait" and not session.is_still
+                    await asyncio.sleep((action.seconds or 0.0) if waits else 0.0)
                     progress = await session.progress()
                     recording.act(action, progress)
                 except (ActionError, PageError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from uirl_jax.evaluation.rates import Rate, rate
 from uirl_jax.types import Trajectory
+from uirl_jax.untrusted.json import printable
 from uirl_jax.verifiers.recorded import rules
 from uirl_jax.verifiers.recorded.rewards import parts_of
 
@@ -61,7 +62,10 @@ def _result(told: list[tuple[Mapping[str, float], Mapping[str, Any]]]) -> Record
     for parts, progress in told:
         found = progress.get("labels")
         labels = found if isinstance(found, Mapping) else {}
-        key = (str(labels.get(PLATFORM, ""))[:40], str(labels.get(UI_TYPE, ""))[:40])
+        key = (
+            printable(str(labels.get(PLATFORM, "")), 40),
+            printable(str(labels.get(UI_TYPE, "")), 40),
+        )
         if key not in by_labels and len(by_labels) >= _MOST_CELLS:
             key = ("others", "")
         by_labels[key].append(parts[HIT] == 1.0)

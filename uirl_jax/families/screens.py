@@ -13,9 +13,9 @@ from PIL import Image
 
 from uirl_jax.errors import ImageError
 from uirl_jax.families.border import Inputs, Screen, Size
+from uirl_jax.untrusted.images import MAX_JPEG_SCANS, MAX_PIXELS, has_too_many_scans
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_PIXELS = 16_000_000  # of a screenshot: 48 MB decoded
 
 
 def image_key(screenshot: bytes) -> str:
@@ -54,6 +54,8 @@ def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Size:
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    if image.format == "JPEG" and has_too_many_scans(data):
+        raise ImageError(f"a JPEG of more than {MAX_JPEG_SCANS} scans")
     width_px, height_px = image.size
     if width_px * height_px > max_pixels:
         raise ImageError(

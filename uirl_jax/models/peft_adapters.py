@@ -9,7 +9,6 @@ Source: peft 0.21, tuners/lora/config.py, tuners/tuners_utils.py, utils/save_and
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path

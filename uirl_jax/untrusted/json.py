@@ -11,6 +11,7 @@ from typing import Any
 
 MAX_DEPTH = 16
 MAX_INTEGER_CHARS = 20
+MAX_VALUES = 3_000_000  # as objects, of which {} is the largest, some 300 MB
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -35,6 +36,8 @@ def parse_text(text: str) -> dict[str, Any]:
     Raises:
       ValueError: with a printable reason that continues "the text ...".
     """
+    if (values := text.count(",") + text.count("{") + text.count("[")) > MAX_VALUES:
+        raise ValueError(f"holds up to {values} values, at most {MAX_VALUES} are read")
     try:
         value = json.loads(
             text,

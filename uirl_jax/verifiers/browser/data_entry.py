@@ -131,6 +131,7 @@ class DataEntry:
 
     renderer = ""  # the server sets it
     judges_every_action = False
+    is_still = False
 
     def __init__(self, pool: BrowserPool, tab: Tab, task: TaskSpec) -> None:
         self._pool = pool

@@ -22,6 +22,7 @@ class OwnPage:
 
     renderer = ""  # the server sets it
     judges_every_action = False
+    is_still = False
 
     def __init__(self, pool: BrowserPool, tab: Tab, own: OwnTask, instance: PageTask) -> None:
         self._pool = pool

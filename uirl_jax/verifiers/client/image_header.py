@@ -9,6 +9,7 @@ import struct
 import zlib
 
 from uirl_jax.errors import ImageError
+from uirl_jax.untrusted.images import MAX_JPEG_SCANS, has_too_many_scans
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _IHDR_BYTES = 13
@@ -104,6 +105,8 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
         place += 2 + length
     if size is None or data.find(b"\xff\xd9", place) < 0:
         raise ImageError("it has no frame, or no end")
+    if has_too_many_scans(data):
+        raise ImageError(f"it has more than {MAX_JPEG_SCANS} scans")
     return size
 
 

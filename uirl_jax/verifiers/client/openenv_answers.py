@@ -216,8 +216,9 @@ def encode_pixels(rows: bytes, max_pixels: int) -> bytes:
     ends, lengths = ends[1:], np.diff(ends) - 1
     if lengths.min() < 1 or lengths.max() > 3:
         raise ImageError("a value of a pixel is not one of 0-255")
-    digits = text - np.uint8(ord("0"))  # a comma becomes 252, and is not looked at
-    values = digits[ends - 1].astype(np.uint16)
+    # A comma becomes 65532, and is not looked at. Of 16 bits, or 300 would become 44.
+    digits = text.astype(np.uint16) - np.uint16(ord("0"))
+    values = digits[ends - 1]
     for place, weight in ((2, 10), (3, 100)):
         values += np.where(lengths >= place, digits[np.maximum(ends - place, 0)], 0) * weight
     if values.max() > 255:

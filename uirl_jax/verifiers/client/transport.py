@@ -29,6 +29,7 @@ from uirl_jax.untrusted.http import (
     read_body,
     retry_after_s,
 )
+from uirl_jax.untrusted.images import MAX_PIXELS
 
 JSON_TYPE = "application/json"
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -38,8 +39,8 @@ def _seconds(default: float) -> Any:
     return dataclasses.field(default=default, metadata={"above": 0.0, "max": 86_400.0})
 
 
-def _size(default: int) -> Any:
-    return dataclasses.field(default=default, metadata={"min": 1, "max": 2**30})
+def _size(default: int, most: int = 2**30) -> Any:
+    return dataclasses.field(default=default, metadata={"min": 1, "max": most})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ClientLimits:
     # Larger screenshots are refused before they are read.
     max_image_bytes: int = _size(16 * 1024 * 1024)
     # Told by an image's header, before it is decoded.
-    max_image_pixels: int = _size(16_000_000)
+    max_image_pixels: int = _size(MAX_PIXELS, MAX_PIXELS)
     # Of any answer but a screenshot.
     max_json_bytes: int = _size(1024 * 1024)
     # A longer instruction is refused.

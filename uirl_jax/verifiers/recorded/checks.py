@@ -19,6 +19,7 @@ from uirl_jax.verifiers.recorded.row import Box, Row, Step
 SPLITS = ("train", "validation", "test")
 MAX_STEPS = 200
 MAX_ELEMENTS = 5000
+MAX_ROW_ELEMENTS = 200_000  # of all its steps
 MAX_LABELS = 32
 MAX_NAME_CHARS = 300  # of ids, sources and labels
 MAX_TEXT_CHARS = 10_000  # of instructions
@@ -71,6 +72,8 @@ def check_row(row: Row) -> None:
         raise RecordError("instruction is empty")
     if not 1 <= len(row.steps) <= MAX_STEPS:
         raise RecordError(f"{len(row.steps)} steps, expected 1 to {MAX_STEPS}")
+    if (elements := sum(len(step.elements) for step in row.steps)) > MAX_ROW_ELEMENTS:
+        raise RecordError(f"{elements} elements, at most {MAX_ROW_ELEMENTS} are allowed in a row")
     if len(row.labels) > MAX_LABELS:
         raise RecordError(f"{len(row.labels)} labels, at most {MAX_LABELS} are allowed")
     for name, value in row.labels.items():

@@ -21,7 +21,13 @@ from typing import Any
 from uirl_jax.errors import RecordError
 from uirl_jax.types import Action
 from uirl_jax.untrusted.json import printable
-from uirl_jax.verifiers.recorded.checks import Faults, check_row
+from uirl_jax.verifiers.recorded.checks import (
+    MAX_LABELS,
+    MAX_ROW_ELEMENTS,
+    MAX_STEPS,
+    Faults,
+    check_row,
+)
 from uirl_jax.verifiers.recorded.row import Box, Row, Step
 from uirl_jax.verifiers.recorded.tables import (
     check_groups,
@@ -117,6 +123,26 @@ def to_record(row: Row) -> dict[str, Any]:
     }
 
 
+def _record(table: Any) -> dict[str, Any]:
+    """The plain objects of a table of one row.
+
+    Raises: RecordError: a list is too long. Of a null in it, which takes no byte of the file,
+      Python makes an object for every field.
+    """
+
+    def total(lists: Any) -> int:
+        return sum(length or 0 for length in lists.value_lengths().to_pylist())
+
+    steps, labels = (table[name].combine_chunks() for name in ("steps", "labels"))
+    for name, lists, most in (("steps", steps, MAX_STEPS), ("labels", labels, MAX_LABELS)):
+        if (length := total(lists)) > most:
+            raise RecordError(f"{length} {name}, at most {most} are allowed")
+    elements = total(steps.flatten().field("elements"))
+    if elements > MAX_ROW_ELEMENTS:
+        raise RecordError(f"{elements} elements, at most {MAX_ROW_ELEMENTS} are allowed in a row")
+    return table.to_pylist()[0]
+
+
 def from_record(record: Mapping[str, Any]) -> Row:
     """The row of a record.
 
@@ -159,7 +185,7 @@ class RowFile:
     memory is each row's place, split, sizes, and a hash of its first picture.
 
     Args:
-      kept_groups: how many row groups stay in memory.
+      kept_bytes: so much of the latest row groups stays in memory, and always one.
 
     Attributes:
       faults: the rows that were left out. Numbers count the others.
@@ -167,11 +193,11 @@ class RowFile:
     Raises: RecordError: no parquet file, or not one of rows. ConfigError: pyarrow is missing.
     """
 
-    def __init__(self, path: str | Path, *, kept_groups: int = 16) -> None:
+    def __init__(self, path: str | Path, *, kept_bytes: int = 64 * 2**20) -> None:
         self._path = Path(path)
         self.faults = Faults()
         self._lock = threading.Lock()
-        self._kept_groups = kept_groups
+        self._kept_bytes = kept_bytes
         self._groups: collections.OrderedDict[int, Any] = collections.OrderedDict()
         self._file = open_parquet(self._path)
         self._check_schema()
@@ -191,12 +217,13 @@ class RowFile:
         with self._lock:
             if group not in self._groups:
                 self._groups[group] = self._read(group)
-                if len(self._groups) > self._kept_groups:
-                    self._groups.popitem(last=False)
+                kept_bytes = sum(table.nbytes for table in self._groups.values())
+                while kept_bytes > self._kept_bytes and len(self._groups) > 1:
+                    kept_bytes -= self._groups.popitem(last=False)[1].nbytes
             self._groups.move_to_end(group)
-            record = self._groups[group].slice(place, 1).to_pylist()[0]
+            table = self._groups[group].slice(place, 1)
         try:
-            row = from_record(record)
+            row = from_record(_record(table))
             check_row(row)
         except RecordError as error:
             raise RecordError(f"{self._path}: row {index}: {error}") from None
@@ -245,7 +272,7 @@ class RowFile:
             for place in range(table.num_rows):
                 row_id = None
                 try:
-                    record = table.slice(place, 1).to_pylist()[0]
+                    record = _record(table.slice(place, 1))
                     row_id = record["row_id"]
                     row = from_record(record)
                     check_row(row)

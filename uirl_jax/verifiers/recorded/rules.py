@@ -278,7 +278,8 @@ def _name(action: Action, *, keys: bool = False) -> str:
     if action.kind in ("system_button", "terminate"):
         word = action.text or ""
     elif keys and action.kind == "keys":
-        word = action.keys or ""
+        *modifiers, key = (action.keys or "").split("+")
+        word = "+".join([*sorted(modifiers), key])  # ctrl+shift+t is shift+ctrl+t
     return f"{action.kind} {word}"
 
 

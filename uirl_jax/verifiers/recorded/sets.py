@@ -17,7 +17,7 @@ from uirl_jax.verifiers.recorded.row import Row
 from uirl_jax.verifiers.recorded.task import RecordedTask, walks
 from uirl_jax.verifiers.tasks import variants
 
-KEPT_ROWS = 64  # of each set; a row is a picture or some
+KEPT_ROWS, KEPT_BYTES = 64, 128 * 2**20  # of each set, and always one; a row may hold 128 MiB
 
 
 class _Set:
@@ -31,11 +31,18 @@ class _Set:
             async with self.lock:
                 if index not in self.kept:
                     self.kept[index] = await asyncio.to_thread(self.rows.__getitem__, index)
-                    if len(self.kept) > KEPT_ROWS:
+                    while len(self.kept) > 1 and (
+                        len(self.kept) > KEPT_ROWS
+                        or sum(map(_picture_bytes, self.kept.values())) > KEPT_BYTES
+                    ):
                         self.kept.popitem(last=False)
         row = self.kept[index]
         self.kept.move_to_end(index)
         return row
+
+
+def _picture_bytes(row: Row) -> int:
+    return sum(len(step.image) for step in row.steps)
 
 
 class RecordedSets:

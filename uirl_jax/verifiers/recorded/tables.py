@@ -16,7 +16,7 @@ GROUP_ROWS = 1000
 MAX_ROWS = 20_000_000
 MAX_FOOTER_BYTES = 256 * 2**20
 MAX_GROUP_BYTES = 256 * 2**20  # a group holds at least one row, whose pictures may be 128 MiB
-MAX_VALUES = 20_000_000  # of a column in a group: 1,000 rows, 200 steps, 100 elements each
+MAX_VALUES = 20_000_000  # of a group's columns together, nulls too: they take memory, no bytes
 CODECS = ("UNCOMPRESSED", "SNAPPY")
 # Under any other a page becomes more than its bytes: of a dictionary (RLE_DICTIONARY) and of
 # DELTA_BYTE_ARRAY a value of a megabyte may be repeated a million times.
@@ -120,8 +120,13 @@ def check_groups(path: Path, metadata: Any) -> None:
                 f"{where} holds {size_bytes} bytes, at most {MAX_GROUP_BYTES} are read at once; "
                 "write the file with smaller row groups"
             )
+        if (values := sum(column.num_values for column in columns)) > MAX_VALUES:
+            raise RecordError(
+                f"{where} holds {values} values, at most {MAX_VALUES} are read at once; write the "
+                "file with smaller row groups"
+            )
         for column in columns:
-            if not 0 <= column.num_values <= MAX_VALUES:
+            if column.num_values < 0:
                 raise RecordError(
                     f"{where}: {column.path_in_schema} has {column.num_values} values"
                 )

@@ -11,6 +11,7 @@ Nothing is drawn and no process runs: what is shown are the set's own pictures. 
 row, `rules` judges, `history` words the instruction, `sets` opens the files.
 """
 
+import asyncio
 import enum
 from collections.abc import Mapping
 from typing import Any
@@ -62,12 +63,18 @@ class RecordedTask:
     renderer = ""
     delay_s = 0.0  # everything is there at once
     judges_every_action = True  # a recorded step may be an answer, or the end
+    is_still = True  # so a `wait` takes no time
 
     def __init__(self, task: TaskSpec, row: Row, drawn: Drawn) -> None:
         options = variants.read(task.name, task.variant, VARIANTS)
         walking = walks(task)
         if walking and "step" in options:
             raise VerifierError(f"variant {task.variant!r} of {task.name}: step=one or walk=1")
+        if walking and options.get("level") == "low":
+            raise VerifierError(
+                f"variant {task.variant!r} of {task.name}: level=low tells what one step shall do; "
+                "a walk has one instruction for all, so leave it out, or walk=1"
+            )
         if not row.steps:
             raise VerifierError(f"{task.name}: row {row.row_id!r} has no step")
         shown = None if walking else pick_step(row, drawn)
@@ -83,6 +90,7 @@ class RecordedTask:
         self._turns = 0
         self._values: list[dict[str, float]] = []  # of each step so far, of its latest action
         self.state = State.PENDING
+        self._encoded: tuple[tuple[str, bytes], bytes] | None = None  # what of, and as which format
         self._shown = self._fitted(self._steps[0])
 
     async def act(self, action: Action) -> None:
@@ -112,7 +120,13 @@ class RecordedTask:
     async def screenshot(self, image_format: str) -> bytes:
         """The shown screen; as stored if that is the format, else encoded anew."""
         data = self.picture()
-        return data if data.startswith(MAGIC[image_format]) else _encoded(data, image_format)
+        if data.startswith(MAGIC[image_format]):
+            return data
+        # A phone's screen takes 0.2 s, and is looked at again after the action that ends a step.
+        wanted = (image_format, data)
+        if self._encoded is None or self._encoded[0] != wanted:
+            self._encoded = wanted, await asyncio.to_thread(_encoded, data, image_format)
+        return self._encoded[1]
 
     async def progress(self) -> dict[str, Any]:
         """done, reward (1 for success; None before the end), success and `parts`.

@@ -125,7 +125,7 @@ class OpenSession:
             # From here on: where no screen can be drawn, the repeated request is not applied again.
             self._remember(call.request_id, None)
             self.action_count += 1
-            await self.pause(call.delay_s)
+            await self.pause(0.0 if self.task.is_still else call.delay_s)
         self.touched_s = time.monotonic()
 
     def _remember(self, request_id: str, answer: tuple[bytes, str] | None) -> None:

@@ -33,6 +33,7 @@ class RunningTask(Protocol):
     delay_s: float  # between an action and its screenshot, where the caller names none
     renderer: str  # fingerprint of how its pages are drawn; empty: nothing depends on the machine
     judges_every_action: bool  # `terminate` and `answer` too, which else the actor alone is told
+    is_still: bool  # its screen changes by actions alone: no wait, nor a delay, shows anything new
 
     async def act(self, action: Action) -> None:
         """Applies an action. It need not be done when this returns: that is what delays are for."""
@@ -62,6 +63,7 @@ class DesktopTask:
 
     renderer = ""
     judges_every_action = False
+    is_still = False
 
     def __init__(self, task: TaskSpec) -> None:
         self._session = desktop.open_session(task)
@@ -96,6 +98,7 @@ class OwnDrawing:
 
     renderer = ""
     judges_every_action = False
+    is_still = False
 
     def __init__(self, own: own_tasks.OwnTask, instance: own_tasks.DrawnTask) -> None:
         self._name = own.name
