@@ -190,6 +190,16 @@ def test_another_range_plays_what_is_missing_and_doubles_nothing(tmp_path, capsy
     assert counts["task"]["instances"] == 201 and counts["task"]["solved"] == 101
 
 
+def test_large_screenshots_make_more_shards(tmp_path, monkeypatch):
+    size_bytes = sum(map(len, make_trajectory("e", "g").images.values()))
+    monkeypatch.setattr(search_folder, "SHARD_BYTES", 3 * size_bytes)
+    fill(tmp_path, range(20))
+    names = sorted(path.name for path in tmp_path.glob("*.tfrecord"))
+    assert names == [f"{n:06d}.tfrecord" for n in (0, 6, 12, 18)]
+    assert successes_of(tmp_path) == list(range(0, 20, 2))
+    assert fill(tmp_path, range(22)) == [20, 21]
+
+
 def test_shard_that_is_missing_is_played_again(tmp_path):
     fill(tmp_path, range(40))
     (tmp_path / "000032.tfrecord").unlink()  # as after a kill before it was written

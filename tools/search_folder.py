@@ -22,6 +22,7 @@ from uirl_jax.store.files import write_atomically
 from uirl_jax.types import Trajectory
 
 SHARD_INSTANCES = 32  # at most so many are searched again after a kill
+SHARD_BYTES = 2**28  # of screenshots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +77,31 @@ async def fill(
             for number, one in zip(numbers, found, strict=True)
         ]
         given_up += [one for one, its in zip(searched, found, strict=True) if its.gave_up]
-        kept = [one for one, its in zip(searched, found, strict=True) if not its.gave_up]
-        if kept:
-            successes = [one.shortest for one in found if one.shortest is not None]
-            _write(folder, kept, successes, base_hash=base_hash, layout=layout)
-            known |= {one.number: one for one in kept}
+        kept = [(one, its) for one, its in zip(searched, found, strict=True) if not its.gave_up]
+        for part in _parts(kept):
+            instances = [one for one, _ in part]
+            successes = [its.shortest for _, its in part if its.shortest is not None]
+            _write(folder, instances, successes, base_hash=base_hash, layout=layout)
+            known |= {one.number: one for one in instances}
         done = [known[number] for number in asked if number in known]
         solved = sum(one.solved for one in done)
         progress.update(len(done) + len(given_up), success=solved / len(done) if done else None)
     progress.close()
     return known, given_up
+
+
+def _parts(kept: Sequence[tuple[Instance, Found]]) -> list[list[tuple[Instance, Found]]]:
+    """What goes into a shard each: readers refuse one of more than a GiB."""
+    parts: list[list[tuple[Instance, Found]]] = []
+    part_bytes = 0
+    for one, its in kept:
+        size_bytes = sum(map(len, its.shortest.images.values())) if its.shortest else 0
+        if not parts or part_bytes + size_bytes > SHARD_BYTES:
+            parts.append([])
+            part_bytes = 0
+        parts[-1].append((one, its))
+        part_bytes += size_bytes
+    return parts
 
 
 def _write(
