@@ -14,7 +14,8 @@ others fell.
 from ml_collections import ConfigDict
 
 from configs import miniwob_pages, miniwob_tasks, pix2act_tasks
-from configs.pix2act_rounds import GOING_ON, shown
+from configs.pix2act_rounds import GOING_ON
+from configs.pix2act_shown import shown
 
 
 def get_config(stage: str = "grpo") -> ConfigDict:
