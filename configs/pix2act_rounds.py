@@ -28,5 +28,4 @@ GOING_ON = {
     "aim": ("again/cold_start/model", 32, 600, 32, 1.5e-3),
     "figures": ("mean", 33, 800, 45, 1.2e-3),
     "polish": ("half", 34, 220, 0, 6e-4),  # the demonstrations of :figures once more
-    "sums": ("start", 35, 720, 40, 1.2e-3),
 }

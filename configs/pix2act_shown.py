@@ -37,16 +37,6 @@ _FIGURES = {
     **dict.fromkeys(("visual-addition", "use-slider-2", "drag-shapes", "drag-sort-numbers"), 2),
     "choose-date-nodelay": 0,
 }
-# Of :sums: the same again with algebra, and what needs a word of a text to be found.
-_SUMS = {
-    **dict.fromkeys(("simple-arithmetic", "simple-algebra"), 24),
-    **{"click-pie-nodelay": 12, "use-slider": 8, "click-shape": 6, "choose-date-nodelay": 0},
-    **dict.fromkeys(("text-transform", "drag-items-grid"), 4),
-    **dict.fromkeys(("click-tab-2", "click-tab-2-hard", "click-tab-2-medium"), 3),
-    **dict.fromkeys(("click-tab-2-easy", "click-collapsible-2-nodelay"), 3),
-    **dict.fromkeys(("email-inbox-delete", "email-inbox-important"), 3),
-    **dict.fromkeys(("click-link", "click-option", "navigate-tree", "drag-items"), 2),
-}
 
 
 def shown(stage: str, name: str) -> int:
@@ -55,8 +45,6 @@ def shown(stage: str, name: str) -> int:
         return 1 if name in (*_EASY, *_EXACT, "unicode-test") else 3
     if stage in ("figures", "polish"):
         return _FIGURES.get(name, 1)
-    if stage == "sums":
-        return _SUMS.get(name, 1)
     if name in _LEFT_OUT:
         return 0
     if stage == "aim" and name in _AIM:
