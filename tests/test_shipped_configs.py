@@ -14,7 +14,7 @@ VARIANTS = {
     "configs.miniwob_cpu": ("base", "grpo"),
     "configs.miniwob_pages": ("base", "grpo", "trained"),
     "configs.miniwob_points": ("base", "grpo"),
-    "configs.pix2act_beside": ("right-angle", "right-angle,find-midpoint"),
+    "configs.pix2act_beside": ("right-angle,find-midpoint", "right-angle"),
     "configs.pix2act_pages": (
         "base",
         "more",
