@@ -478,7 +478,8 @@ def test_tables_that_expand_are_refused_before_they_are_read(tmp_path, monkeypat
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", never)
     columns = ("image", "instruction", "gt_bbox", "gt_action", "gt_input_text")
-    for name, kind in [*kinds.items(), *wide.items()]:
+    structs = {"gt_bbox": pa.list_(pa.struct([("left", pa.int8())]))}
+    for name, kind in [*kinds.items(), *wide.items(), *structs.items()]:
         table = pa.table({one: pa.nulls(1, pa.string()) for one in columns})
         value = ["a" * 100_000] * 500 if kind == texts else None  # a dictionary has it once
         made = pa.array([value], kind)

@@ -156,4 +156,4 @@ def without_panics(what: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ModelError(f"{what} failed: {' '.join(str(error).split())[:300]}") from error
+        raise ModelError(f"{what} failed: {one_line(str(error), 300)}") from error
