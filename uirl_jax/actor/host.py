@@ -153,7 +153,9 @@ class TaskSource:
     """The tasks of a run's groups, and the seed of their sampling."""
 
     task_for_group: TaskForGroup
-    run_seed: int  # member m of group i samples with the seed of (run_seed, i, m)
+    # Member m of group i samples with the seed of (run_seed, i, m); its n-th attempt after
+    # env_errors with that of (run_seed, i, m, n).
+    run_seed: int
 
 
 async def run_actor(

@@ -158,9 +158,11 @@ async def play_mixed(world: World, episodes: int, workdir: Path) -> dict[str, An
         extra={"groups_trained": []},
     )
     stop, memory_mib = asyncio.Event(), []
-    # Whoever is abandoned is replaced by a group of a higher index.
-    for index, member in itertools.product(range(2 * groups), range(GROUP)):
-        world.engine.expect(derive_seed(RUN_SEED, index, member), task_of(index))
+    cfg = ActorConfig(GROUP, groups_per_step=groups, env_retries=8, poll_s=0.05, report_s=0.2)
+    # Whoever is abandoned is replaced by a group of a higher index; each attempt has its own seed.
+    attempts = [(), *((number,) for number in range(1, 1 + cfg.env_retries))]
+    for index, member, attempt in itertools.product(range(2 * groups), range(GROUP), attempts):
+        world.engine.expect(derive_seed(RUN_SEED, index, member, *attempt), task_of(index))
 
     def on_report(metrics: dict[str, float]) -> None:
         memory_mib.append((metrics["actor/published"], rss_mib()))
@@ -172,7 +174,7 @@ async def play_mixed(world: World, episodes: int, workdir: Path) -> dict[str, An
     async with Watch() as watch, world.player(MIXED) as player:
         metrics = await run_actor(
             player,
-            ActorConfig(GROUP, groups_per_step=groups, env_retries=8, poll_s=0.05, report_s=0.2),
+            cfg,
             LearnerLink(workdir, BASE_HASH, world.layout, lambda adapters: None),
             TaskSource(lambda index, tallies: task_of(index), RUN_SEED),
             stop,
