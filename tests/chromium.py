@@ -46,6 +46,14 @@ def pool_and_runner(**options):
             runner.run(pool.__aexit__())
 
 
+async def waits_again(pool, tab):
+    """Until a tab that was released is ready for the next session; fails if it was replaced."""
+    async with asyncio.timeout(60):
+        while tab not in pool._waiting:
+            assert tab in pool._tabs, "the tab was replaced"
+            await asyncio.sleep(0.01)
+
+
 def scripted_tasks() -> tuple[str, ...]:
     """MiniWoB++ tasks that the demonstrator can play: the entries of `experts` in its script."""
     from uirl_jax.verifiers.browser import MINIWOB_PREFIX, miniwob

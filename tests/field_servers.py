@@ -245,6 +245,7 @@ async def serving(
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

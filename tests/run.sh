@@ -28,4 +28,6 @@ fi
 .venv/bin/ruff check .
 .venv/bin/basedpyright --pythonpath .venv/bin/python
 # Two processes: most tests keep one core busy. The tests of a file stay together, they share models.
-.venv/bin/python -m pytest -n 2 --dist loadfile -m "$marks" "${more[@]}" "$@"
+# A test that hangs would hold up CI until it is ended, and nobody would know which: the longest
+# takes some 140 s.
+.venv/bin/python -m pytest -n 2 --dist loadfile --timeout=1200 -m "$marks" "${more[@]}" "$@"

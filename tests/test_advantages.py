@@ -337,5 +337,10 @@ def test_gae_truncated_episode_bootstraps_and_terminated_one_does_not():
 def test_gae_of_no_token_is_empty_and_of_nan_an_error():
     got, returns = gae([], [], [], discount=0.9, gae_lambda=0.95, bootstrap=0.0)
     assert got.shape == returns.shape == (0,)
-    with pytest.raises(TrainingError, match="not all finite"):
-        gae([0.0], [np.nan], [1], discount=0.9, gae_lambda=0.95, bootstrap=0.0)
+    for reward, value, after, said in (
+        (0.0, np.nan, 0.0, "the critic's values"),
+        (0.0, 0.0, np.inf, "the critic's values"),
+        (np.nan, 0.0, 0.0, "rewards of a group"),
+    ):
+        with pytest.raises(TrainingError, match=f"{said} .* not all finite"):
+            gae([reward], [value], [1], discount=0.9, gae_lambda=0.95, bootstrap=after)

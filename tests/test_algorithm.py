@@ -17,7 +17,7 @@ from tests.eight_devices import on_eight_devices
 from tests.sample_trajectories import make_trajectory
 from tools.bench import algorithms
 from uirl_jax.config import reading, schema
-from uirl_jax.errors import ConfigError, TrainingError
+from uirl_jax.errors import ConfigError, TrainingError, UserCodeError
 from uirl_jax.families import loading
 from uirl_jax.learner import algorithm, cold_start, loop
 from uirl_jax.learner import state as learner_state
@@ -304,6 +304,16 @@ def test_ppo_stops_its_updates_where_the_policy_has_moved_enough():
     assert Learner(dataclasses.replace(cfg, stop_kl=1e9)).step()["learner/updates"] == 4
 
 
+def test_own_loss_without_a_kl_cannot_be_stopped_by_it(tmp_path, monkeypatch):
+    code = "def loss(logprobs_bt, **_):\n    return 0.0 * logprobs_bt.sum(), {}\n"
+    (tmp_path / "kl_free.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = dataclasses.replace(CONFIGS["grpo"], loss=PolicyLossConfig(function="kl_free:loss"))
+    assert Learner(own).step()["learner/updates"] == 1
+    with pytest.raises(UserCodeError, match=r"kl_free:loss: returns no actor/old_kl"):
+        Learner(dataclasses.replace(own, stop_kl=0.1)).step()
+
+
 # ------------------------------------------------------------------------------------- selection
 
 
@@ -412,13 +422,18 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
         ({"advantage": {"credit": "token"}}, "credit='token'; use 'batch' or 'none'"),
         *(
             ({"advantage": {"virtual_return": 1.0, **other}}, "needs advantage.credit='episode'")
-            for other in ({"credit": "turn"}, {"normalise": "batch"})
+            for other in ({"credit": "turn"}, {"normalise": "batch"}, {"function": "my_code:f"})
         ),
         *(
             ({"advantage": {"screen_weight": 1.0, **other}}, "needs advantage.credit='episode'")
             for other in ({"credit": "turn"}, {"normalise": "batch"}, {"function": "my_code:f"})
         ),
         ({"drop_equal_groups": True, "advantage": {"screen_weight": 1.0}}, "no screen_weight"),
+        (
+            {"drop_equal_groups": True, "advantage": {"function": "my_code:f"}},
+            "no function of your own",
+        ),
+        ({"objective": "imitation", "stop_kl": 0.1}, "imitation has no old policy"),
         ({"reward": {"overlong_max_tokens": 5}}, "overlong_buffer_tokens=0, expected 1 to"),
         ({"epochs": 0}, "algorithm.epochs"),
         (

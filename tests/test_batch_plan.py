@@ -156,7 +156,9 @@ def test_limited_history_limits_the_screenshots_that_a_batch_must_hold():
         (8, {"rows": 4}, ""),  # every device has all rows
     ],
 )  # fmt: skip
-def test_run_whose_contexts_do_not_fit_a_data_part_is_refused_at_its_start(data, changes, said):
+def test_run_whose_contexts_do_not_fit_a_data_part_is_refused_at_its_start(
+    data, changes, said, capsys
+):
     cfg = cluster_world.config_of({})
     batch = dataclasses.replace(cfg.learner.batch, rows=8, image_rows=(4, 10))
     cfg = dataclasses.replace(
@@ -167,7 +169,10 @@ def test_run_whose_contexts_do_not_fit_a_data_part_is_refused_at_its_start(data,
     )
     mesh = abstract_mesh(data, 2)
     if not said:
-        return check_batches(cfg, mesh)
+        check_batches(cfg, mesh)
+        warned = "event=rows_not_divided rows=4 parts=16 " in capsys.readouterr().out
+        assert warned == (data == 8)
+        return
     with pytest.raises(ConfigError) as caught:
         check_batches(cfg, mesh)
     assert str(caught.value) == f"learner.batch.image_rows={said}"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.chromium import needs_chromium, open_page, pool_and_runner
+from tests.chromium import needs_chromium, open_page, pool_and_runner, waits_again
 from tests.linux_processes import command_of, descendants
 from tests.served import ask, create, served
 from uirl_jax.types import Action, TaskSpec
@@ -96,8 +96,7 @@ def test_next_session_of_a_process_finds_nothing_of_the_last(world, trusted):
         before = await tab.evaluate(look)
         assert before == ["secret", "", "1", "1", "x", "y=1", "#z", 2, 1, 1]
         await pool.release(tab)
-        while tab not in pool._waiting:
-            await asyncio.sleep(0.01)
+        await waits_again(pool, tab)
         again = await open_page(pool, TWO_FIELDS)
         assert again is tab  # the same process, whose clipboard it was
         await again.act(CLICK_B)
@@ -149,8 +148,7 @@ def test_next_session_of_a_process_is_drawn_as_the_first(world, trusted):
             await tab.act(Action("click", x=50, y=50))
             screens.append(await tab.screenshot("png"))
             await pool.release(tab)
-            while tab not in pool._waiting:
-                await asyncio.sleep(0.01)
+            await waits_again(pool, tab)
         return screens
 
     first, used, *others = runner.run(run())
@@ -275,6 +273,27 @@ def test_typed_text_arrives_key_by_key_and_long_text_whole(world):
         return got
 
     assert runner.run(run()) == ["Hi!", 4, long_text]
+
+
+def test_text_of_many_keys_has_the_time_for_them(world, monkeypatch):
+    """Parts between tabs are typed key by key, however many there are."""
+    monkeypatch.setattr("uirl_jax.verifiers.browser.tab.ANSWER_S", 0.3)  # less than they take
+    monkeypatch.setattr("uirl_jax.verifiers.browser.tab._KEY_S", 1.0)
+    pool, runner = world
+
+    async def run():
+        with monkeypatch.context() as patient:
+            patient.setattr("uirl_jax.verifiers.browser.tab.ANSWER_S", 30.0)
+            tab = await open_page(pool, TWO_FIELDS)
+            await tab.evaluate("a.keys = 0; onkeydown = () => a.keys++; 0")
+        await tab.act(Action("type", text=f"{'x' * 199}\t" * 10))
+        with monkeypatch.context() as patient:
+            patient.setattr("uirl_jax.verifiers.browser.tab.ANSWER_S", 30.0)
+            keys = await tab.evaluate("a.keys")
+            await pool.release(tab)
+        return keys
+
+    assert runner.run(run()) == 2000
 
 
 def test_act_returns_when_the_page_has_settled_and_in_bounded_time_if_never(world):

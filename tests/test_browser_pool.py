@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chromium import needs_chromium, pool_and_runner
+from tests.chromium import needs_chromium, pool_and_runner, waits_again
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError
 
 pytestmark = needs_chromium
@@ -24,8 +24,9 @@ def test_two_calls_at_once_start_no_tab_twice():
         async with BrowserPool(warm=1, max_browsers=4) as pool:
             await pool.acquire()
             pool._refill()  # as another acquire does that goes on in the same round of the loop
-            while pool._num_preparing:
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(60):
+                while pool._num_preparing:
+                    await asyncio.sleep(0.02)
             return pool.num_waiting
 
     assert asyncio.run(run()) == 1
@@ -62,7 +63,7 @@ def test_pool_that_ends_while_it_ends_a_browser_leaves_no_folder():
     async def run():
         pool = await BrowserPool(warm=0).__aenter__()
         tab = await pool.acquire()
-        folder = Path(tab.browser._folder)
+        folder = tab.browser._profile.path
         assert folder.is_dir()
         tab.broken = "for a test"
         await pool.release(tab)
@@ -80,8 +81,7 @@ def test_tab_whose_caller_is_cancelled_is_not_lost(world, monkeypatch):
     async def run():
         tab = await pool.acquire()
         await pool.release(tab)
-        while tab not in pool._waiting:
-            await asyncio.sleep(0.01)
+        await waits_again(pool, tab)
         asked, never = asyncio.Event(), asyncio.Event()
 
         async def check(self):

@@ -12,6 +12,7 @@ import pytest
 
 from tests.chromium import needs_chromium
 from tests.linux_processes import command_of, descendants, runs
+from tests.processes import killed
 
 pytestmark = needs_chromium
 
@@ -31,7 +32,7 @@ def test_no_process_outlives_the_server(tmp_path, signum):
     server = subprocess.Popen(
         [*command, "--warm-browsers", "1"], cwd=REPO, stderr=subprocess.DEVNULL
     )
-    with server:
+    with killed(server):
         _wait_for(port_file.exists)
 
         async def create():

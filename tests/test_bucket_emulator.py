@@ -13,6 +13,7 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import GCSStore, S3Store
 
+from tests.processes import killed
 from tools.bucket_emulator import Faults, emulator
 from tools.bucket_emulator.__main__ import main
 from tools.bucket_emulator.objects import Condition
@@ -229,7 +230,8 @@ def test_faults_of_one_seed_are_the_same_twice():
 
 def test_command_serves_and_writes_its_port(tmp_path):
     command = [sys.executable, "-m", "tools.bucket_emulator", "--port_file", tmp_path / "port"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with killed(process):
         address = process.stdout.readline().strip().removeprefix("STORAGE_EMULATOR_HOST=")
         assert ask(address, "/_emulator/counters")[0] == 200
         assert address == f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}"

@@ -21,6 +21,9 @@ ACTORS, GROUP, PER_STEP = 3, 8, 2
 MANY = dataclasses.replace(HARD, lost_answer=0.1, hang=0.005, hang_s=3.0, slow_s=0.05)
 
 
+MANY_TRIES = 500
+
+
 def act(actor: int, groups: int, store: BucketStore) -> None:
     """Publishes its groups; one whose outcome is not known is published again, as actors do."""
     writer = ShardWriter(store, f"a{actor}", "run", "base", layout=LAYOUT)
@@ -29,12 +32,14 @@ def act(actor: int, groups: int, store: BucketStore) -> None:
             make_trajectory(f"{actor}-{number}-{member}", f"{actor}-{number}", versions=(0,))
             for member in range(GROUP)
         ]
-        while True:
+        for _ in range(MANY_TRIES):
             try:
                 writer.publish(group)
                 break
             except ShardError:
                 time.sleep(0.05)
+        else:
+            raise AssertionError(f"group {actor}-{number} is never published")
 
 
 class Learner:
@@ -49,12 +54,14 @@ class Learner:
 
     def _start(self) -> None:
         state, trained = self._committed
-        while True:
+        for _ in range(MANY_TRIES):
             try:
                 self.queue = ShardQueue(self._make_store(), "run", "base", json.loads(state))
                 break
             except ShardError:
                 self.restarts += 1
+        else:
+            raise AssertionError("the queue never opens")
         self.trained = list(trained)
 
     def step(self) -> None:

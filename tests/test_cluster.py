@@ -117,9 +117,13 @@ def test_processes_train_as_one_process_does(
 
 
 def child_of(process: subprocess.Popen) -> int:
-    """The process of the cluster, 0 before it starts; `process` is its parent."""
-    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(found[0]) if found else 0
+    """The process of the cluster, waited for until it starts; `process` is its parent."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if found := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            return int(found[0])
+        time.sleep(0.01)
+    raise AssertionError(f"no child; its exit code is {process.poll()}")
 
 
 def wait_for_step(workdir: Path, step: int, started: list[subprocess.Popen]) -> None:
@@ -248,8 +252,7 @@ def test_processes_leave_together_after_sigterm_to_one_that_has_just_started(
     workdir, values = tmp_path / "run", values_of(model_dir)
     cluster_world.write_records(workdir, values)
     started = cluster_world.start(workdir, values, processes=2)
-    while not child_of(started[victim]):
-        time.sleep(0.01)
+    child_of(started[victim])
     started[victim].terminate()  # it imports
     assert cluster_world.wait(started, 60) == [0, 0]
     for index in range(2):

@@ -13,6 +13,7 @@ import pytest
 from ml_collections import ConfigDict, config_dict
 
 from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 from uirl_jax.errors import ConfigError
 
 
@@ -175,6 +176,7 @@ MAIN = """
 import dataclasses
 from absl import app, flags
 from uirl_jax.config import reading
+from uirl_jax.config.schema import RunConfig
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
@@ -246,6 +248,25 @@ def test_command_line_overrides_what_the_file_leaves_out(run_main: Any) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["learner"]["warmup_steps"], found["mesh"]) == (3, {"data": 2})
+
+
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        ((), "algorithm.reward.functions has 0 elements, counted from 0"),
+        (({"function": "a:f"},), ""),
+        (None, "the config file has no algorithm.reward.functions, whose elements flags change"),
+    ],
+)
+def test_check_overrides_knows_the_elements_of_inner_tuples(functions, said) -> None:
+    reward = {} if functions is None else {"functions": tuple(map(ConfigDict, functions))}
+    cfg = ConfigDict({"algorithm": {"reward": reward}})
+    argv = ["main", "--config.algorithm.reward.functions[0].weight=1"]
+    if not said:
+        return reading.check_overrides(argv, cfg, RunConfig)
+    with pytest.raises(ConfigError) as caught:
+        reading.check_overrides(argv, cfg, RunConfig)
+    assert str(caught.value) == f"config.algorithm.reward.functions[0].weight: {said}"
 
 
 def test_command_line_overrides_a_field_of_one_task(run_main: Any, tmp_path: Path) -> None:

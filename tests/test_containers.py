@@ -106,6 +106,23 @@ def test_every_session_has_a_container_of_its_own_and_leaves_none(kind):
     asyncio.run(run())
 
 
+def test_container_with_an_address_of_ipv6_is_reached():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+    async def run():
+        api = FakeKubernetes()
+        api._addresses = iter(["::1"])
+        async with api_of(api) as cfg, client_of(cfg) as client:
+            await client.create(TASK)
+            assert len(api.found) == 1
+
+    asyncio.run(run())
+
+
 def test_docker_container_has_the_limits_of_the_config():
     async def run():
         api = FakeDocker()

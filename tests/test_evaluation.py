@@ -152,7 +152,10 @@ def test_eval_tasks_of_tuning_are_no_held_out_ones() -> None:
 @pytest.mark.parametrize(("asked", "first"), [("held_out", 2**30), ("tuning", 2**30 + 2**29)])
 def test_run_is_measured_on_the_seeds_of_its_config(asked: str, first: int) -> None:
     cfg = reading.from_config(EvaluationConfig, ConfigDict({"episodes": 3, "seeds": asked}))
-    run: Any = SimpleNamespace(cfg=SimpleNamespace(evaluation=cfg, kinds=[CLICK]))
+    run: Any = SimpleNamespace(
+        cfg=SimpleNamespace(evaluation=cfg, kinds=[CLICK]),
+        without_repeated_rows=lambda tasks, stage: tasks,  # none is recorded
+    )
 
     async def evaluate(stage: str, tasks: list[TaskSpec], *_: object, **__: object):
         return [task.seed for task in tasks]
@@ -396,3 +399,13 @@ def test_episodes_that_do_not_add_up_are_said_so() -> None:
     )
     bad = evaluation.episodes_summary(ACCOUNTING | {"trained": 13}, lost=0, env_error=0)
     assert not bad["identity_holds"] and "published 20 IS NOT 13" in evaluation.format_episodes(bad)
+
+
+@pytest.mark.parametrize(("version", "expected"), [(20, "version_20"), (None, "version_60")])
+def test_final_stage_keeps_the_version_at_which_the_run_ended(tmp_path, version, expected) -> None:
+    tasks = evaluation.eval_tasks([CLICK], 2)
+    after = run(tmp_path, lambda asked: [episode(t, True) for t in asked], tasks, "after")
+    flat = dataclasses.asdict(after) | {"policy_version": version}
+    evaluation.write_json(tmp_path / "eval" / "after.json", flat)
+    evaluation.keep_final(tmp_path, 60)  # its steps were 60
+    assert list(evaluation.read_results(tmp_path)) == [expected]

@@ -128,6 +128,15 @@ def test_file_that_is_none_is_refused_with_the_reason(data, word):
         image_size(data, max_pixels=MAX_PIXELS)
 
 
+def test_parts_that_hold_nothing_are_not_walked_through_by_the_million():
+    png = SIGNATURE + header(7, 7) + chunk(b"tEXt") * 10_000 + PIXELS + END
+    with pytest.raises(ImageError, match="more than 10000 chunks"):
+        image_size(png, max_pixels=MAX_PIXELS)
+    jpeg = b"\xff\xd8" + b"\xff" * 20_000 + FILES["jpeg"][2:]
+    with pytest.raises(ImageError, match="more than 10000 segments"):
+        image_size(jpeg, max_pixels=MAX_PIXELS)
+
+
 def test_animation_is_refused():
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     for image_format in ("PNG", "WEBP"):

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.launch_world import BUCKET, ROOT, FakeCloud, Scenario, changes, named, printed_commands
+from tests.processes import killed
 
 POOL = {"VERIFIERS": "pool"}
 SPOT = {"ACCELERATOR": "v6e-8", "PROVISIONING": "spot"}
@@ -134,14 +135,15 @@ def test_other_commands_succeed_and_fail_with_one_line(tmp_path, scenario):
 def test_a_script_that_is_interrupted_names_what_it_made(tmp_path, signum):
     cloud = FakeCloud(tmp_path / "cloud")
     cloud.answer("slice_states", "WAITING_FOR_RESOURCES")
-    with subprocess.Popen(
+    process = subprocess.Popen(
         # A test run in the background ignores some signals, which bash could then not trap.
         ["env", "--default-signal", ROOT / "launch/tpu_vm.sh", "up"],
         env=cloud.environment() | {"POLL_S": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as process:
+    )
+    with killed(process):
         for line in process.stdout:
             if line.startswith("state=WAITING_FOR_RESOURCES"):
                 break

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import killed
 from uirl_jax.errors import ConfigError, LeaseHeldError
 from uirl_jax.store import lease, open_store
 from uirl_jax.store.lease import only_actor, only_learner
@@ -31,7 +32,8 @@ with lease.only_learner(open_store({str(tmp_path)!r}), print):
     time.sleep(60)
 """
     store = open_store(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as holder:
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    with killed(holder):
         assert holder.stdout.readline() == b"held\n"
         held = pytest.raises(ConfigError, match=f"process {holder.pid} on ")
         with held, only_learner(store, no_loss):

@@ -14,7 +14,7 @@ from uirl_jax import evaluation
 from uirl_jax.config import reading, schema
 from uirl_jax.errors import ConfigError
 from uirl_jax.learner.state import OptimizerConfig
-from uirl_jax.roles.all import _is_json_object
+from uirl_jax.roles.all import _object_of
 from uirl_jax.run import PLACEMENT, open_run
 from uirl_jax.store import open_store
 from uirl_jax.store.lease import only_learner
@@ -200,10 +200,10 @@ def test_config_that_trains_all_weights_refuses_what_needs_adapters(section, val
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
-def test_damaged_summary_is_written_again(tmp_path, content):
+def test_damaged_summary_is_as_none(tmp_path, content):
     path = tmp_path / "summary.json"
-    assert not _is_json_object(path)
+    assert _object_of(path) == {}
     path.write_bytes(content)
-    assert not _is_json_object(path)
+    assert _object_of(path) == {}
     path.write_bytes(b'{"seed": 0}')
-    assert _is_json_object(path)
+    assert _object_of(path) == {"seed": 0}

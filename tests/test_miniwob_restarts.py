@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from configs.miniwob_tasks import MAX_TURNS
-from tests.chromium import needs_chromium, pool_and_runner
+from tests.chromium import needs_chromium, pool_and_runner, waits_again
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import Action, TaskSpec
 
@@ -56,8 +56,7 @@ async def begin(pool, name, seed, variant=""):
 async def end(pool, session):
     session._tab.num_sessions = 0  # else the hundredth would end the browser
     await session.close()
-    while session._tab not in pool._waiting:
-        await asyncio.sleep(0.01)
+    await waits_again(pool, session._tab)
 
 
 async def look(session):
@@ -201,8 +200,9 @@ def test_page_that_went_elsewhere_or_fails_is_not_begun_anew(world, spoil):
         try:
             session = await begin(pool, "miniwob/click-test", 2)
         except VerifierError:  # the one after it shall not suffer
-            while not pool._waiting:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while not pool._waiting:
+                    await asyncio.sleep(0.01)
             session = await begin(pool, "miniwob/click-test", 2)
         where = await session._tab.evaluate("location.hash + typeof core.getUtterance")
         await end(pool, session)

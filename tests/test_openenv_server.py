@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -338,6 +339,32 @@ def test_server_that_ends_closes_its_websockets():
                 await socket.send_json(RESET)
                 await socket.receive()
             assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+
+    asyncio.run(run())
+
+
+def test_caller_who_never_reads_is_left_when_the_server_ends(monkeypatch):
+    monkeypatch.setattr("uirl_jax.verifiers.server.openenv._CLOSE_S", 0.2)
+    reset = json.dumps(RESET).encode()
+    message = bytes([0x81, 0x80 | len(reset)]) + bytes(4) + reset  # a frame whose mask is 0
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            caller.setblocking(False)
+            async with asyncio.timeout(60), serve() as port:
+                await loop.sock_connect(caller, ("127.0.0.1", port))
+                upgrade = (
+                    f"GET /ws HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\n"
+                    "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+                )
+                await loop.sock_sendall(caller, upgrade.encode())
+                with contextlib.suppress(TimeoutError):  # until nothing is taken any more
+                    while True:
+                        async with asyncio.timeout(2):
+                            await loop.sock_sendall(caller, message)
 
     asyncio.run(run())
 

@@ -39,6 +39,8 @@ def broken(*arguments, **options):
     return 1 / 0
 def nan(trajectory):
     return math.nan
+def huge(trajectory):
+    return 1e7
 def word(report):
     return 7
 def short(group, token_rewards, turn_lengths):
@@ -194,7 +196,10 @@ def test_functions_that_fail_or_answer_wrongly_are_one_error(module):
 
     bad = [
         ("broken", lambda ref: OwnRewards(RewardConfig(functions=(OwnReward(ref),))).add([one])),
-        ("nan", lambda ref: OwnRewards(RewardConfig(functions=(OwnReward(ref),))).add([one])),
+        *(
+            (name, lambda ref: OwnRewards(RewardConfig(functions=(OwnReward(ref),))).add([one]))
+            for name in ("nan", "huge")
+        ),
         ("word", lambda ref: find_callbacks([ref])[0](StepReport(1, {}, []))),
         ("broken", lambda ref: find_callbacks([ref])[0](StepReport(1, {}, []))),
         ("short", lambda ref: find_estimator(AdvantageConfig(function=ref))([], token_rewards, [])),

@@ -223,10 +223,8 @@ def test_page_files_are_those_of_the_folder_and_no_programs(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["__init__", "draw", "act", "progress"])
-def test_task_that_breaks_is_a_500_with_its_traceback_or_begins_with_a_422(
-    tmp_path, caplog, method
-):
-    """An instance that cannot be made never can be: a 500 would be asked for without end."""
+def test_task_that_breaks_is_a_500_with_its_traceback_or_a_422(tmp_path, caplog, method):
+    """What cannot be made never can be, and an act may have acted: a 500 would be sent again."""
     own = own_tasks.load([write_task(tmp_path / "mine", BREAKING)])
 
     async def run():
@@ -247,7 +245,7 @@ def test_task_that_breaks_is_a_500_with_its_traceback_or_begins_with_a_422(
                 }
                 verb, url, options = calls[method]
                 status, body, _ = await ask(http, verb, url, **options)
-                if method == "__init__":
+                if method in ("__init__", "act"):
                     assert status == 422
                     place = r"own/mine: .*task\.py, line \d+: ValueError: broken here"
                     assert re.fullmatch(place, body["detail"])
@@ -291,6 +289,26 @@ def test_repeated_act_whose_screen_could_not_be_drawn_is_not_applied_again(tmp_p
             assert answers[1] == answers[2]
             assert (await ask(http, "GET", f"{path}/progress"))[1]["acts"] == 1
             assert (await ask(http, "GET", path))[1]["action_count"] == 1
+
+    asyncio.run(run())
+
+
+def test_act_whose_task_raises_after_its_effect_is_not_asked_for_again(tmp_path):
+    source = textwrap.dedent(DRAWN).replace(
+        "        pass",
+        "        self.acts = getattr(self, 'acts', 0) + 1\n        raise KeyError('no such field')",
+    )
+    source = source.replace('{"done"', '{"acts": vars(self).get("acts", 0), "done"')
+    folder = write_task(tmp_path / "mine", source)
+
+    async def run():
+        async with served(task_dirs=[folder]) as http:
+            session = await create(http, "own/mine")
+            path = f"/session/{session['id']}"
+            click = {"action_type": "left_click", "x": 1, "y": 1, "request_id": "a"}
+            status, said, _ = await ask(http, "POST", f"{path}/act", json=click)
+            assert status == 422 and "no such field" in said["detail"]  # a 500 is sent again
+            assert (await ask(http, "GET", f"{path}/progress"))[1]["acts"] == 1
 
     asyncio.run(run())
 

@@ -13,7 +13,7 @@ from uirl_jax.errors import RecordError, VerifierError
 from uirl_jax.evaluation.recorded import Cell, RecordedResult
 from uirl_jax.types import Action
 from uirl_jax.verifiers.client.client import VerifierClient
-from uirl_jax.verifiers.recorded import parquet, sets
+from uirl_jax.verifiers.recorded import parquet, sets, tables
 from uirl_jax.verifiers.recorded import task as recorded_task
 from uirl_jax.verifiers.recorded.checks import MAX_ROW_ELEMENTS, check_row
 from uirl_jax.verifiers.recorded.row import Box, Row
@@ -41,6 +41,25 @@ def test_nulls_of_a_small_file_do_not_become_objects(tmp_path, monkeypatch):
     read = write(path, [None] * 100, elements=2_001)
     assert "200100 elements, at most 200000 are allowed in a row" in str(read.faults[0])
     assert made == []
+
+
+def test_pages_that_repeat_values_though_the_footer_says_plain_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_GROUP_BYTES", 2**20)
+    long, rows = "x" * 2**17, 64  # 8 MiB when they are read
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([long]))
+    table = pa.table({"instruction": repeated})
+    options = {"use_dictionary": True, "compression": "snappy", "store_schema": False}
+    pq.write_table(table, tmp_path / "t", **options)
+    content = bytearray((tmp_path / "t").read_bytes())
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer = bytes(content[start:-8])
+    content[start:-8] = footer.replace(b"\x35\x00\x06\x10", b"\x35\x00\x06\x06")
+    (tmp_path / "t").write_bytes(content)
+    with tables.open_parquet(tmp_path / "t") as file:
+        assert "RLE_DICTIONARY" not in file.metadata.row_group(0).column(0).encodings
+        tables.check_groups(tmp_path / "t", file.metadata)
+        with pytest.raises(RecordError, match="row group 0 becomes more than 2097152 bytes"):
+            tables.read_group(tmp_path / "t", file, 0, ["instruction"])
 
 
 def test_elements_of_a_row_are_counted_before_it_is_written():

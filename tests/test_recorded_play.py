@@ -23,7 +23,7 @@ from uirl_jax.evaluation.suite import Suite, SuiteTask
 from uirl_jax.learner import loop
 from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.rl.advantages import AdvantageConfig, group_advantages, with_negative_weight
-from uirl_jax.roles.eval import run_suite, without_repeated_rows
+from uirl_jax.roles.eval import run_suite
 from uirl_jax.run import Run
 from uirl_jax.types import Action, StopReason, TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
@@ -331,23 +331,31 @@ def test_a_suite_plays_each_step_of_a_set_once(tmp_path, monkeypatch, capsys):
             SuiteTask("desktop/click_button", instances=500),
         ),
     )
-    distinct = without_repeated_rows(Run(cfg, tmp_path, "id"), suite)
+
+    def played_of(suite, cfg=cfg):
+        run = Run(cfg, tmp_path, "id")
+        return suite.only(run.without_repeated_rows(suite.specs, suite=suite.name))
+
+    once = played_of(suite)
     assert loaded == [{"made": "x"}]
-    asked = [len(task.specs) for task in distinct.tasks]
+    asked = [len(task.specs) for task in once.tasks]
     assert asked == [3 + 1 + 3, 3, 500]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2, "a line for each task that has fewer"
     assert "task=recorded/made asked=500 played=7" in printed[0]
     shown = set()
-    for spec in distinct.tasks[0].specs:
+    for spec in once.tasks[0].specs:
         progress = play(rows, "click(0,0)", task=spec).turns[-1].progress
         shown.add((progress["row"], progress["step"]))
     assert len(shown) == 7
     elsewhere = dataclasses.replace(cfg.verifier, urls=("http://127.0.0.1:1",))
-    of_others = Run(dataclasses.replace(cfg, verifier=elsewhere), tmp_path, "id")
-    assert without_repeated_rows(of_others, suite) == suite
+    assert played_of(suite, dataclasses.replace(cfg, verifier=elsewhere)) == suite
     with pytest.raises(ConfigError, match=r"suite s-tuning: .* no rows of split 'validation'"):
-        without_repeated_rows(Run(cfg, tmp_path, "id"), suite.on_tuning())
+        played_of(suite.on_tuning())
+    # So does a run's own evaluation, also of a kind that is listed twice.
+    stage = evaluation.eval_tasks([TaskSpec(NAME, 0), TaskSpec(NAME, 0)], 200)
+    assert len(Run(cfg, tmp_path, "id").without_repeated_rows(stage, stage="before")) == 7
+    assert "event=stage_shortened stage=before" in capsys.readouterr().out
     run_suite(Run(cfg, tmp_path, "id"), threading.Event(), Suite("t", suite.tasks[:1]), [])
     asked_for = json.loads((tmp_path / "eval" / "suites" / "t" / "suite.json").read_text())
     assert len(asked_for["tasks"][0]["seeds"]) == 7

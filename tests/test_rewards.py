@@ -43,6 +43,9 @@ def test_token_rewards_that_are_not_finite_name_the_episode():
     broken = dataclasses.replace(EPISODE, reward=float("nan"))
     with pytest.raises(TrainingError, match="episode e0: reward nan"):
         token_rewards(broken, RewardConfig())
+    length = len(token_rewards(EPISODE, RewardConfig()))
+    with pytest.raises(TrainingError, match="episode e0: the KL of its tokens is not finite"):
+        token_rewards(EPISODE, RewardConfig(), kl_s=np.full(length, np.nan), kl_coefficient=0.1)
 
 
 def test_token_rewards_of_an_episode_without_a_turn_are_none():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.processes import killed
 from tests.served import BUTTON, TEXT, ask, create, served
 from uirl_jax.errors import VerifierError
 from uirl_jax.types import TaskSpec
@@ -433,7 +434,7 @@ def _wait_for(condition, timeout_s=20.0):
 
 def test_process_writes_its_port_serves_and_ends_on_sigterm(tmp_path):
     process, port_file = _start(tmp_path)
-    with process:
+    with killed(process):
         _wait_for(port_file.exists)
         port = int(port_file.read_text())
 
@@ -462,7 +463,7 @@ def test_process_with_its_port_in_use_says_so_in_one_line_and_exits_1(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process, port_file = _start(tmp_path, "--port", str(taken.getsockname()[1]))
-        with process:
+        with killed(process):
             _, errors = process.communicate(timeout=20)
         assert process.returncode == 1
         assert errors.count("\n") == 1 and "is in use" in errors
@@ -485,7 +486,7 @@ def test_process_ends_with_its_parent_even_after_sigkill(tmp_path):
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    with parent:
+    with killed(parent):
         child_pid = int(parent.stdout.readline())
         _wait_for(port_file.exists)
         port = int(port_file.read_text())

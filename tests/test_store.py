@@ -16,6 +16,7 @@ import pytest
 from tests.buckets import bucket_store
 from uirl_jax.errors import UirlError
 from uirl_jax.store import files, open_store
+from uirl_jax.store.local import LocalStore
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,6 +91,20 @@ def test_put_version_replaces_only_the_version_that_was_read(opened):
     assert store.read("policy/manifest.json") == b"3"
     store.delete("policy/manifest.json")
     assert store.put_version("policy/manifest.json", b"late", second) == ""
+
+
+def test_put_new_whose_answer_is_lost_and_asked_for_again_is_still_new(tmp_path, monkeypatch):
+    """As an NFS client does: the second LINK finds what the first one made."""
+    link = os.link
+
+    def link_twice(*paths):
+        link(*paths)
+        link(*paths)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    store = LocalStore(tmp_path)
+    assert store.put_new("a", b"mine") and store.read("a") == b"mine"
+    assert not store.put_new("a", b"another's") and store.read("a") == b"mine"
 
 
 def test_names_are_below_the_prefix_and_ascending(opened):

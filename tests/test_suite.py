@@ -8,7 +8,7 @@ from tests.chromium import scripted_tasks
 from uirl_jax.config import suites
 from uirl_jax.config.suites import read_suite
 from uirl_jax.errors import ConfigError
-from uirl_jax.evaluation.suite import Suite, SuiteTask
+from uirl_jax.evaluation.suite import Suite, SuiteTask, distinct
 from uirl_jax.seeds import eval_seed, tune_seed
 from uirl_jax.types import TaskSpec
 
@@ -51,7 +51,7 @@ def test_tuning_behind_a_suite_plays_as_many_tuning_instances_under_another_name
         read_suite("nowhere:tuning")
 
 
-def test_suite_without_repeats_keeps_the_first_of_each_kind_that_shows_the_same():
+def test_suite_of_distinct_instances_keeps_the_first_of_each_kind_that_shows_the_same():
     suite = Suite(
         "s",
         (
@@ -65,12 +65,12 @@ def test_suite_without_repeats_keeps_the_first_of_each_kind_that_shows_the_same(
     def shown_by(spec):  # three rows; what b shows is not known
         return spec.seed % 3 if spec.name == "a" else None
 
-    distinct = suite.without_repeats(shown_by)
-    assert distinct.tasks == (
+    kept = suite.only(distinct(suite.specs, shown_by))
+    assert kept.tasks == (
         SuiteTask("a", seeds=tuple(eval_seed(n) for n in (2, 3, 4))),
         *(suite.tasks[1], suite.tasks[3]),
     )
-    assert distinct.without_repeats(shown_by) == distinct
+    assert kept.only(distinct(kept.specs, shown_by)) == kept
 
 
 def test_suites_that_ship_are_whole_and_named_like_their_files():

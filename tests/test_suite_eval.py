@@ -225,7 +225,11 @@ def test_server_is_a_policy_and_gives_what_the_same_model_gives_here(tmp_path):
                 cwd=command_world.ROOT,
                 stderr=asyncio.subprocess.PIPE,
             )
-            _, errors = await process.communicate()
+            try:
+                _, errors = await asyncio.wait_for(process.communicate(), 300)
+            finally:
+                if process.returncode is None:
+                    process.kill()
             assert process.returncode == 0, errors.decode()
 
     asyncio.run(run())
@@ -271,7 +275,7 @@ def test_removed_file_is_played_again_and_no_other_file_is_overwritten(tmp_path)
     contender = evaluation.Contender("base", {}, "b", LAYOUT)
     asked_for = []
 
-    def played(most: int) -> list[str]:
+    def played(most: int) -> list[Path]:
         async def play(missing, on_done) -> None:
             for number, task in missing[:most]:
                 asked_for.append(number)
@@ -279,14 +283,42 @@ def test_removed_file_is_played_again_and_no_other_file_is_overwritten(tmp_path)
                 on_done(dataclasses.replace(episode, task=task))
 
         asyncio.run(evaluation.play_suite(play, suite, directory, contender))
-        return sorted(path.name for path in (directory / "base").glob("*.tfrecord"))
+        return sorted((directory / "base").glob("*.tfrecord"))
 
-    names = [f"{number:06d}.tfrecord" for number in range(4)]
     for count in (1, 2, 3):  # one episode in each file
-        assert played(1) == names[:count]
-    (directory / "base" / names[1]).unlink()
-    assert played(3) == [names[0], names[2], names[3]]
+        names = [path.name.partition("-")[0] for path in played(1)]
+        assert names == [f"{number:06d}" for number in range(count)]
+    files = played(0)
+    files[1].unlink()
+    names = played(3)
+    assert names[:2] == [files[0], files[2]] and names[2].name.startswith("000003-")
     assert asked_for == [0, 1, 2, 1] and sorted(episodes(directory / "base")) == [0, 1, 2]
+
+
+def test_two_that_play_one_contender_at_once_keep_the_episodes_of_both(tmp_path):
+    suite = Suite("s", (SuiteTask("desktop/click_button", instances=4),))
+    directory = evaluation.open_suite(tmp_path, suite)
+    contender = evaluation.Contender("base", {}, "b", LAYOUT)
+
+    async def run():
+        both = asyncio.Barrier(2)
+
+        def player(first: int):
+            async def play(missing, on_done) -> None:
+                await both.wait()
+                for number, task in missing[first : first + 2]:
+                    episode = make_trajectory(f"e{number}", f"{number:08d}")
+                    on_done(dataclasses.replace(episode, task=task))
+
+            return play
+
+        playing = (
+            evaluation.play_suite(player(first), suite, directory, contender) for first in (0, 2)
+        )
+        await asyncio.gather(*playing)
+
+    asyncio.run(run())
+    assert sorted(episodes(directory / "base")) == [0, 1, 2, 3]
 
 
 def test_episodes_with_large_screenshots_are_written_before_they_are_too_many(

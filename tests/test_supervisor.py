@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -51,3 +52,22 @@ def test_server_that_cannot_be_started_at_all_is_said_at_once(tmp_path, monkeypa
     ):
         pass
     assert not popen.processes
+
+
+def test_server_that_is_being_started_as_the_block_ends_is_ended_too(tmp_path, monkeypatch):
+    popen = FailingPopen(monkeypatch)
+    starting, go_on = threading.Event(), threading.Event()
+
+    def slow(*args, **kwargs):
+        if popen.processes:
+            starting.set()
+            go_on.wait(30)
+        return popen(*args, **kwargs)
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", slow)
+    with supervisor.bundled_server(tmp_path / "port", tmp_path / "log"):
+        popen.processes[0].kill()
+        assert starting.wait(30)
+        threading.Timer(0.2, go_on.set).start()
+    assert len(popen.processes) == 2
+    assert all(process.poll() is not None for process in popen.processes)

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
@@ -25,7 +26,7 @@ from uirl_jax.config import reading, sizes
 from uirl_jax.config.schema import RunConfig
 from uirl_jax.engine import requests as engine_requests
 from uirl_jax.engine.interface import SamplingEngine
-from uirl_jax.errors import ConfigError, ImageError, RestartError
+from uirl_jax.errors import ConfigError, ImageError, RestartError, VerifierError
 from uirl_jax.families import loading
 from uirl_jax.families.border import Family, Inputs
 from uirl_jax.families.chat import Chat
@@ -51,6 +52,7 @@ from uirl_jax.trackers import (
     WeightsAndBiases,
     tracker_failed,
 )
+from uirl_jax.types import TaskSpec
 from uirl_jax.verifiers.client.client import VerifierClient
 from uirl_jax.verifiers.client.openenv import OpenEnvClient
 from uirl_jax.verifiers.client.rules import own_rules
@@ -60,6 +62,7 @@ from uirl_jax.verifiers.containers.containers import Client, ContainerClient
 from uirl_jax.verifiers.dialects import OPENENV
 from uirl_jax.verifiers.recorded import in_process
 from uirl_jax.verifiers.recorded import sets as recorded_sets
+from uirl_jax.verifiers.recorded.rewards import PREFIX as RECORDED
 from uirl_jax.verifiers.recorded.rewards import with_weights
 from uirl_jax.verifiers.recorded.sets import RecordedSets
 from uirl_jax.verifiers.server import supervisor
@@ -117,7 +120,7 @@ def open_run(workdir: Path, cfg: RunConfig, *, learns: bool = True) -> str:
     differences = sorted(_differences(known, resolved, "config"))
     extends = _extends(known, resolved, differences)
     if extends and learns:
-        evaluation.rename_stage(workdir, "after", f"version_{known['learner']['steps']}")
+        evaluation.keep_final(workdir, known["learner"]["steps"])
         LocalStore(workdir).delete(evaluation.SUMMARY_FILE)
         store.put(CONFIG_FILE, _to_json({"run_id": run_id, "config": resolved}))
     elif differences:
@@ -441,9 +444,46 @@ class Run:
         """`Players.evaluate` on the run's own instances (evaluation.seeds)."""
         cfg = self.cfg.evaluation
         tasks = evaluation.eval_tasks(self.cfg.kinds, cfg.episodes, seeds=cfg.seeds)
+        tasks = self.without_repeated_rows(tasks, stage=stage)
         return await players.evaluate(
             stage, tasks, stop, temperature=cfg.temperature, engine=engine
         )
+
+    def without_repeated_rows(self, specs: Sequence[TaskSpec], **of: str) -> list[TaskSpec]:
+        """The instances with each step of the run's recorded sets once; says what it leaves out.
+
+        What a server of others has is not known here: all of its instances are played.
+
+        Args: of: what they are of, for what is said: suite or stage, and its name.
+        Raises: ConfigError: a set that cannot be read, or has no rows of the split.
+        """
+        names = {spec.name for spec in specs if spec.name.startswith(RECORDED)}
+        if not names or not self.cfg.verifier.is_bundled:
+            return list(specs)
+        paths = self.cfg.verifier.recorded.sets
+        sets = recorded_sets.load({name: paths[name] for name in paths if RECORDED + name in names})
+
+        def shown_by(spec: TaskSpec) -> tuple[int, int] | None:
+            return sets.shown(spec) if spec.name in names else None
+
+        ((kind, name),) = of.items()
+        try:
+            kept = evaluation.distinct(specs, shown_by)
+        except VerifierError as error:
+            raise ConfigError(f"{kind} {name}: {error}") from error
+        played = collections.Counter(spec.label for spec in kept)
+        for label, asked in collections.Counter(spec.label for spec in specs).items():
+            if played[label] < asked:
+                line = key_values(
+                    f"{kind}_shortened",
+                    **of,
+                    task=label,
+                    asked=asked,
+                    played=played[label],
+                    reason="the set has no more that differ",
+                )
+                print(line, flush=True)
+        return kept
 
     async def act(
         self, players: Players, stop: asyncio.Event, actor_index: int

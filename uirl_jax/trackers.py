@@ -31,7 +31,10 @@ _TEXT_CHARS = 128  # of the names that Weights & Biases takes
 
 @dataclasses.dataclass(frozen=True)
 class TrackingConfig:
-    """Where metrics are shown, besides metrics.jsonl and the report."""
+    """Where metrics are shown, besides metrics.jsonl and the report.
+
+    Not those of a cold start, which are in cold_start/metrics.jsonl and cold_start/tb/.
+    """
 
     tensorboard: bool = True  # below tb/ of the workdir
     # Weights & Biases (pip install wandb). offline: below wandb/ of the workdir, for `wandb sync`.

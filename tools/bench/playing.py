@@ -45,6 +45,7 @@ CALLS = ("create", "screenshot", "act", "progress", "delete")
 PROCESSES = ("server", "driver", "browsers", "client")
 GROUP_SIZE = 8
 SHADES = 3  # of 255
+START_S = 60.0  # of a server
 _WIDTH_PX, _HEIGHT_PX = 160, 210
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -257,9 +258,12 @@ def _server(checkout: Path, num_sessions: int) -> Iterator[tuple[int, int]]:
         null = subprocess.DEVNULL
         process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=null, stderr=null)
         try:
+            deadline_s = time.monotonic() + START_S
             while not port_file.exists():
-                if process.poll() is not None:
-                    raise SystemExit(f"error: the server of {checkout} ended: {' '.join(command)}")
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise SystemExit(
+                        f"error: the server of {checkout} did not start: {' '.join(command)}"
+                    )
                 time.sleep(0.05)
             yield process.pid, int(port_file.read_text())
         finally:

@@ -139,7 +139,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
             if any(argument.lstrip("-") in _HELP_FLAGS for argument in argv[1:]):
                 sys.exit(0)  # absl ends --help with code 1
             raise
-        except (flags.Error, ValueError, TypeError) as error:
+        except (flags.Error, ValueError, TypeError, LookupError) as error:
             raise ConfigError(f"{one_line(error)}; --help lists the flags") from error
         if len(rest) > 1:
             raise ConfigError(f"{rest[1]!r}: not a flag; write --flag=value")
@@ -205,11 +205,23 @@ def check_overrides(argv: Sequence[str], config: config_dict.ConfigDict, schema:
     for key in _overrides(argv):
         for match in _INDEX.finditer(key):
             part = key[len(_FLAG) + 1 : match.start()]
-            elements = config.get(part) if "." not in part else None
-            if isinstance(elements, list | tuple) and int(match[1]) >= len(elements):
+            elements = _found(config, part)
+            if elements is None:
+                faults.append(f"{key}: the config file has no {part}, whose elements flags change")
+            elif isinstance(elements, list | tuple) and int(match[1]) >= len(elements):
                 faults.append(f"{key}: {part} has {len(elements)} elements, counted from 0")
     if faults:
         raise ConfigError("; ".join(faults))
+
+
+def _found(config: Any, path: str) -> Any:
+    """What a file's config has at a path such as tasks[0].name; None: nothing."""
+    for part in _INDEX.sub(r".\1", path).split("."):
+        if isinstance(config, list | tuple):
+            config = config[int(part)] if part.isdecimal() and int(part) < len(config) else None
+        else:
+            config = config.get(part) if isinstance(config, config_dict.ConfigDict) else None
+    return config
 
 
 def resolved_config_json(cfg: Any) -> str:

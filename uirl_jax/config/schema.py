@@ -184,6 +184,7 @@ class RunConfig:
             *self._faults_of_quantized_weights(),
             *self._faults_of_sampling_server(),
             *self._faults_of_all_weights(),
+            *self._faults_of_groups(),
             *self._faults_of_policy_lag(),
             *self._faults_of_temperatures(),
             *self._faults_of_evaluation(),
@@ -343,6 +344,29 @@ class RunConfig:
             for name, used in needs.items()
             if used
         ]
+
+    def _faults_of_groups(self) -> list[str]:
+        """Groups that teach nothing, and updates for which there are too few."""
+        faults, algorithm = [], self.algorithm
+        if algorithm.minibatches > self.learner.groups_per_step:
+            faults.append(
+                f"algorithm.minibatches={algorithm.minibatches}: a group is in one minibatch, so "
+                f"at most learner.groups_per_step={self.learner.groups_per_step}"
+            )
+        advantage = algorithm.advantage
+        if (
+            self.learner.steps
+            and self.actor.group_size == 1
+            and algorithm.objective == "policy"
+            and advantage.within_groups
+            and not (advantage.function or advantage.screen_weight or algorithm.replay)
+            and advantage.virtual_return is None
+        ):
+            faults.append(
+                "actor.group_size=1: every advantage within a group of one is 0; set "
+                "actor.group_size, or algorithm.advantage.normalise='batch' or 'none'"
+            )
+        return faults
 
     def _faults_of_policy_lag(self) -> list[str]:
         """A lag at which the learner drops every group."""

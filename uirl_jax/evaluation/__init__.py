@@ -38,6 +38,7 @@ from uirl_jax.evaluation.results import (
     SUMMARY_FILE,
     episodes_summary,
     forget_after,
+    keep_final,
     read_results,
     rename_stage,
     stage_name,
@@ -52,7 +53,7 @@ from uirl_jax.evaluation.statistics import (
     count,
     renderers_text,
 )
-from uirl_jax.evaluation.suite import Suite
+from uirl_jax.evaluation.suite import Suite, distinct
 from uirl_jax.evaluation.suite_play import (
     SCORES_FILE,
     SUITES_DIR,
@@ -101,6 +102,7 @@ __all__ = [
     "compare",
     "conclude",
     "count",
+    "distinct",
     "ended_episodes",
     "episodes_summary",
     "eval_tasks",
@@ -112,6 +114,7 @@ __all__ = [
     "format_scores",
     "format_table",
     "format_tasks",
+    "keep_final",
     "objection",
     "open_suite",
     "outcome_of",

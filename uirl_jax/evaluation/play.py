@@ -5,6 +5,7 @@ starts no sessions, samples nothing and imports neither actor nor learner. `seed
 seeds of both.
 """
 
+import collections
 import dataclasses
 import inspect
 import os
@@ -47,10 +48,12 @@ def eval_tasks(
     first = seed * _RUN_SEED_STRIDE
     seed_of = {"held_out": eval_seed, "tuning": tune_seed}[seeds]
     tasks = []
+    so_far: collections.Counter[TaskSpec] = collections.Counter()
     for idx in range(n):
         kind = kinds[idx % len(kinds)]
         # Recorded rows are played in the order of their seeds: a kind leaves out none of its own.
-        number = idx // len(kinds) if kind.name.startswith(RECORDED) else idx
+        number = so_far[kind] if kind.name.startswith(RECORDED) else idx
+        so_far[kind] += 1
         tasks.append(dataclasses.replace(kind, seed=seed_of(first + number)))
     return tasks
 

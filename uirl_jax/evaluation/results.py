@@ -80,6 +80,16 @@ def stage_name(asked: str, version: int, last_version: int) -> str:
     return asked or f"version_{version}"
 
 
+def keep_final(workdir: str | os.PathLike[str], steps: int) -> None:
+    """Renames the final evaluation to its version, so that a longer run has another one.
+
+    Args: steps: the version where the result does not know it, as that of an earlier release.
+    """
+    final = read_results(workdir).get("after")
+    known = None if final is None else final.policy_version  # a callback may have ended the run
+    rename_stage(workdir, "after", f"version_{steps if known is None else known}")
+
+
 def rename_stage(workdir: str | os.PathLike[str], stage: str, name: str) -> None:
     """Renames a finished stage, so that its old name can be evaluated again.
 

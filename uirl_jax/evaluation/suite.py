@@ -17,7 +17,7 @@ of `seeds.tune_seed`; `seeds` names instances one by one.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Self
 
 from uirl_jax.engine.requests import MIN_TEMPERATURE
@@ -129,28 +129,11 @@ class Suite:
         ]
         return dataclasses.replace(self, name=f"{self.name}-tuning", tasks=tuple(tasks))
 
-    def without_repeats(self, shown_by: Callable[[TaskSpec], Hashable | None]) -> Self:
-        """The suite without instances that would play what an earlier one plays.
-
-        A recorded set has so many rows; its seeds go through them again and again, and an interval
-        that counted a row twice would be too narrow.
-
-        Args: shown_by: equal for two instances of a task that are the same; None: it is like no
-          other.
-        """
-        seen: set[Hashable] = set()
-
-        def is_new(spec: TaskSpec) -> bool:
-            shown = shown_by(spec)
-            key = (spec.name, spec.variant, spec.max_turns, shown)
-            if shown is not None and key in seen:
-                return False
-            seen.add(key)
-            return True
-
-        tasks = []
+    def only(self, specs: Collection[TaskSpec]) -> Self:
+        """The suite with these of its instances."""
+        kept, tasks = set(specs), []
         for task in self.tasks:
-            seeds = tuple(spec.seed for spec in task.specs if is_new(spec))
+            seeds = tuple(spec.seed for spec in task.specs if spec in kept)
             if len(seeds) == len(task.specs):
                 tasks.append(task)
             elif seeds:
@@ -161,3 +144,24 @@ class Suite:
     def specs(self) -> list[TaskSpec]:
         """The instances, each once."""
         return [spec for task in self.tasks for spec in task.specs]
+
+
+def distinct(
+    specs: Iterable[TaskSpec], shown_by: Callable[[TaskSpec], Hashable | None]
+) -> list[TaskSpec]:
+    """The instances without those that would play what an earlier one plays.
+
+    A recorded set has so many rows; its seeds go through them again and again, and an interval that
+    counted a row twice would be too narrow.
+
+    Args: shown_by: equal for two instances of a task that are the same; None: it is like no other.
+    """
+    kept = []
+    seen: set[Hashable] = set()
+    for spec in specs:
+        shown = shown_by(spec)
+        key = (spec.name, spec.variant, spec.max_turns, shown)
+        if shown is None or key not in seen:
+            seen.add(key)
+            kept.append(spec)
+    return kept

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,13 +191,14 @@ def _recording(directory: Path, contender: Contender) -> Iterator[Callable[[Traj
     kept_bytes = 0  # of their screenshots
     written_s = time.monotonic()
     # Not their count: the user may have removed a damaged file from among them.
-    taken = [int(path.stem) for path in directory.glob("*.tfrecord") if path.stem.isdecimal()]
-    numbers = itertools.count(max(taken, default=-1) + 1)
+    taken = [path.stem.partition("-")[0] for path in directory.glob("*.tfrecord")]
+    numbers = itertools.count(max((int(n) for n in taken if n.isdecimal()), default=-1) + 1)
+    mine = uuid.uuid4().hex[:8]  # another process may play the same contender, as `base`
 
     def write() -> None:
         nonlocal written_s, kept_bytes
         if kept:
-            path = directory / f"{next(numbers):06d}.tfrecord"
+            path = directory / f"{next(numbers):06d}-{mine}.tfrecord"
             write_shard(path, kept, base_hash=contender.base_hash, layout=contender.layout)
             kept.clear()
             kept_bytes = 0

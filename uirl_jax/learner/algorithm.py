@@ -10,7 +10,7 @@ selects the groups of a step; this module reads no shards, publishes nothing and
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -78,18 +78,19 @@ class AlgorithmConfig:
                 "algorithm.aggregation='constant_length' needs algorithm.max_tokens: the maximum "
                 "number of tokens an episode may sample (max_turns x max_new_tokens)"
             )
-        within_groups = self.advantage.normalise not in ("batch", "none")
         if self.drop_equal_groups and not (
-            within_groups
+            self.advantage.within_groups
             and self.advantage.credit == "episode"
             and not self.kl_in_reward
             and not self.reward.overlong_max_tokens
             and not self.advantage.screen_weight
+            and not self.advantage.function
         ):
             raise ConfigError(
                 "algorithm.drop_equal_groups: a group with equal rewards may have non-zero "
                 "advantages with this config; it needs advantage.credit='episode', advantages "
-                "within groups, loss.kl_in='loss', no overlong shaping and no screen_weight"
+                "within groups, loss.kl_in='loss', no overlong shaping, no screen_weight and no "
+                "function of your own"
             )
         if self.advantage.normalise == "group_ratio" and (
             self.kl_in_reward or self.reward.overlong_max_tokens
@@ -97,6 +98,11 @@ class AlgorithmConfig:
             raise ConfigError(
                 "algorithm.advantage.normalise='group_ratio' needs returns of at least 0: set "
                 "loss.kl_in='loss' and no overlong shaping"
+            )
+        if self.stop_kl and self.objective == "imitation":
+            raise ConfigError(
+                f"algorithm.stop_kl={self.stop_kl:g}: imitation has no old policy whose KL could "
+                "stop its epochs; set it to 0"
             )
         if self.replay and self.objective == "policy" and self.loss.importance == "none":
             raise ConfigError(
@@ -287,7 +293,7 @@ def update(
                     state, frozen, arrays, minibatch.scored, number=number
                 )
             updates.append(learner_step.to_floats(metrics))
-            if cfg.stop_kl and updates[-1].get("actor/old_kl", 0.0) > cfg.stop_kl:
+            if cfg.stop_kl and _old_kl(updates[-1], cfg) > cfg.stop_kl:
                 break
         else:
             continue
@@ -303,6 +309,16 @@ def update(
     slots = sum(batch.segment_ids_bt.size for part in minibatches for batch in part.batches)
     metrics["learner/padding"] = 1.0 - tokens / slots if slots else 0.0
     return state, metrics, tokens
+
+
+def _old_kl(metrics: Mapping[str, float], cfg: AlgorithmConfig) -> float:
+    """KL(old || policy) of an update. Raises: UserCodeError: an own loss does not return it."""
+    if "actor/old_kl" not in metrics:
+        raise UserCodeError(
+            f"{cfg.loss.function}: returns no actor/old_kl, which algorithm.stop_kl="
+            f"{cfg.stop_kl:g} needs; return its sum over the tokens, or set stop_kl to 0"
+        )
+    return metrics["actor/old_kl"]
 
 
 # The fields that the first process computes for all.

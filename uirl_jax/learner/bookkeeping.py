@@ -134,7 +134,7 @@ class Bookkeeping:
     # ------------------------------------------------------------------------------ records in
 
     def take(self, count: int, version: int, max_staleness: int) -> list[Group] | None:
-        """Takes the next `count` whole groups and counts them as trained; None if too few arrived.
+        """Takes the next `count` whole groups, which are trained from now on; None: too few yet.
 
         Args:
           version: the policy version that the learner holds.
@@ -145,8 +145,12 @@ class Bookkeeping:
         )
         for group in groups or ():
             self._trained.add(_index_of(group[0].group_id))
-            self._curriculum.count(self._tallies, group)
         return groups
+
+    def count(self, groups: Sequence[Group]) -> None:
+        """Counts the successes and whole rewards of groups that were taken, by task."""
+        for group in groups:
+            self._curriculum.count(self._tallies, group)
 
     def begin_at(self, regular: int) -> None:
         """Counts another run's groups, with which this one began, as if they were its own.

@@ -44,6 +44,10 @@ from uirl_jax.verifiers.recorded.rewards import parts_of
 # A step takes at most MAX_REFILLS x groups_per_step groups, then trains on those that it has.
 MAX_REFILLS = 10
 FIRST_WAIT_S = 60.0  # for records, before it is said
+_LEARNS_AGAIN = (
+    "The same command would learn from them again: go on in another --workdir, with "
+    "--resume_from={} and other settings, such as a lower learning rate"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +153,7 @@ def run_learner(
       profile_steps: the first and the last that are traced; see `profiling`.
     Raises:
       CheckpointError: there are checkpoints and all are damaged.
-      TrainingError: a loss, gradient norm or reward is not finite (the step's records are moved to
+      TrainingError: a loss, gradient norm or reward is not finite (the step's records are copied to
         quarantine/), or there is no episode to imitate. The last checkpoint is kept.
     """
     own_rewards = OwnRewards(cfg.algorithm.reward)
@@ -204,7 +208,8 @@ def run_learner(
                 check_finite(step + 1, metrics)
             except TrainingError as error:
                 location = books.set_aside(step + 1, groups)
-                raise TrainingError(f"{error}; its records are in {location}") from None
+                way_out = _LEARNS_AGAIN.format(store.location())
+                raise TrainingError(f"{error}; its records are in {location}. {way_out}") from None
             del groups, chosen, batches  # frees screenshots before the next step's are read
             step += 1
             learnt_s = time.monotonic() - step_started_s - waited_s
@@ -360,6 +365,7 @@ def _take(
         if more is None:
             break
         more = [own_rewards.add(group) for group in more]
+        books.count(more)
         if cfg.algorithm.replay:
             more = books.replay(more, step + 1)
         for group in more:

@@ -9,7 +9,6 @@ shards keep the verifier's reward.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +17,8 @@ from uirl_jax import user_code
 from uirl_jax.errors import ConfigError
 from uirl_jax.rl.rewards import OwnReward, RewardConfig
 from uirl_jax.types import Trajectory
+
+_MAX_REWARD = 1e6  # as of a verifier
 
 
 class OwnRewards:
@@ -46,7 +47,7 @@ class OwnRewards:
     def add(self, group: Sequence[Trajectory]) -> list[Trajectory]:
         """The group with its whole rewards.
 
-        Raises: UserCodeError: a function raised, or returned no finite number.
+        Raises: UserCodeError: a function raised, or returned no number, or one beyond 1e6.
         """
         if not self._functions:
             return list(group)
@@ -58,8 +59,11 @@ class OwnRewards:
         for name, (own, function) in self._functions.items():
             with user_code.blamed(own.function):
                 value = float(function(trajectory))
-                if not math.isfinite(value):
-                    raise ValueError(f"returned {value} for episode {trajectory.episode_id}")
+                if not abs(value) <= _MAX_REWARD:  # written so that NaN fails
+                    raise ValueError(
+                        f"returned {value} for episode {trajectory.episode_id}, expected a number "
+                        f"from -{_MAX_REWARD:g} to {_MAX_REWARD:g}"
+                    )
             self._seen.setdefault(name, []).append(value)
             total += own.weight * value
         return dataclasses.replace(trajectory, reward=total)

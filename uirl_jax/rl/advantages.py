@@ -63,16 +63,19 @@ class AdvantageConfig:
             user_code.check(self.function, "advantage.function")
             if self.estimator == "gae":
                 raise ConfigError("advantage.function: replaces estimator='group', not 'gae'")
-        within_groups = self.normalise not in ("batch", "none")
+        within_groups = self.within_groups
         if within_groups and (self.estimator == "gae" or self.credit == "token"):
             raise ConfigError(
                 f"advantage.normalise={self.normalise!r}: tokens cannot be compared within a group "
                 f"with estimator={self.estimator!r}, credit={self.credit!r}; use 'batch' or 'none'"
             )
-        if self.virtual_return is not None and not (within_groups and self.credit == "episode"):
+        if self.virtual_return is not None and not (
+            within_groups and self.credit == "episode" and not self.function
+        ):
             raise ConfigError(
                 f"advantage.virtual_return={self.virtual_return}: adds a virtual episode to each "
-                "group; it needs advantage.credit='episode' and advantages within groups"
+                "group; it needs advantage.credit='episode', advantages within groups and no "
+                "function of your own"
             )
         if self.normalise == "group_ratio" and (self.virtual_return or 0.0) < 0:
             raise ConfigError(
@@ -87,6 +90,11 @@ class AdvantageConfig:
                 "episodes; it needs advantage.credit='episode', advantages within groups and no "
                 "function of your own"
             )
+
+    @property
+    def within_groups(self) -> bool:
+        """Whether an advantage compares the members of a group."""
+        return self.normalise not in ("batch", "none")
 
 
 def group_advantages(
@@ -293,7 +301,13 @@ def generalised_advantages(
     Raises: TrainingError: a reward or value that is not finite, or lengths that do not add up.
     Source: arXiv:1506.02438, eq. 16.
     """
-    _check([token_rewards_s, values_s], [turn_lengths, turn_lengths])
+    _check([token_rewards_s], [turn_lengths])
+    _check([np.zeros(len(values_s))], [turn_lengths])
+    if not np.isfinite([*values_s, bootstrap]).all():
+        raise TrainingError(
+            f"the critic's values {np.asarray(values_s).tolist()}, and {bootstrap} after them, are "
+            "not all finite: it has diverged"
+        )
     tokens = len(values_s)
     ends = np.zeros(tokens, bool)
     ends[np.cumsum(turn_lengths, dtype=np.int64) - 1] = tokens > 0

@@ -66,7 +66,7 @@ def token_rewards(
     Args:
       kl_s: float[S], log(old / ref) of the sampled tokens: the k1 estimate, subtracted per token if
         the KL is in the reward (RLHF's form, arXiv:2203.02155, section 3.5).
-    Raises: TrainingError: a reward that is not finite.
+    Raises: TrainingError: a reward or KL that is not finite.
     """
     lengths = turn_lengths(trajectory)
     rewards_s = np.zeros(sum(lengths))
@@ -74,14 +74,19 @@ def token_rewards(
         for end, turn in zip(np.cumsum(lengths), trajectory.turns, strict=True):
             rewards_s[end - 1] += cfg.turns * turn.reward
         rewards_s[-1] += cfg.outcome * trajectory.reward + overlong_penalty(len(rewards_s), cfg)
-    if kl_s is not None:
-        rewards_s -= kl_coefficient * kl_s
     if not np.isfinite(rewards_s).all():
         raise TrainingError(
             f"episode {trajectory.episode_id}: reward {trajectory.reward}, turns "
             f"{[turn.reward for turn in trajectory.turns]}: not all finite"
         )
-    return rewards_s
+    if kl_s is None:
+        return rewards_s
+    if not np.isfinite(kl_s).all():
+        raise TrainingError(
+            f"episode {trajectory.episode_id}: the KL of its tokens is not finite: the policy has "
+            "diverged"
+        )
+    return rewards_s - kl_coefficient * kl_s
 
 
 def overlong_penalty(sampled_tokens: int, cfg: RewardConfig) -> float:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 from uirl_jax import evaluation, metrics, watch
 from uirl_jax.actor.journal import run_totals
@@ -132,23 +133,24 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     results = evaluation.read_results(run.workdir)
     summary_path = run.workdir / evaluation.SUMMARY_FILE
     page = run.workdir / "report.html"
-    # An existing summary is from the process that finished the run; its peak memory is kept.
-    if not _is_json_object(summary_path):  # or it is damaged
-        # A bucket has the journals of all hosts; those of this one's actors are newer here.
-        episodes = run_totals([run.store, LocalStore(run.workdir)], run.run_id)
-        content = evaluation.summary(
-            results,
-            seed=run.cfg.seed,
-            train_seconds=result.train_seconds,
-            peak_rss_gib=peak_rss_gib,
-            accounting=result.accounting,
-            lost=episodes["lost"],
-            env_error=episodes["env_error"],
-            report=page,
-            facts=watch.machine_facts(),
-        )
-        evaluation.write_summary(run.workdir, content)
-    content = json.loads(summary_path.read_text(encoding="utf-8"))
+    # A bucket has the journals of all hosts; those of this one's actors are newer here.
+    episodes = run_totals([run.store, LocalStore(run.workdir)], run.run_id)
+    content = evaluation.summary(
+        results,
+        seed=run.cfg.seed,
+        train_seconds=result.train_seconds,
+        peak_rss_gib=peak_rss_gib,
+        accounting=result.accounting,
+        lost=episodes["lost"],
+        env_error=episodes["env_error"],
+        report=page,
+        facts=watch.machine_facts(),
+    )
+    # An existing summary is from the process that finished the run: what it says of that stays.
+    earlier = _object_of(summary_path)
+    if type(earlier.get("peak_rss_gib")) in (int, float):
+        content |= {name: earlier[name] for name in ("peak_rss_gib", "facts") if name in earlier}
+    evaluation.write_summary(run.workdir, content)
     watch.write_report(run.workdir)
     print()
     if results:
@@ -162,8 +164,10 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     print(f"report:   {page}", flush=True)
 
 
-def _is_json_object(path: Path) -> bool:
+def _object_of(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds; {} where it is missing, damaged or no object."""
     try:
-        return isinstance(json.loads(path.read_bytes()), dict)
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,7 +1,6 @@
 """Evaluates policies: of a run on its own held-out instances, or several on a suite."""
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import json
@@ -13,18 +12,15 @@ from pathlib import Path
 
 from uirl_jax import evaluation, metrics
 from uirl_jax.config.schema import RunConfig, TaskConfig
-from uirl_jax.errors import ConfigError, VerifierError
+from uirl_jax.errors import ConfigError
 from uirl_jax.families import loading
 from uirl_jax.learner.bookkeeping import read_adapters
 from uirl_jax.learner.curriculum import CurriculumConfig
-from uirl_jax.log_lines import key_values
 from uirl_jax.players import Adapters, Players
 from uirl_jax.roles import contenders
 from uirl_jax.roles.verifier import bundled_server
 from uirl_jax.run import Run
 from uirl_jax.store import files, open_store
-from uirl_jax.types import TaskSpec
-from uirl_jax.verifiers.recorded import sets as recorded_sets
 from uirl_jax.verifiers.recorded.rewards import PREFIX as RECORDED
 
 BEST_FILE = "best/best.json"
@@ -107,7 +103,7 @@ def run_suite(
     """
     for checkpoint in checkpoints:
         contenders.check(run, checkpoint)
-    suite = without_repeated_rows(run, suite)
+    suite = suite.only(run.without_repeated_rows(suite.specs, suite=suite.name))
     directory = evaluation.open_suite(run.workdir, suite)
     played: dict[str, evaluation.Played] = {}
 
@@ -130,42 +126,6 @@ def run_suite(
             recorded = evaluation.recorded_results(evaluation.ended_episodes(directory / name))
             print(f"\n{name}\n{evaluation.format_recorded(recorded)}\n")
     print(f"scores: {directory / 'scores.json'}", flush=True)
-
-
-def without_repeated_rows(run: Run, suite: evaluation.Suite) -> evaluation.Suite:
-    """The suite with each step of the run's recorded sets at most once; says what it left out.
-
-    What a server of others has is not known here: its suites are played as they are.
-
-    Raises: ConfigError: a set that cannot be read, or has no rows of the split.
-    """
-    names = {task.name for task in suite.tasks if task.name.startswith(RECORDED)}
-    if not names or not run.cfg.verifier.is_bundled:
-        return suite
-    paths = run.cfg.verifier.recorded.sets
-    sets = recorded_sets.load({name: paths[name] for name in paths if RECORDED + name in names})
-
-    def shown_by(spec: TaskSpec) -> tuple[int, int] | None:
-        return sets.shown(spec) if spec.name in names else None
-
-    try:
-        distinct = suite.without_repeats(shown_by)
-    except VerifierError as error:
-        raise ConfigError(f"suite {suite.name}: {error}") from error
-    asked = collections.Counter(spec.label for spec in suite.specs)
-    played = collections.Counter(spec.label for spec in distinct.specs)
-    for label, instances in asked.items():
-        if played[label] < instances:
-            line = key_values(
-                "suite_shortened",
-                suite=suite.name,
-                task=label,
-                asked=instances,
-                played=played[label],
-                reason="the set has no more that differ",
-            )
-            print(line, flush=True)
-    return distinct
 
 
 @contextlib.contextmanager

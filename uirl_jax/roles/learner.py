@@ -18,6 +18,7 @@ from uirl_jax.learner.cold_start import run_cold_start
 from uirl_jax.learner.follow import follow_learner
 from uirl_jax.learner.loop import Hooks, Judge, LearnerResult, all_are_good, run_learner
 from uirl_jax.learner.training import TrainingConfig
+from uirl_jax.log_lines import key_values
 from uirl_jax.models import sharding
 from uirl_jax.players import BackgroundLoop
 from uirl_jax.roles.eval import own_verifier
@@ -136,7 +137,7 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 
 def check_batches(cfg: RunConfig, mesh: jax.sharding.Mesh | AbstractMesh) -> None:
-    """Checks that a part of a batch holds what one context may show.
+    """Checks that a part of a batch holds what one context may show; says if rows are not divided.
 
     Args: cfg: completed.
     Raises: ConfigError.
@@ -151,3 +152,13 @@ def check_batches(cfg: RunConfig, mesh: jax.sharding.Mesh | AbstractMesh) -> Non
             f"learner.batch.image_rows={batch.image_rows}: a context may have {shown} screenshots, "
             f"{where} holds {held}; set ({shown * parts},)"
         )
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch.rows % devices:
+        line = key_values(
+            "rows_not_divided",
+            rows=batch.rows,
+            parts=devices,
+            reason=f"every part of the mesh computes all rows; set learner.batch.rows={devices} or "
+            "a multiple",
+        )
+        print(line, flush=True)

@@ -142,8 +142,9 @@ def drift(evidence: Evidence) -> str:
         return ""  # actors sample with the last good policy
     return (
         f"actor and learner disagree about the same policy by {found:.2g} nats a token "
-        "(offpolicy/drift): different weights, temperature or chat template. With a sampling "
-        "server, compare its settings with docs/openai_server.md; quantised weights drift too. "
+        "(offpolicy/drift): different weights, temperature or chat template; top_p and top_k add "
+        "what they cut off. With a sampling server, compare its settings with "
+        "docs/openai_server.md; quantised weights drift too. "
         "python -m tools.compare_logprobs WORKDIR shows which tokens"
     )
 

@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from uirl_jax.store.temporary import HeldFolder
+
+PROFILES = "uirl-chromium-"  # folders below the temporary one
 
 Listener = Callable[[str, str, dict[str, Any]], None]  # session, method, parameters
 
@@ -30,7 +32,7 @@ class Chromium(asyncio.Protocol):
     def __init__(self) -> None:
         self.version = ""
         self._pid = 0
-        self._folder = ""
+        self._profile: HeldFolder | None = None
         self._transport: asyncio.Transport
         self._unread = bytearray()  # of a message that has not arrived as a whole
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -46,7 +48,7 @@ class Chromium(asyncio.Protocol):
         browser = cls()
         ours, theirs = socket.socketpair()
         with theirs:
-            browser._folder = tempfile.mkdtemp(prefix="uirl-chromium-")
+            browser._profile = HeldFolder(PROFILES)
             try:
                 browser._pid = os.posix_spawn(
                     executable,
@@ -54,7 +56,7 @@ class Chromium(asyncio.Protocol):
                         str(executable),
                         *arguments,
                         "--remote-debugging-pipe",
-                        f"--user-data-dir={browser._folder}",
+                        f"--user-data-dir={browser._profile.path}",
                         "about:blank",
                     ],
                     environment,
@@ -68,7 +70,7 @@ class Chromium(asyncio.Protocol):
                 )
             except BaseException:
                 ours.close()
-                shutil.rmtree(browser._folder, ignore_errors=True)
+                browser._profile.remove()
                 raise
         try:
             loop = asyncio.get_running_loop()
@@ -112,7 +114,8 @@ class Chromium(asyncio.Protocol):
             os.killpg(self._pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             await asyncio.to_thread(os.waitpid, self._pid, 0)
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        if self._profile is not None:
+            await asyncio.to_thread(self._profile.remove)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

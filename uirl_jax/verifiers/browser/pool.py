@@ -13,8 +13,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from uirl_jax.log_lines import key_values
+from uirl_jax.store.temporary import remove_abandoned
 from uirl_jax.verifiers.browser import BrowserError, PoolFullError, rendering
-from uirl_jax.verifiers.browser.cdp import Chromium
+from uirl_jax.verifiers.browser.cdp import PROFILES, Chromium
 from uirl_jax.verifiers.browser.tab import Tab
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class BrowserPool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "BrowserPool":
+        await asyncio.to_thread(remove_abandoned, PROFILES)
         self._num_preparing += self._warm
         tasks = [asyncio.create_task(self._prepare()) for _ in range(self._warm)]
         self._tasks.update(tasks)

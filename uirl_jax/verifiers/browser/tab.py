@@ -22,6 +22,7 @@ ANSWER_S = 10.0  # of silence before a page counts as hung
 MAX_PRESS_S = 5.0
 KEPT_PAGES = 16  # that rest in a process: 202 MiB (PSS) after a while, 181 with one page
 _DRAG_STEPS = 8
+_KEY_S = 0.01  # for each key of a text beyond ANSWER_S, with others on the machine
 _TYPED_CHARS = 200  # what is longer goes in as a whole: key by key it takes 2 ms a character
 
 # Two frames pass; the answer is how much was on its way in them: changes of the document, loading,
@@ -236,7 +237,12 @@ class Tab:
             await self._page.evaluate("history.back()")
 
     async def _type(self, text: str) -> None:
-        for number, part in enumerate(text.split("\t")):
+        parts = text.split("\t")
+        if self._deadline is not None and not self.broken:
+            keys = sum(1 + len(part) for part in parts if len(part) <= _TYPED_CHARS)
+            last_s = asyncio.get_running_loop().time() + ANSWER_S + _KEY_S * keys
+            self._deadline.reschedule(last_s)
+        for number, part in enumerate(parts):
             if number > 0:
                 await self._press(["tab"])
             if len(part) > _TYPED_CHARS:

@@ -13,6 +13,7 @@ from uirl_jax.untrusted.images import MAX_JPEG_SCANS, has_too_many_scans
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _IHDR_BYTES = 13
+_MAX_PARTS = 10_000  # chunks or segments: empty ones by the million hold up every episode
 _JPEG_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # SOF0-15; not DHT, JPG, DAC
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length: TEM, RST0-7
 
@@ -56,7 +57,7 @@ def _png_size(data: bytes) -> tuple[int, int]:
     size: tuple[int, int] | None = None
     has_pixels = False
     view, place = memoryview(data), len(_PNG)
-    while True:
+    for _ in range(_MAX_PARTS):
         length, kind = struct.unpack_from(">I4s", data, place)
         (crc,) = struct.unpack_from(">I", data, place + 8 + length)
         if zlib.crc32(view[place + 4 : place + 8 + length]) != crc:
@@ -77,12 +78,13 @@ def _png_size(data: bytes) -> tuple[int, int]:
             assert size is not None  # the first chunk was a header
             return size
         place += 12 + length
+    raise ImageError(f"it has more than {_MAX_PARTS} chunks")
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:
     size: tuple[int, int] | None = None
     place = 2
-    while True:
+    for _ in range(_MAX_PARTS):
         if data[place] != 0xFF:
             raise ImageError("there is no marker where one belongs")
         marker = data[place + 1]
@@ -103,6 +105,8 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
             height_px, width_px = struct.unpack_from(">HH", data, place + 5)
             size = width_px, height_px
         place += 2 + length
+    else:
+        raise ImageError(f"it has more than {_MAX_PARTS} segments before its pixels")
     if size is None or data.find(b"\xff\xd9", place) < 0:
         raise ImageError("it has no frame, or no end")
     if has_too_many_scans(data):

@@ -210,7 +210,8 @@ class ContainerClient:
                         if state.ended:
                             break
                         if client is None and state.host:
-                            place = dataclasses.asdict(state) | {"name": name}
+                            host = f"[{state.host}]" if ":" in state.host else state.host  # IPv6
+                            place = dataclasses.asdict(state) | {"name": name, "host": host}
                             client = await stack.enter_async_context(
                                 VerifierClient(
                                     self._cfg.address.format(**place),

@@ -15,6 +15,7 @@ GROUP_BYTES = 2**20  # a row group is closed behind the row that reaches it: hal
 GROUP_ROWS = 1000
 MAX_ROWS = 20_000_000
 MAX_FOOTER_BYTES = 256 * 2**20
+_SNAPPY = 22  # bytes become of one, at most
 MAX_GROUP_BYTES = 256 * 2**20  # a group holds at least one row, whose pictures may be 128 MiB
 MAX_VALUES = 20_000_000  # of a group's columns together, nulls too: they take memory, no bytes
 CODECS = ("UNCOMPRESSED", "SNAPPY")
@@ -143,10 +144,38 @@ def check_groups(path: Path, metadata: Any) -> None:
 
 
 def read_group(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any:
-    """A row group as a pyarrow.Table. Raises RecordError for bytes that cannot be read."""
+    """A row group as a pyarrow.Table, a few rows at a time.
+
+    The footer's list of encodings is the file's word; pages may repeat values all the same.
+
+    Raises RecordError for bytes that cannot be read, or that become more than MAX_GROUP_BYTES.
+    """
     pa = require_pyarrow()
+    told = file.metadata.row_group(group)
+    chunks = [told.column(index) for index in range(told.num_columns)]
+    largest = max(
+        (max(c.total_uncompressed_size, _SNAPPY * c.total_compressed_size) for c in chunks),
+        default=0,
+    )
+    batches, size_bytes = [], 0
     try:
-        return file.read_row_group(group, columns=list(columns), use_threads=False)
+        for batch in file.iter_batches(
+            batch_size=max(1, MAX_GROUP_BYTES // max(1, largest)),  # each may repeat the largest
+            row_groups=[group],
+            columns=list(columns),
+            use_threads=False,
+        ):
+            batches.append(batch)
+            size_bytes += batch.nbytes
+            # Offsets and lists of nulls come on top of what the footer counts.
+            if size_bytes > 2 * MAX_GROUP_BYTES:
+                raise RecordError(
+                    f"{path}: row group {group} becomes more than {2 * MAX_GROUP_BYTES} bytes, and "
+                    f"announces {told.total_byte_size}"
+                )
+        if not batches:
+            return file.read_row_group(group, columns=list(columns), use_threads=False)
+        return pa.Table.from_batches(batches)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise RecordError(f"{path}: row group {group}: {_one_line(error)}") from None
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
-from uirl_jax.errors import ConfigError
+from uirl_jax.errors import ConfigError, UserCodeError
 from uirl_jax.log_lines import key_values
+from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers import wire
 from uirl_jax.verifiers.server.session_types import RunningTask
 
@@ -111,6 +112,7 @@ class OpenSession:
 
         Raises:
           web.HTTPTooManyRequests: too many lately; nothing was applied.
+          web.HTTPUnprocessableEntity: the code of a task of one's own raised.
           web.HTTPNotFound: the session was ended meanwhile.
         """
         if call.action is not None:
@@ -121,7 +123,12 @@ class OpenSession:
                     f"too many actions a second in this session; wait {wait_s:.3g} s",
                     headers={"Retry-After": str(math.ceil(wait_s))},
                 )
-            await self.task.act(call.action)
+            try:
+                await self.task.act(call.action)
+            except UserCodeError as error:  # it may have acted: a 500 would be sent again
+                logger.error("event=act_failed session=%s", self.session_id, exc_info=error)
+                reason = untrusted_json.printable(str(error), 300)
+                raise refusal(web.HTTPUnprocessableEntity, reason) from None
             # From here on: where no screen can be drawn, the repeated request is not applied again.
             self._remember(call.request_id, None)
             self.action_count += 1

@@ -53,6 +53,7 @@ from uirl_jax.verifiers.server.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 2.0  # for the goodbye of a caller who may not read any more
 _HEARD = 8  # messages that wait for the call that runs; behind them pings wait too
 
 
@@ -106,19 +107,20 @@ class OpenEnvDoor:
 
     async def close(self, app: web.Application) -> None:
         """Closes every WebSocket: the server ends."""
-        for socket in list(self._sockets):
-            with contextlib.suppress(ConnectionError):
-                await socket.close(code=1001, message=b"the server ends")
+        ends = {"code": 1001, "message": b"the server ends"}
+        await asyncio.gather(*(_close(socket, **ends) for socket in list(self._sockets)))
 
     async def _serve_socket(self, request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse(
-            max_msg_size=self._limits.max_body_bytes, compress=False, timeout=2.0
+            max_msg_size=self._limits.max_body_bytes, compress=False, timeout=_CLOSE_S
         )
         await socket.prepare(request)
         if len(self._sockets) >= self._limits.max_sessions:
             most = self._limits.max_sessions
-            await self._send(socket, _full(f"{most} of at most {most} connections are open", most))
-            await socket.close()
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                full = _full(f"{most} of at most {most} connections are open", most)
+                await self._send(socket, full)
+            await _close(socket)
             return socket
         self._sockets.add(socket)
         held = _Held()
@@ -144,12 +146,13 @@ class OpenEnvDoor:
             listening.cancel()
             await asyncio.wait([listening])  # `close` reads what follows
             await asyncio.shield(self._end(held))
-            with contextlib.suppress(ConnectionError):
-                await socket.close()
+            await _close(socket)
         return socket
 
     async def _send(self, socket: web.WebSocketResponse, message: dict[str, Any]) -> None:
-        await socket.send_str(json.dumps(message))
+        """Raises: TimeoutError: the caller does not read."""
+        async with asyncio.timeout(self._limits.idle_time_s):
+            await socket.send_str(json.dumps(message))
 
     async def _answer(self, held: "_Held", text: str) -> dict[str, Any] | None:
         """What a message is answered with; None: the caller says goodbye."""
@@ -343,6 +346,13 @@ class OpenEnvDoor:
             "reset_observation": observation,
             "state": {**STATE, "title": "State"},
         }
+
+
+async def _close(socket: web.WebSocketResponse, **options: Any) -> None:
+    """Closes a WebSocket; one whose caller does not read is left after a while."""
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            await socket.close(**options)
 
 
 async def _listen(socket: web.WebSocketResponse, heard: asyncio.Queue[str | bytes | None]) -> None:

@@ -54,6 +54,7 @@ def bundled_server(
         *(f"--recorded-set={name}={path}" for name, path in (recorded or {}).items()),
     ]
     ending, up = threading.Event(), threading.Event()
+    starting = threading.Lock()  # nothing is started once the block has ended
     process: subprocess.Popen[bytes] | None = None
     not_started = ""
 
@@ -62,7 +63,9 @@ def bundled_server(
         pause_s = RESTART_PAUSE_S
         while not ending.is_set():
             try:
-                with log_file.open("ab") as log:
+                with log_file.open("ab") as log, starting:
+                    if ending.is_set():
+                        return
                     # A session of its own: Ctrl-C in the terminal is for this process, which ends
                     # it.
                     process = subprocess.Popen(
@@ -101,7 +104,8 @@ def bundled_server(
         up.set()
         yield
     finally:
-        ending.set()
+        with starting:
+            ending.set()
         if process is not None and process.poll() is None:
             process.terminate()
             try:
