@@ -7,8 +7,9 @@ OpenEnv's protocol is on the same port (`openenv`).
 
 The actor's client treats it like any verifier. No caller is trusted: it listens on loopback or asks
 for a token, checks the Host header, refuses requests from web pages, and limits everything that a
-caller can make grow. This module has access checks, the port and the life of the process; the calls
-are in `sessions`, `field_calls` and `openenv`. There is no TLS: put a proxy in front.
+caller can make grow, but for connections that never ask for anything. This module has access
+checks, the port and the life of the process; the calls are in `sessions`, `field_calls` and
+`openenv`. There is no TLS: put a proxy in front, which also ends such connections.
 """
 
 import argparse
