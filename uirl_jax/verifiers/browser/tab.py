@@ -202,7 +202,8 @@ class Tab:
 
     async def act(self, action: Action) -> None:
         """Applies an action (pixels of the screen), and returns when the page has settled."""
-        async with self._answering():
+        keys = _keys(action.text) if action.kind == "type" and action.text else 0
+        async with self._answering(_KEY_S * keys):
             if action.x is not None and action.y is not None:
                 self._mouse_px = (action.x, action.y)
             await self._apply(action)
@@ -237,12 +238,7 @@ class Tab:
             await self._page.evaluate("history.back()")
 
     async def _type(self, text: str) -> None:
-        parts = text.split("\t")
-        if self._deadline is not None and not self.broken:
-            keys = sum(1 + len(part) for part in parts if len(part) <= _TYPED_CHARS)
-            last_s = asyncio.get_running_loop().time() + ANSWER_S + _KEY_S * keys
-            self._deadline.reschedule(last_s)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(text.split("\t")):
             if number > 0:
                 await self._press(["tab"])
             if len(part) > _TYPED_CHARS:
@@ -319,16 +315,18 @@ class Tab:
                         return
 
     @contextlib.asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
+    async def _answering(self, more_s: float = 0.0) -> AsyncIterator[None]:
+        """Raises BrowserError: what is called takes longer than ANSWER_S, and `more_s`."""
+        most_s = ANSWER_S + more_s
         if self.broken:
             raise BrowserError(f"the browser of this session is lost: {self.broken}")
         try:
-            async with asyncio.timeout(ANSWER_S) as self._deadline:
+            async with asyncio.timeout(most_s) as self._deadline:
                 yield
         except VerifierError:
             raise
         except (CdpError, TimeoutError) as error:
-            reason = str(error).partition("\n")[0][:200] or f"no answer within {ANSWER_S:g} s"
+            reason = str(error).partition("\n")[0][:200] or f"no answer within {most_s:g} s"
             self.broken = self.broken or reason
             raise BrowserError(f"the browser of this session is lost: {self.broken}") from error
 
@@ -337,3 +335,8 @@ class Tab:
         if self._deadline is not None:  # whoever waits for the page need not wait any longer
             with contextlib.suppress(RuntimeError):  # nobody does
                 self._deadline.reschedule(asyncio.get_running_loop().time())
+
+
+def _keys(text: str) -> int:
+    """How many keys are pressed for a text at most: tabs, and what is short between two."""
+    return sum(1 + len(part) for part in text.split("\t") if len(part) <= _TYPED_CHARS)
