@@ -429,10 +429,6 @@ def test_shipped_adapters_fit_the_start_that_they_were_trained_on(name):
             for other in ({"credit": "turn"}, {"normalise": "batch"}, {"function": "my_code:f"})
         ),
         ({"drop_equal_groups": True, "advantage": {"screen_weight": 1.0}}, "no screen_weight"),
-        (
-            {"drop_equal_groups": True, "advantage": {"function": "my_code:f"}},
-            "no function of your own",
-        ),
         ({"objective": "imitation", "stop_kl": 0.1}, "imitation has no old policy"),
         ({"reward": {"overlong_max_tokens": 5}}, "overlong_buffer_tokens=0, expected 1 to"),
         ({"epochs": 0}, "algorithm.epochs"),

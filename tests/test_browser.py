@@ -278,7 +278,7 @@ def test_typed_text_arrives_key_by_key_and_long_text_whole(world):
 def test_text_of_many_keys_has_the_time_for_them(world, monkeypatch):
     """Parts between tabs are typed key by key, however many there are."""
     monkeypatch.setattr("uirl_jax.verifiers.browser.tab.ANSWER_S", 0.3)  # less than they take
-    monkeypatch.setattr("uirl_jax.verifiers.browser.tab._KEY_S", 1.0)
+    monkeypatch.setattr("uirl_jax.verifiers.browser.tab.KEY_S", 1.0)
     pool, runner = world
 
     async def run():

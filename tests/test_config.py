@@ -176,7 +176,6 @@ MAIN = """
 import dataclasses
 from absl import app, flags
 from uirl_jax.config import reading
-from uirl_jax.config.schema import RunConfig
 
 @dataclasses.dataclass(frozen=True)
 class Learner:

@@ -420,10 +420,6 @@ def test_gate_ends_a_run_after_its_patience_and_says_why(tmp_path):
             ("evaluation.every=2", "actor.policy_lag=1", "learner.max_staleness=1"),
             "the engine holds an earlier policy with actor.policy_lag=1",
         ),
-        (
-            ("algorithm.minibatches=9", "learner.groups_per_step=8"),
-            "algorithm.minibatches=9: a group is in one minibatch, so at most learner.groups_per_s",
-        ),
         (("actor.group_size=1",), "every advantage within a group of one is 0"),
     ],
 )

@@ -13,7 +13,7 @@ from uirl_jax.errors import RecordError, VerifierError
 from uirl_jax.evaluation.recorded import Cell, RecordedResult
 from uirl_jax.types import Action
 from uirl_jax.verifiers.client.client import VerifierClient
-from uirl_jax.verifiers.recorded import parquet, sets, tables
+from uirl_jax.verifiers.recorded import pages, parquet, sets, tables
 from uirl_jax.verifiers.recorded import task as recorded_task
 from uirl_jax.verifiers.recorded.checks import MAX_ROW_ELEMENTS, check_row
 from uirl_jax.verifiers.recorded.row import Box, Row
@@ -43,23 +43,55 @@ def test_nulls_of_a_small_file_do_not_become_objects(tmp_path, monkeypatch):
     assert made == []
 
 
-def test_pages_that_repeat_values_though_the_footer_says_plain_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "MAX_GROUP_BYTES", 2**20)
-    long, rows = "x" * 2**17, 64  # 8 MiB when they are read
-    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([long]))
-    table = pa.table({"instruction": repeated})
-    options = {"use_dictionary": True, "compression": "snappy", "store_schema": False}
-    pq.write_table(table, tmp_path / "t", **options)
-    content = bytearray((tmp_path / "t").read_bytes())
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_pages_that_repeat_values_though_the_footer_says_plain_are_refused(
+    tmp_path, nested, version
+):
+    long, rows = "x" * 2**12, 64
+    column = pa.array([[long] * 9] * rows if nested else [long] * rows)
+    options = {"compression": "snappy", "data_page_version": version}
+    plain, repeated = tmp_path / "plain", tmp_path / "repeated"
+    pq.write_table(pa.table({"a": column, "b": column}), plain, use_dictionary=False, **options)
+    pq.write_table(pa.table({"a": column, "b": column}), repeated, use_dictionary=["b"], **options)
+    if nested:
+        leaf = "b.list.element"
+        table = pa.table({"a": column, "b": column})
+        pq.write_table(table, repeated, use_dictionary=[leaf], **options)
+    content = bytearray(repeated.read_bytes())
     start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    footer = bytes(content[start:-8])
-    content[start:-8] = footer.replace(b"\x35\x00\x06\x10", b"\x35\x00\x06\x06")
-    (tmp_path / "t").write_bytes(content)
-    with tables.open_parquet(tmp_path / "t") as file:
-        assert "RLE_DICTIONARY" not in file.metadata.row_group(0).column(0).encodings
-        tables.check_groups(tmp_path / "t", file.metadata)
-        with pytest.raises(RecordError, match="row group 0 becomes more than 2097152 bytes"):
-            tables.read_group(tmp_path / "t", file, 0, ["instruction"])
+    footer = bytes(content[start:-8])  # its list of encodings, of which 8 is RLE_DICTIONARY
+    content[start:-8] = footer.replace(b"\x00\x06\x10", b"\x00\x06\x06")
+    repeated.write_bytes(content)
+    with tables.open_parquet(plain) as file, tables.open_parquet(repeated) as forged:
+        told = forged.metadata.row_group(0).column(1).encodings
+        assert not {"RLE_DICTIONARY", "PLAIN_DICTIONARY"} & set(told)
+        tables.check_groups(repeated, forged.metadata)
+        expected = tables.read_group(plain, file, 0, ["a", "b"])
+        assert expected.column("b").to_pylist() == column.to_pylist()
+        assert tables.read_group(repeated, forged, 0, ["a"]).column("a") == expected.column("a")
+        with pytest.raises(RecordError, match="row group 0: a page is no data, as that of a dic"):
+            tables.read_group(repeated, forged, 0, ["b"])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "kind"),
+    [("DELTA_BYTE_ARRAY", pa.string()), ("DELTA_BINARY_PACKED", pa.int64())],
+)
+def test_pages_of_another_encoding_than_the_footer_says_are_refused(encoding, kind):
+    """Of the header of a page, without the footer."""
+    sink = pa.BufferOutputStream()
+    values = pa.array(["a" * 9] * 9 if kind == pa.string() else [7] * 9, kind)
+    table = pa.table({"a": values})
+    pq.write_table(table, sink, use_dictionary=False, column_encoding={"a": encoding})
+    content = sink.getvalue().to_pybytes()
+    group = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(0)
+    ((first, size_bytes),) = pages.chunk_places(group, ["a"])
+    chunk = content[first : first + size_bytes]
+    with pytest.raises(pages.PageError, match="a page has the encoding"):
+        pages.check_pages(chunk)
+    with pytest.raises(pages.PageError):
+        pages.check_pages(chunk[:3])
 
 
 def test_elements_of_a_row_are_counted_before_it_is_written():

@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -444,7 +445,9 @@ class Run:
         """`Players.evaluate` on the run's own instances (evaluation.seeds)."""
         cfg = self.cfg.evaluation
         tasks = evaluation.eval_tasks(self.cfg.kinds, cfg.episodes, seeds=cfg.seeds)
-        tasks = self.without_repeated_rows(tasks, stage=stage)
+        known = evaluation.read_results(self.workdir).get(stage)
+        if known is None or not known.attempts:  # else `evaluate` returns it
+            tasks = await asyncio.to_thread(self.without_repeated_rows, tasks, stage=stage)
         return await players.evaluate(
             stage, tasks, stop, temperature=cfg.temperature, engine=engine
         )
@@ -461,16 +464,13 @@ class Run:
         if not names or not self.cfg.verifier.is_bundled:
             return list(specs)
         paths = self.cfg.verifier.recorded.sets
-        sets = recorded_sets.load({name: paths[name] for name in paths if RECORDED + name in names})
-
-        def shown_by(spec: TaskSpec) -> tuple[int, int] | None:
-            return sets.shown(spec) if spec.name in names else None
-
+        played_of = {name: paths[name] for name in paths if RECORDED + name in names}
         ((kind, name),) = of.items()
         try:
-            kept = evaluation.distinct(specs, shown_by)
+            kept = _each_row_once(tuple(played_of.items()), tuple(specs))
         except VerifierError as error:
-            raise ConfigError(f"{kind} {name}: {error}") from error
+            way_out = "; set evaluation.seeds or evaluation.episodes=0" if kind == "stage" else ""
+            raise ConfigError(f"{kind} {name}: {error}{way_out}") from error
         played = collections.Counter(spec.label for spec in kept)
         for label, asked in collections.Counter(spec.label for spec in specs).items():
             if played[label] < asked:
@@ -483,7 +483,7 @@ class Run:
                     reason="the set has no more that differ",
                 )
                 print(line, flush=True)
-        return kept
+        return list(kept)
 
     async def act(
         self, players: Players, stop: asyncio.Event, actor_index: int
@@ -564,3 +564,17 @@ def _append_report(log: Path, line: str) -> None:
         return
     with log.open("a", encoding="utf-8") as file:
         file.write(line)
+
+
+@functools.lru_cache(maxsize=4)  # an evaluation of a run is played again and again
+def _each_row_once(
+    paths: tuple[tuple[str, str], ...], specs: tuple[TaskSpec, ...]
+) -> tuple[TaskSpec, ...]:
+    """Args: paths: of the recorded sets, by name. Reads them whole: seconds for a gigabyte."""
+    sets = recorded_sets.load(dict(paths))
+    names = {RECORDED + name for name, _ in paths}
+
+    def shown_by(spec: TaskSpec) -> tuple[int, int] | None:
+        return sets.shown(spec) if spec.name in names else None
+
+    return tuple(evaluation.distinct(specs, shown_by))

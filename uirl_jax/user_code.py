@@ -16,7 +16,7 @@ from typing import Any
 
 from uirl_jax.errors import ConfigError, UserCodeError
 
-_REFERENCE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def load(reference: str, key: str, kind: type | None = None, kind_name: str = "a function") -> Any:

@@ -346,27 +346,24 @@ class RunConfig:
         ]
 
     def _faults_of_groups(self) -> list[str]:
-        """Groups that teach nothing, and updates for which there are too few."""
-        faults, algorithm = [], self.algorithm
-        if algorithm.minibatches > self.learner.groups_per_step:
-            faults.append(
-                f"algorithm.minibatches={algorithm.minibatches}: a group is in one minibatch, so "
-                f"at most learner.groups_per_step={self.learner.groups_per_step}"
-            )
-        advantage = algorithm.advantage
+        """Groups that teach nothing."""
+        algorithm, advantage = self.algorithm, self.algorithm.advantage
         if (
-            self.learner.steps
-            and self.actor.group_size == 1
-            and algorithm.objective == "policy"
-            and advantage.within_groups
-            and not (advantage.function or advantage.screen_weight or algorithm.replay)
-            and advantage.virtual_return is None
+            not self.learner.steps
+            or self.actor.group_size > 1
+            or algorithm.objective != "policy"
+            or not advantage.within_groups
+            or advantage.virtual_return is not None
+            or advantage.screen_weight
+            or advantage.function
+            or algorithm.loss.function
+            or algorithm.replay
         ):
-            faults.append(
-                "actor.group_size=1: every advantage within a group of one is 0; set "
-                "actor.group_size, or algorithm.advantage.normalise='batch' or 'none'"
-            )
-        return faults
+            return []
+        return [
+            "actor.group_size=1: every advantage within a group of one is 0; set actor.group_size "
+            "to 2 or more, or algorithm.advantage.normalise to 'batch' or 'none'"
+        ]
 
     def _faults_of_policy_lag(self) -> list[str]:
         """A lag at which the learner drops every group."""

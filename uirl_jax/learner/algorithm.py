@@ -84,13 +84,11 @@ class AlgorithmConfig:
             and not self.kl_in_reward
             and not self.reward.overlong_max_tokens
             and not self.advantage.screen_weight
-            and not self.advantage.function
         ):
             raise ConfigError(
                 "algorithm.drop_equal_groups: a group with equal rewards may have non-zero "
                 "advantages with this config; it needs advantage.credit='episode', advantages "
-                "within groups, loss.kl_in='loss', no overlong shaping, no screen_weight and no "
-                "function of your own"
+                "within groups, loss.kl_in='loss', no overlong shaping and no screen_weight"
             )
         if self.advantage.normalise == "group_ratio" and (
             self.kl_in_reward or self.reward.overlong_max_tokens

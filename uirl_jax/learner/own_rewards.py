@@ -16,7 +16,7 @@ import numpy as np
 from uirl_jax import user_code
 from uirl_jax.errors import ConfigError
 from uirl_jax.rl.rewards import OwnReward, RewardConfig
-from uirl_jax.types import Trajectory
+from uirl_jax.types import METRIC_NAME, Trajectory
 
 _MAX_REWARD = 1e6  # as of a verifier
 
@@ -32,6 +32,11 @@ class OwnRewards:
             raise ConfigError(
                 f"algorithm.reward.functions: {', '.join(names)}: each needs a name of its own, "
                 "for its metric, and none can be called verifier or mean"
+            )
+        if odd := [name for name in names if not METRIC_NAME.fullmatch(f"reward/{name}")]:
+            raise ConfigError(
+                f"algorithm.reward.functions: {odd[0]!r} is the name of a metric too, of A-Z a-z "
+                "0-9 _"
             )
         self._functions: dict[str, tuple[OwnReward, Callable[[Trajectory], float]]] = {
             name: (own, user_code.load(own.function, "algorithm.reward.functions"))

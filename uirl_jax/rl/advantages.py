@@ -303,10 +303,11 @@ def generalised_advantages(
     """
     _check([token_rewards_s], [turn_lengths])
     _check([np.zeros(len(values_s))], [turn_lengths])
-    if not np.isfinite([*values_s, bootstrap]).all():
+    finite = np.isfinite([*values_s, bootstrap])
+    if not finite.all():
         raise TrainingError(
-            f"the critic's values {np.asarray(values_s).tolist()}, and {bootstrap} after them, are "
-            "not all finite: it has diverged"
+            f"{(~finite).sum()} of the critic's {len(finite)} values of an episode are not finite: "
+            "it has diverged"
         )
     tokens = len(values_s)
     ends = np.zeros(tokens, bool)

@@ -148,8 +148,9 @@ def _conclude(run: Run, result: LearnerResult, peak_rss_gib: float) -> None:
     )
     # An existing summary is from the process that finished the run: what it says of that stays.
     earlier = _object_of(summary_path)
-    if type(earlier.get("peak_rss_gib")) in (int, float):
-        content |= {name: earlier[name] for name in ("peak_rss_gib", "facts") if name in earlier}
+    numbers = ("train_seconds", "peak_rss_gib")
+    if all(type(earlier.get(name)) in (int, float) for name in numbers):
+        content |= {name: earlier[name] for name in (*numbers, "facts") if name in earlier}
     evaluation.write_summary(run.workdir, content)
     watch.write_report(run.workdir)
     print()

@@ -137,7 +137,9 @@ def make_mesh(cfg: MeshConfig) -> jax.sharding.Mesh:
 
 
 def check_batches(cfg: RunConfig, mesh: jax.sharding.Mesh | AbstractMesh) -> None:
-    """Checks that a part of a batch holds what one context may show; says if rows are not divided.
+    """Checks that a part of a batch holds what one context may show.
+
+    Says where rows are not divided, and where a step has fewer groups than minibatches.
 
     Args: cfg: completed.
     Raises: ConfigError.
@@ -160,5 +162,15 @@ def check_batches(cfg: RunConfig, mesh: jax.sharding.Mesh | AbstractMesh) -> Non
             parts=devices,
             reason=f"every part of the mesh computes all rows; set learner.batch.rows={devices} or "
             "a multiple",
+        )
+        print(line, flush=True)
+    per_step, minibatches = cfg.learner.groups_per_step, cfg.algorithm.minibatches
+    if cfg.algorithm.objective == "policy" and minibatches > per_step:
+        line = key_values(
+            "fewer_minibatches",
+            minibatches=per_step,
+            asked=minibatches,
+            reason="a group is in one of them, and a step has learner.groups_per_step; the "
+            "learning rate falls as if there were all",
         )
         print(line, flush=True)

@@ -16,6 +16,7 @@ from uirl_jax.untrusted import json as untrusted_json
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of request ids too; always with fullmatch
 IMAGE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 DEFAULT_DELAY_S = 1.0
+KEY_S = 0.01  # that a server may take for each character of a text, beside other work
 MAX_BUNDLED_DELAY_S = 10.0  # that the bundled server takes of one action
 DEFAULT_SCROLL_PX = 300  # what a scroll without an amount means: three notches
 

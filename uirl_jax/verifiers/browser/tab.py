@@ -16,13 +16,13 @@ from uirl_jax.verifiers.browser import BrowserError, keyboard
 from uirl_jax.verifiers.browser.cdp import CdpError, Chromium
 from uirl_jax.verifiers.browser.page import Files, Page, Pages
 from uirl_jax.verifiers.screenshots import encode_again
+from uirl_jax.verifiers.wire import KEY_S
 
 SETTLE_S = 1.0  # bound: a page that moves for ever is shown as it is then
 ANSWER_S = 10.0  # of silence before a page counts as hung
 MAX_PRESS_S = 5.0
 KEPT_PAGES = 16  # that rest in a process: 202 MiB (PSS) after a while, 181 with one page
 _DRAG_STEPS = 8
-_KEY_S = 0.01  # for each key of a text beyond ANSWER_S, with others on the machine
 _TYPED_CHARS = 200  # what is longer goes in as a whole: key by key it takes 2 ms a character
 
 # Two frames pass; the answer is how much was on its way in them: changes of the document, loading,
@@ -203,7 +203,7 @@ class Tab:
     async def act(self, action: Action) -> None:
         """Applies an action (pixels of the screen), and returns when the page has settled."""
         keys = _keys(action.text) if action.kind == "type" and action.text else 0
-        async with self._answering(_KEY_S * keys):
+        async with self._answering(KEY_S * keys):
             if action.x is not None and action.y is not None:
                 self._mouse_px = (action.x, action.y)
             await self._apply(action)

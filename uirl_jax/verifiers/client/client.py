@@ -244,7 +244,9 @@ class VerifierClient:
                 path,
                 query=query,
                 again_if="refused",
-                extra_s=self._delay_s + (action.seconds or 0.0),
+                extra_s=self._delay_s
+                + (action.seconds or 0.0)
+                + wire.KEY_S * len(action.text or ""),
             )
             return self._checked(data, session, "act")
         except RequestRefusedError:
@@ -391,7 +393,7 @@ class VerifierClient:
             ("session", session.id, "act"),
             body=body,
             again_if="failed",
-            extra_s=self._delay_s + (action.seconds or 0.0),
+            extra_s=self._delay_s + (action.seconds or 0.0) + wire.KEY_S * len(action.text or ""),
         )
         return self._checked(data, session, "act")
 

@@ -210,8 +210,9 @@ class ContainerClient:
                         if state.ended:
                             break
                         if client is None and state.host:
-                            host = f"[{state.host}]" if ":" in state.host else state.host  # IPv6
-                            place = dataclasses.asdict(state) | {"name": name, "host": host}
+                            place = dataclasses.asdict(state) | {"name": name}
+                            if ":" in state.host and "[" not in self._cfg.address:  # IPv6
+                                place["host"] = f"[{state.host}]"
                             client = await stack.enter_async_context(
                                 VerifierClient(
                                     self._cfg.address.format(**place),

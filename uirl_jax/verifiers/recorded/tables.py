@@ -10,12 +10,12 @@ from typing import Any
 from uirl_jax.errors import ConfigError, RecordError, UirlError, one_line
 from uirl_jax.store.files import replacing
 from uirl_jax.untrusted.json import printable
+from uirl_jax.verifiers.recorded.pages import PageError, check_pages, chunk_places
 
 GROUP_BYTES = 2**20  # a row group is closed behind the row that reaches it: half a ms to read
 GROUP_ROWS = 1000
 MAX_ROWS = 20_000_000
 MAX_FOOTER_BYTES = 256 * 2**20
-_SNAPPY = 22  # bytes become of one, at most
 MAX_GROUP_BYTES = 256 * 2**20  # a group holds at least one row, whose pictures may be 128 MiB
 MAX_VALUES = 20_000_000  # of a group's columns together, nulls too: they take memory, no bytes
 CODECS = ("UNCOMPRESSED", "SNAPPY")
@@ -144,38 +144,23 @@ def check_groups(path: Path, metadata: Any) -> None:
 
 
 def read_group(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any:
-    """A row group as a pyarrow.Table, a few rows at a time.
+    """A row group as a pyarrow.Table.
 
-    The footer's list of encodings is the file's word; pages may repeat values all the same.
-
-    Raises RecordError for bytes that cannot be read, or that become more than MAX_GROUP_BYTES.
+    Raises RecordError for bytes that cannot be read, or pages that may repeat values: the footer's
+    list of encodings, which `check_groups` reads, is only what the file says of them.
     """
     pa = require_pyarrow()
-    told = file.metadata.row_group(group)
-    chunks = [told.column(index) for index in range(told.num_columns)]
-    largest = max(
-        (max(c.total_uncompressed_size, _SNAPPY * c.total_compressed_size) for c in chunks),
-        default=0,
-    )
-    batches, size_bytes = [], 0
     try:
-        for batch in file.iter_batches(
-            batch_size=max(1, MAX_GROUP_BYTES // max(1, largest)),  # each may repeat the largest
-            row_groups=[group],
-            columns=list(columns),
-            use_threads=False,
-        ):
-            batches.append(batch)
-            size_bytes += batch.nbytes
-            # Offsets and lists of nulls come on top of what the footer counts.
-            if size_bytes > 2 * MAX_GROUP_BYTES:
-                raise RecordError(
-                    f"{path}: row group {group} becomes more than {2 * MAX_GROUP_BYTES} bytes, and "
-                    f"announces {told.total_byte_size}"
-                )
-        if not batches:
-            return file.read_row_group(group, columns=list(columns), use_threads=False)
-        return pa.Table.from_batches(batches)
+        with path.open("rb") as content:
+            for first, size_bytes in chunk_places(file.metadata.row_group(group), columns):
+                content.seek(first)
+                check_pages(content.read(size_bytes))
+        return file.read_row_group(group, columns=list(columns), use_threads=False)
+    except PageError as error:
+        raise RecordError(
+            f"{path}: row group {group}: {error}; write the file with pyarrow's "
+            "use_dictionary=False and no column_encoding"
+        ) from None
     except (OSError, pa.ArrowException, ValueError) as error:
         raise RecordError(f"{path}: row group {group}: {_one_line(error)}") from None
 

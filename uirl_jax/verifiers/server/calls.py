@@ -42,7 +42,7 @@ _STATUSES = {
     408: f"the body was not there within {_BODY_S:g} s",
     413: "the body is too long",
     415: "the body is compressed",
-    422: "what is wrong with the parameters",
+    422: "what is wrong with the parameters; or a task's code failed, and would again",
     429: "too many sessions, or too many actions a second; nothing was done",
     500: "the browser of the session is lost, and the session has ended; or a task's code failed",
     503: "no browser can be had",
