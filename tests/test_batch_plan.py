@@ -178,6 +178,19 @@ def test_run_whose_contexts_do_not_fit_a_data_part_is_refused_at_its_start(
     assert str(caught.value) == f"learner.batch.image_rows={said}"
 
 
+@pytest.mark.parametrize(("asked", "said"), [(2, False), (3, True)])
+def test_more_minibatches_than_groups_are_said(asked, said, capsys):
+    cfg = cluster_world.config_of({})
+    cfg = dataclasses.replace(
+        cfg,
+        learner=dataclasses.replace(cfg.learner, groups_per_step=2),
+        algorithm=dataclasses.replace(cfg.algorithm, minibatches=asked),
+    )
+    check_batches(cfg, abstract_mesh(1, 1))
+    line = "event=fewer_minibatches minibatches=2 asked=3 "
+    assert (line in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("layout", ["one sequence a row", "packed", "prompts shared"])
 def test_visual_tokens_of_every_row_are_its_screenshots_and_its_parts(parts, layout, monkeypatch):

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +14,11 @@ from tests import actor_world as world
 from tests.sample_trajectories import LAYOUT, make_trajectory
 from uirl_jax import policy_sync
 from uirl_jax.actor import admission
-from uirl_jax.learner import bookkeeping, state
+from uirl_jax.learner import bookkeeping, loop, state
+from uirl_jax.learner.algorithm import AlgorithmConfig
 from uirl_jax.learner.curriculum import Curriculum, CurriculumConfig
+from uirl_jax.learner.own_rewards import OwnRewards
+from uirl_jax.rl.rewards import OwnReward, RewardConfig
 from uirl_jax.shards.writer import ShardWriter
 from uirl_jax.store import open_store
 
@@ -63,6 +68,23 @@ def test_groups_taken_since_the_checkpoint_are_not_told_to_actors_and_are_taken_
         assert taken is not None and [group[0].episode_id for group in taken] == ["e0", "e1"]
         assert books.take(1, 0, 0) is None
         assert books.final_accounting()["duplicate"] == 1
+
+
+def test_rewards_by_task_are_those_with_the_functions_of_ones_own(tmp_path):
+    writer = ShardWriter(open_store(tmp_path), "a0", RUN, world.policy().base_hash, layout=LAYOUT)
+    writer.publish([make_trajectory("e0", f"{0:08d}", reward=0.25)])
+    own = OwnRewards(RewardConfig(functions=(OwnReward("examples.own_code.rewards:few_tokens"),)))
+    cfg = SimpleNamespace(
+        learner=SimpleNamespace(groups_per_step=1, max_staleness=0), algorithm=AlgorithmConfig()
+    )
+    kinds = (make_trajectory().task, KINDS[0])
+    with opened(tmp_path, kinds) as books:
+        never, say = threading.Event(), lambda waited_s: None
+        ((group,), _) = loop._take(cfg, books, own, 0, {}, never, say)
+        assert group[0].reward > 0.25
+        told = {name: value for name, value in books.describe().items() if "click_button" in name}
+        (mean,) = (value for name, value in told.items() if name.endswith("/reward"))
+    assert mean == pytest.approx(group[0].reward)
 
 
 KINDS = tuple(dataclasses.replace(make_trajectory().task, name=f"t/{n}") for n in range(2))

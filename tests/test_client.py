@@ -35,6 +35,7 @@ from uirl_jax.types import Action, TaskSpec
 from uirl_jax.untrusted import json as untrusted_json
 from uirl_jax.verifiers.client.client import ClientLimits, VerifierClient
 from uirl_jax.verifiers.server.server import serve
+from uirl_jax.verifiers.server.session_types import DesktopTask
 from uirl_jax.verifiers.tasks.desktop import open_session, scripted_action
 
 TASK = TaskSpec("desktop/click_button", 1)
@@ -422,6 +423,28 @@ def test_time_out_exceeds_the_delay_that_was_asked_for():
             start_s = time.monotonic()
             await client.act(session.id, Action("wait", seconds=0.4), "r1")
             assert time.monotonic() - start_s >= 0.8
+
+    asyncio.run(run())
+
+
+def test_time_out_exceeds_what_typing_takes(monkeypatch):
+    """The server is slow for a text as if every key were pressed on a busy machine."""
+    act = DesktopTask.act
+
+    async def slow(self, action):
+        await asyncio.sleep(1.0)
+        await act(self, action)
+
+    monkeypatch.setattr(DesktopTask, "act", slow)
+
+    async def run():
+        limits = ClientLimits(read_timeout_s=0.4, attempt_timeout_s=0.5, attempts=1)
+        async with (
+            serve() as port,
+            VerifierClient(f"http://127.0.0.1:{port}", limits=limits, delay_s=0.0) as client,
+        ):
+            session = await client.create(TASK)
+            await client.act(session.id, Action("type", text="x" * 400), "r1")
 
     asyncio.run(run())
 

@@ -54,7 +54,10 @@ def test_main_all_roles_in_one_command_end_with_table_and_report(tmp_path, model
     for stage in table:
         said = re.findall(rf'phase="evaluation {stage}" step=(\d)/4', process.stderr)
         assert (said[0], said[-1]) == ("1", "4"), process.stderr
-    # A finished run says the same again, and trains nothing.
+    # A finished run says the same again, and trains nothing; also where a stage has been evaluated
+    # anew since, of which the summary is older.
+    path = tmp_path / "run" / "summary.json"
+    path.write_text(json.dumps(summary | {"after": {"rate": 0.123}}))
     again = run(tmp_path / "run", model_dir, chance)
     assert assert_whole(tmp_path / "run", again) == summary
     # With a step more it carries on, and both ends are in the table.
@@ -101,6 +104,7 @@ def test_main_loss_that_is_not_finite_stops_and_sets_the_records_aside(tmp_path,
     last = process.stderr.strip().splitlines()[-1]
     aside = tmp_path / "run" / "quarantine" / "step-2"
     assert "error: step 2: learner/update_norm=inf is not finite" in last and str(aside) in last
+    assert f"go on in another --workdir, with --resume_from={tmp_path / 'run'} " in last
     assert metric_by_step(tmp_path / "run", "step") == [1]
     records = [entry for path in aside.iterdir() for entry in reader.read_shard(path)[1]]
     assert len(records) == GROUPS * MEMBERS

@@ -127,6 +127,8 @@ def test_rewards_add_up_with_their_weights_and_are_logged_apart():
     assert untouched.add(group) == group and untouched.then.outcome == 2.0
     with pytest.raises(ConfigError, match="each needs a name of its own"):
         OwnRewards(RewardConfig(functions=(OwnReward("a:f"), OwnReward("b:f"))))
+    with pytest.raises(ConfigError, match="'länge' is the name of a metric too"):
+        OwnRewards(RewardConfig(functions=(OwnReward("a:länge"),)))
     for taken in ("verifier", "mean"):  # metrics that are there in any case
         with pytest.raises(ConfigError, match="none can be called verifier or mean"):
             OwnRewards(RewardConfig(functions=(OwnReward(f"a:{taken}"),)))

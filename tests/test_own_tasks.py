@@ -266,6 +266,26 @@ def test_task_that_breaks_is_a_500_with_its_traceback_or_a_422(tmp_path, caplog,
     assert re.search(r"UserCodeError: own/mine: .*task\.py, line \d+: ValueError: br", caplog.text)
 
 
+def clicked(folder, source: str, times: int) -> tuple[list, int, int]:
+    """Answers to the same click so many times, the acts of a task that counts them, and its
+    session's count of actions."""
+    counts = textwrap.dedent(source).replace(
+        '{"done"', '{"acts": vars(self).get("acts", 0), "done"'
+    )
+    write_task(folder, counts)
+
+    async def run():
+        async with served(task_dirs=[folder]) as http:
+            session = await create(http, "own/mine")
+            path = f"/session/{session['id']}"
+            click = {"action_type": "left_click", "x": 1, "y": 1, "request_id": "a"}
+            answers = [await ask(http, "POST", f"{path}/act", json=click) for _ in range(times)]
+            acts = (await ask(http, "GET", f"{path}/progress"))[1]["acts"]
+            return answers, acts, (await ask(http, "GET", path))[1]["action_count"]
+
+    return asyncio.run(run())
+
+
 def test_repeated_act_whose_screen_could_not_be_drawn_is_not_applied_again(tmp_path):
     source = textwrap.dedent(DRAWN).replace(
         "        pass", "        self.acts, self.fails = getattr(self, 'acts', 0) + 1, True"
@@ -276,21 +296,9 @@ def test_repeated_act_whose_screen_could_not_be_drawn_is_not_applied_again(tmp_p
         "            raise OSError('no font')\n"
         "        return Image",
     )
-    source = source.replace('{"done"', '{"acts": vars(self).get("acts", 0), "done"')
-    folder = write_task(tmp_path / "mine", source)
-
-    async def run():
-        async with served(task_dirs=[folder]) as http:
-            session = await create(http, "own/mine")
-            path = f"/session/{session['id']}"
-            click = {"action_type": "left_click", "x": 1, "y": 1, "request_id": "a"}
-            answers = [await ask(http, "POST", f"{path}/act", json=click) for _ in range(3)]
-            assert [status for status, _, _ in answers] == [500, 200, 200]
-            assert answers[1] == answers[2]
-            assert (await ask(http, "GET", f"{path}/progress"))[1]["acts"] == 1
-            assert (await ask(http, "GET", path))[1]["action_count"] == 1
-
-    asyncio.run(run())
+    answers, acts, count = clicked(tmp_path / "mine", source, 3)
+    assert [status for status, _, _ in answers] == [500, 200, 200]
+    assert answers[1] == answers[2] and (acts, count) == (1, 1)
 
 
 def test_act_whose_task_raises_after_its_effect_is_not_asked_for_again(tmp_path):
@@ -298,19 +306,10 @@ def test_act_whose_task_raises_after_its_effect_is_not_asked_for_again(tmp_path)
         "        pass",
         "        self.acts = getattr(self, 'acts', 0) + 1\n        raise KeyError('no such field')",
     )
-    source = source.replace('{"done"', '{"acts": vars(self).get("acts", 0), "done"')
-    folder = write_task(tmp_path / "mine", source)
-
-    async def run():
-        async with served(task_dirs=[folder]) as http:
-            session = await create(http, "own/mine")
-            path = f"/session/{session['id']}"
-            click = {"action_type": "left_click", "x": 1, "y": 1, "request_id": "a"}
-            status, said, _ = await ask(http, "POST", f"{path}/act", json=click)
-            assert status == 422 and "no such field" in said["detail"]  # a 500 is sent again
-            assert (await ask(http, "GET", f"{path}/progress"))[1]["acts"] == 1
-
-    asyncio.run(run())
+    (answer,), acts, _ = clicked(tmp_path / "mine", source, 1)
+    status, said, _ = answer
+    assert status == 422 and "no such field" in said["detail"]  # a 500 would be sent again
+    assert acts == 1
 
 
 def test_server_that_a_run_starts_has_the_tasks_of_its_config(tmp_path):

@@ -86,7 +86,9 @@ def test_pages_of_another_encoding_than_the_footer_says_are_refused(encoding, ki
     pq.write_table(table, sink, use_dictionary=False, column_encoding={"a": encoding})
     content = sink.getvalue().to_pybytes()
     group = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(0)
-    ((first, size_bytes),) = pages.chunk_places(group, ["a"])
+    ((first, size_bytes),) = pages.chunk_places(group, ["a"], 2**20)
+    with pytest.raises(pages.PageError, match=f"a has {size_bytes} bytes at {first}"):
+        pages.chunk_places(group, ["a"], size_bytes - 1)
     chunk = content[first : first + size_bytes]
     with pytest.raises(pages.PageError, match="a page has the encoding"):
         pages.check_pages(chunk)

@@ -93,8 +93,11 @@ class _Thrift:
         raise PageError("a page's header cannot be read")  # lists and maps: it has none
 
 
-def chunk_places(group: Any, columns: Iterable[str]) -> list[tuple[int, int]]:
-    """Where pyarrow reads the chunks of a row group: first byte and size, of these columns."""
+def chunk_places(group: Any, columns: Iterable[str], most_bytes: int) -> list[tuple[int, int]]:
+    """Where pyarrow reads the chunks of a row group: first byte and size, of these columns.
+
+    Raises: PageError: a place that is none, or more than `most_bytes`.
+    """
     names, places = set(columns), []
     for index in range(group.num_columns):
         chunk = group.column(index)
@@ -102,5 +105,9 @@ def chunk_places(group: Any, columns: Iterable[str]) -> list[tuple[int, int]]:
             first = chunk.data_page_offset
             if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < first:
                 first = chunk.dictionary_page_offset
+            if first < 0 or not 0 <= chunk.total_compressed_size <= most_bytes:
+                raise PageError(
+                    f"{chunk.path_in_schema} has {chunk.total_compressed_size} bytes at {first}"
+                )
             places.append((first, chunk.total_compressed_size))
     return places

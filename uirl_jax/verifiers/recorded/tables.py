@@ -152,7 +152,8 @@ def read_group(path: Path, file: Any, group: int, columns: Sequence[str]) -> Any
     pa = require_pyarrow()
     try:
         with path.open("rb") as content:
-            for first, size_bytes in chunk_places(file.metadata.row_group(group), columns):
+            told = file.metadata.row_group(group)
+            for first, size_bytes in chunk_places(told, columns, MAX_GROUP_BYTES):
                 content.seek(first)
                 check_pages(content.read(size_bytes))
         return file.read_row_group(group, columns=list(columns), use_threads=False)
