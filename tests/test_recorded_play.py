@@ -353,7 +353,9 @@ def test_a_suite_plays_each_step_of_a_set_once(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"suite s-tuning: .* no rows of split 'validation'"):
         played_of(suite.on_tuning())
     # So does a run's own evaluation, also of a kind that is listed twice.
-    stage = evaluation.eval_tasks([TaskSpec(NAME, 0), TaskSpec(NAME, 0)], 200)
+    twice = [TaskSpec(NAME, 0), TaskSpec(NAME, 0)]
+    assert len(set(evaluation.eval_tasks(twice, 6))) == 6
+    stage = evaluation.eval_tasks(twice, 200)
     assert len(Run(cfg, tmp_path, "id").without_repeated_rows(stage, stage="before")) == 7
     assert "event=stage_shortened stage=before" in capsys.readouterr().out
     run_suite(Run(cfg, tmp_path, "id"), threading.Event(), Suite("t", suite.tasks[:1]), [])
